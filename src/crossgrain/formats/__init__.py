@@ -1,0 +1,37 @@
+"""What a number is: element formats, block shapes and scale rules, as frozen data. No torch here."""
+
+from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Element, get_element
+from .format import (
+    IDENTITY,
+    Format,
+    ScaleLayout,
+    fp8_block_format,
+    fp8_format,
+    mxfp8_format,
+    nvfp4_format,
+    ocp_mx_format,
+)
+from .registry import format_table, formats, get_format, register_format
+
+__all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "IDENTITY",
+    "Element",
+    "Format",
+    "ScaleLayout",
+    "format_table",
+    "formats",
+    "fp8_block_format",
+    "fp8_format",
+    "get_element",
+    "get_format",
+    "mxfp8_format",
+    "nvfp4_format",
+    "ocp_mx_format",
+    "register_format",
+]

@@ -1,0 +1,107 @@
+"""Element formats: what the bits of one number mean.
+
+An element is a sign (maybe), an exponent and a mantissa, as data. Everything else - rounding,
+encoding, decoding - is arithmetic that is generic over these few integers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Element:
+    """One number format, e.g. ``E4M3``: 4 exponent bits, 3 mantissa bits, bias 7, largest value 448.
+
+    ``specials`` says which codes are not ordinary numbers: ``"none"``; ``"nan"``, where the all-ones
+    magnitude is NaN; or ``"ieee"``, where the top exponent holds infinity and NaNs.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    specials: Literal["none", "nan", "ieee"] = "none"
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def magnitude_mask(self) -> int:
+        """All bits but the sign: 0x7F for E4M3, 0x7 for E2M1."""
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    @property
+    def sign_bit(self) -> int:
+        return self.magnitude_mask + 1 if self.signed else 0
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number: -6 for E4M3."""
+        return 1 - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest number: 8 for E4M3 (448 = 1.75 * 2**8)."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest finite number."""
+        fraction = self.max / 2.0**self.max_exponent - 1.0
+        exponent_field = self.max_exponent + self.bias
+        return (exponent_field << self.mantissa_bits) + int(fraction * (1 << self.mantissa_bits))
+
+    @property
+    def nan_code(self) -> int:
+        """What NaN is cast to: the all-ones magnitude, or +max where the format has no NaN."""
+        return self.max_code if self.specials == "none" else self.magnitude_mask
+
+    def value(self, code: int) -> float:
+        """The number that ``code`` stands for: ``E2M1.value(7) == 6.0``."""
+        sign = -1.0 if code & self.sign_bit else 1.0
+        magnitude = code & self.magnitude_mask
+        fraction = magnitude & ((1 << self.mantissa_bits) - 1)
+        exponent_field = magnitude >> self.mantissa_bits
+        if self.specials == "nan" and magnitude == self.magnitude_mask:
+            return math.nan
+        if self.specials == "ieee" and exponent_field == (1 << self.exponent_bits) - 1:
+            return math.nan if fraction else sign * math.inf
+        if not self.mantissa_bits:  # a scale: no zero, no subnormals, every code is a power of two
+            return math.ldexp(1.0, exponent_field - self.bias)
+        if exponent_field == 0:
+            return sign * math.ldexp(fraction, self.min_exponent - self.mantissa_bits)
+        significand = fraction + (1 << self.mantissa_bits)
+        return sign * math.ldexp(significand, exponent_field - self.bias - self.mantissa_bits)
+
+    @lru_cache  # noqa: B019 - elements are a handful of module constants
+    def values(self) -> tuple[float, ...]:
+        """The decode table: the value of every code in order."""
+        return tuple(self.value(code) for code in range(1 << self.bits))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_element, (self.name,)
+
+
+E4M3 = Element("e4m3", 4, 3, bias=7, max=448.0, specials="nan")
+E5M2 = Element("e5m2", 5, 2, bias=15, max=57344.0, specials="ieee")
+E2M1 = Element("e2m1", 2, 1, bias=1, max=6.0)
+E2M3 = Element("e2m3", 2, 3, bias=1, max=7.5)
+E3M2 = Element("e3m2", 3, 2, bias=3, max=28.0)
+E8M0 = Element("e8m0", 8, 0, bias=127, max=2.0**127, specials="nan", signed=False)
+
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1, E2M3, E3M2, E8M0)}
+
+
+def get_element(name: str) -> Element:
+    """The element called ``name``; ``get_element("e4m3") is E4M3``."""
+    try:
+        return ELEMENTS[name]
+    except KeyError:
+        raise KeyError(f"no element format {name!r}; there are {', '.join(ELEMENTS)}") from None

@@ -1,0 +1,87 @@
+"""How bytes are made and read. Nothing above this layer touches bits.
+
+A backend fills planes (`measure`, then `encode`) and reads them (`decode`, `decode_operand`). Backends
+are chosen by device type; each must match the reference bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..plane import Plane
+from .layout import swizzle_scales, unswizzle_scales
+from .reference import ReferenceBackend
+from .target import Target
+
+__all__ = [
+    "Backend",
+    "Target",
+    "decode",
+    "decode_operand",
+    "encode",
+    "measure",
+    "swizzle_scales",
+    "unswizzle_scales",
+]
+
+
+class Backend(Protocol):
+    """What a backend offers. ``targets`` of one call share the input, so one pass may fill several."""
+
+    name: str
+
+    def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]: ...
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None: ...
+    def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor: ...
+    def decode_operand(self, plane: Plane) -> Tensor: ...
+
+
+REFERENCE: Backend = ReferenceBackend()
+_BACKENDS: dict[str, Backend] = {}  # device type -> backend; all others use the reference
+
+
+def _backend(tensor: Tensor) -> Backend:
+    return _BACKENDS.get(tensor.device.type, REFERENCE)
+
+
+def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:
+    """The targets with the global amax of ``x`` filled in, for those that need one and have none."""
+    _refuse_flush_to_zero()
+    missing = [target for target in targets if target.amax is None and target.scale is None]
+    found = dict(zip(map(id, missing), _backend(x).measure(x, missing), strict=True))
+    return [replace(target, amax=found[id(target)]) if id(target) in found else target for target in targets]
+
+
+def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> None:
+    """Write ``x`` into every target's plane. Targets have been through `measure`."""
+    _refuse_flush_to_zero()
+    _backend(x).encode(x, targets, seed)
+
+
+def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
+    """The matrix [M, K] that a plane stands for."""
+    _refuse_flush_to_zero()
+    return _backend(plane.data).decode(plane, dtype)
+
+
+def decode_operand(plane: Plane) -> Tensor:
+    """The fp32 GEMM operand of a plane: [M, K] rowwise, [K, M] columnwise (rotated if the format is)."""
+    _refuse_flush_to_zero()
+    return _backend(plane.data).decode_operand(plane)
+
+
+_SMALLEST = 5e-324
+
+
+def _refuse_flush_to_zero() -> None:
+    """Scales and products may be subnormal; flushed to zero they would be silently wrong."""
+    if _SMALLEST * 2.0 == 0.0:
+        raise RuntimeError(
+            "flush-to-zero is on (torch.set_flush_denormal(True)): quantization scales may be subnormal "
+            "numbers and would become 0. Call torch.set_flush_denormal(False) around crossgrain."
+        )

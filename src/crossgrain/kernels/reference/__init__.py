@@ -1,0 +1,32 @@
+"""The reference backend: plain torch, any device, written to be read next to the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...plane import Plane
+from ..target import Target
+from . import decode as _decode
+from . import encode as _encode
+
+
+class ReferenceBackend:
+    """Every plane by itself, step by step."""
+
+    name = "reference"
+
+    def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]:
+        return [_encode.measure(x, target) for target in targets]
+
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
+        for target in targets:
+            _encode.encode(x, target, seed)
+
+    def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
+        return _decode.decode(plane, dtype)
+
+    def decode_operand(self, plane: Plane) -> Tensor:
+        return _decode.decode_operand(plane)

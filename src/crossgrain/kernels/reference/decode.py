@@ -1,0 +1,50 @@
+"""Decoding: what the bytes of a plane mean, from the plane alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...plane import ROWWISE, Plane
+from .blocks import spread
+from .elements import element_values
+from .hadamard import unrotate
+from .packing import unpack
+from .scaling import e8m0_value, two_level_decode_factor
+
+
+def decode_operand(plane: Plane) -> Tensor:
+    """The fp32 operand [R, C] a GEMM multiplies: still rotated where the format rotates."""
+    fmt = plane.format
+    if fmt.is_identity:
+        return plane.operand_codes().to(torch.float32)
+    assert fmt.element is not None
+    values = element_values(unpack(plane.operand_codes(), fmt.element.bits), fmt.element)
+    if plane.data.numel() == 0:
+        return values
+    factor = _decode_factor(plane)
+    rows = 1 if fmt.layout.replicated else fmt.block_rows
+    block = (rows, fmt.block_length) if fmt.block else plane.operand_shape
+    return values * spread(factor, block, plane.operand_shape)
+
+
+def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
+    """The matrix [M, K] in ``dtype``, un-rotated where the format rotates."""
+    if plane.format.is_identity:
+        return plane.data.view(plane.shape).to(dtype)
+    operand = decode_operand(plane)
+    if plane.format.rotation is not None:
+        operand = unrotate(operand, plane.format.rotation)
+    if plane.direction is not ROWWISE:
+        operand = operand.t()
+    return operand.to(dtype).contiguous()
+
+
+def _decode_factor(plane: Plane) -> Tensor:
+    stored, rule = plane.operand_scales(), plane.format.scale_rule
+    if rule == "fp32":
+        return stored
+    if rule in ("e8m0_up", "e8m0_floor"):
+        return e8m0_value(stored)
+    assert rule == "two_level" and plane.amax is not None
+    return two_level_decode_factor(stored, plane.amax.view(-1, 1), plane.format)

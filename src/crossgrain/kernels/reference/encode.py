@@ -1,0 +1,142 @@
+"""Encoding: the executable specification, one plane at a time.
+
+Whatever the direction, a kernel sees an operand [R, C] whose blocks run along the last dimension.
+The steps are always the same: rotate if asked, find scales, multiply, round, store.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...encoding import Encoding
+from ...formats import Format
+from ...plane import ROWWISE, Plane
+from ..target import Target
+from .blocks import amax, block_amax, row_amax, spread
+from .elements import FP32_MAX, round_stochastically, round_to_nearest
+from .four_over_six import encode_four_over_six
+from .hadamard import rotate
+from .packing import pack
+from .random_bits import random_bytes
+from .scaling import (
+    Scales,
+    e8m0_floor_scales,
+    e8m0_up_scales,
+    fp32_scales,
+    global_scale,
+    quotient,
+    two_level_scales,
+)
+
+
+def measure(x: Tensor, target: Target) -> Tensor | None:
+    """The amax that must be known before encoding (and may be reduced over ranks first), or None.
+
+    fp32 [1], or one entry per operand row; of the rotated values where the format rotates.
+    """
+    fmt = target.plane.format
+    if fmt.global_amax == "row":
+        return row_amax(operand_of(x, target.plane))
+    if fmt.global_amax == "tensor":
+        return amax(operand_of(x, target.plane)) if fmt.rotation is not None else amax(x)
+    if fmt.block is None and not fmt.is_identity:
+        return amax(x)
+    return None
+
+
+def encode(x: Tensor, target: Target, seed: int | None) -> None:
+    """Write ``x`` into the buffers of ``target.plane``."""
+    plane, encoding = target.plane, target.encoding
+    fmt = encoding.format
+    if fmt.is_identity:
+        plane.data.copy_(x)
+        return
+    if x.numel() == 0:
+        _write_scalars(target)
+        return
+    assert fmt.element is not None
+    operand = operand_of(x, plane)
+    if encoding.four_over_six is not None:
+        assert target.amax is not None
+        codes, stored = encode_four_over_six(operand, encoding, target.amax.view(-1, 1))
+    else:
+        stored, factor = _scales(operand, target, overflow=_overflow_scale(x, fmt))
+        block = fmt.block or (operand.shape[0], operand.shape[1])
+        scaled = operand * spread(factor, block, plane.operand_shape)
+        codes = _round(scaled, encoding, plane, seed)
+    plane.operand_codes().copy_(pack(codes, fmt.element.bits))
+    if fmt.layout.replicated:
+        stored = stored.repeat_interleave(fmt.block_rows, dim=0)
+    plane.operand_scales().copy_(stored)
+    if plane.amax is not None and target.amax is not None:
+        plane.amax.copy_(target.amax)
+
+
+def operand_of(x: Tensor, plane: Plane) -> Tensor:
+    """``x`` as the fp32 operand [R, C] of ``plane``, rotated and rounded to bf16 where the format asks."""
+    operand = x.reshape(plane.shape).to(torch.float32)
+    if plane.direction is not ROWWISE:
+        operand = operand.t()
+    if plane.format.rotation is not None:
+        operand = rotate(operand, plane.format.rotation).to(torch.bfloat16).to(torch.float32)
+    return operand.contiguous()
+
+
+def _scales(operand: Tensor, target: Target, overflow: float) -> Scales:
+    encoding, fmt = target.encoding, target.encoding.format
+    assert fmt.element is not None
+    if fmt.block is None:
+        return _tensor_scale(target)
+    block_max = block_amax(operand, fmt.block)
+    if fmt.scale_rule == "fp32":
+        return fp32_scales(
+            block_max,
+            fmt.element,
+            epsilon=encoding.epsilon,
+            power_of_two=encoding.power_of_two,
+            overflow=overflow,
+        )
+    if fmt.scale_rule == "e8m0_up":
+        return e8m0_up_scales(block_max, fmt.element)
+    if fmt.scale_rule == "e8m0_floor":
+        return e8m0_floor_scales(block_max, fmt.element)
+    assert fmt.scale_rule == "two_level" and target.amax is not None
+    return two_level_scales(block_max, global_scale(target.amax.view(-1, 1), fmt), fmt.element)
+
+
+def _tensor_scale(target: Target) -> Scales:
+    """The one scale of a per-tensor format: given from outside (delayed), or from the current amax."""
+    encoding, element = target.encoding, target.encoding.format.element
+    assert element is not None
+    if target.scale is not None:
+        factor = target.scale.view(1, 1)
+        return Scales(quotient(1.0, factor), factor)
+    assert target.amax is not None
+    return fp32_scales(
+        target.amax.view(1, 1), element, epsilon=encoding.epsilon, power_of_two=encoding.power_of_two
+    )
+
+
+def _overflow_scale(x: Tensor, fmt: Format) -> float:
+    """What a quotient beyond fp32 becomes: block scales stay within the input's dtype."""
+    return FP32_MAX if fmt.block is None else torch.finfo(x.dtype).max
+
+
+def _round(scaled: Tensor, encoding: Encoding, plane: Plane, seed: int | None) -> Tensor:
+    element = encoding.format.element
+    assert element is not None
+    if not encoding.stochastic:
+        return round_to_nearest(scaled, element)
+    assert seed is not None
+    randomness = random_bytes(seed, plane.direction, plane.operand_shape, scaled.device)
+    return round_stochastically(scaled, element, randomness)
+
+
+def _write_scalars(target: Target) -> None:
+    """An empty tensor has no codes or blocks, but its per-tensor scale and amax are still defined."""
+    plane = target.plane
+    if plane.format.block is None and plane.scale is not None:
+        plane.operand_scales().copy_(_tensor_scale(target).stored)
+    if plane.amax is not None and target.amax is not None:
+        plane.amax.copy_(target.amax)

@@ -1,0 +1,61 @@
+"""4-over-6: quantize every NVFP4 block twice and keep the better one.
+
+The usual block scale maps the largest magnitude to 6, the top of E2M1; between 4 and 6 the grid is
+coarse. Mapping it to 4 instead uses the finer part. Each block takes whichever has the smaller error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...encoding import Encoding
+from ...formats import E4M3
+from .blocks import block_amax, blocked, spread
+from .elements import element_values, round_to_nearest
+from .scaling import GlobalScale, e4m3_block_scales, global_scale
+
+
+def encode_four_over_six(operand: Tensor, encoding: Encoding, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] and stored block scales; ``amax`` is the global one, [1, 1] or [R, 1]."""
+    scale = global_scale(amax, encoding.format)
+    to_six = _candidate(operand, encoding, amax, scale, stretch=1.0)
+    to_four = _candidate(operand, encoding, amax, scale, stretch=1.5)
+    assert encoding.format.block is not None
+    take_four = to_four[2] < to_six[2]
+    take_four_each = spread(take_four, encoding.format.block, _shape(operand))
+    return torch.where(take_four_each, to_four[0], to_six[0]), torch.where(take_four, to_four[1], to_six[1])
+
+
+def _candidate(
+    operand: Tensor, encoding: Encoding, amax: Tensor, scale: GlobalScale, stretch: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, stored scales and error per block with the block scale stretched."""
+    fmt = encoding.format
+    assert fmt.element is not None and fmt.block is not None
+    wanted = (block_amax(operand, fmt.block) / fmt.element.max) * scale.encode
+    stored, factor = e4m3_block_scales((wanted * stretch).clamp(max=E4M3.max), scale)
+    codes = round_to_nearest(operand * spread(factor, fmt.block, _shape(operand)), fmt.element)
+
+    decoded = element_values(codes, fmt.element) * spread(element_values(stored, E4M3), fmt.block, _shape(operand))
+    difference = (decoded * amax) / (fmt.element.max * fmt.scale_bound) - operand
+    error = difference.abs() if encoding.four_over_six == "MAE" else difference * difference
+    return codes, stored, _sum_per_block(blocked(error, fmt.block))
+
+
+def _sum_per_block(error: Tensor) -> Tensor:
+    """[R / rows, rows, C / length, length] -> [R / rows, C / length], in the order the hardware adds.
+
+    Along a row one after the other; over the rows of a tile in halves.
+    """
+    total = torch.zeros_like(error[..., 0])
+    for i in range(error.shape[-1]):
+        total = total + error[..., i]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
+
+
+def _shape(operand: Tensor) -> tuple[int, int]:
+    return operand.shape[0], operand.shape[1]

@@ -1,0 +1,24 @@
+"""What a kernel is asked to fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..encoding import Encoding
+from ..plane import Plane
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A plane to write and how to choose its bytes.
+
+    ``amax``   the global amax, measured before (and perhaps reduced over ranks)
+    ``scale``  per-tensor formats: the encode scale, when it comes from outside (delayed scaling)
+    """
+
+    plane: Plane
+    encoding: Encoding
+    amax: Tensor | None = None
+    scale: Tensor | None = None

@@ -1,0 +1,166 @@
+"""A plane: one encoding of a whole matrix, for the GEMM that reads it in one direction.
+
+A linear layer runs three GEMMs, and each sums over another dimension of its operands:
+
+    fprop  y  = x · Wᵀ     reads  x rowwise,     W rowwise
+    dgrad  dx = dy · W     reads  dy rowwise,    W columnwise
+    wgrad  dW = dyᵀ · x    reads  dy columnwise, x columnwise
+
+A rowwise plane has its blocks along K, a columnwise plane along M. Seen as a GEMM *operand*, blocks
+always run along the last dimension: the operand of a rowwise plane is the matrix [M, K], the operand
+of a columnwise plane is its transpose [K, M]. Kernels read and write operands only; how an operand
+lies in memory is told here, once, as strided views.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .formats import Format
+
+
+class Direction(enum.Enum):
+    ROWWISE = "rowwise"
+    COLUMNWISE = "columnwise"
+
+    @property
+    def other(self) -> Direction:
+        return Direction.COLUMNWISE if self is Direction.ROWWISE else Direction.ROWWISE
+
+
+ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """Codes, scales and the format they are in: all that is needed to decode.
+
+    ``shape``       (M, K) of the matrix
+    ``transposed``  codes and scales are stored in the operand's orientation [K, M] (columnwise only)
+    """
+
+    format: Format
+    direction: Direction
+    shape: tuple[int, int]
+    data: Tensor
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def operand_shape(self) -> tuple[int, int]:
+        rows, cols = self.shape
+        return (rows, cols) if self.direction is ROWWISE else (cols, rows)
+
+    def operand_codes(self) -> Tensor:
+        """The codes as an operand [R, bytes per row]: a view, so writing to it writes the plane."""
+        if self._is_operand_major:
+            rows, length = self.operand_shape
+            return self.data.view(rows, bytes_per_row(self.format, length))
+        return self.data.view(self.shape).t()
+
+    def operand_scales(self) -> Tensor:
+        """The scales of the operand without padding, one row per operand row or tile: a view."""
+        assert self.scale is not None
+        if self.format.block is None:
+            return self.scale.view(1, 1)
+        rows, blocks = scale_grid(self.format, self.operand_shape)
+        stored = self.scale if self._scales_operand_major else self.scale.t()
+        return stored[:rows, :blocks]
+
+    def buffers(self) -> Iterator[Tensor]:
+        for buffer in (self.data, self.scale, self.amax):
+            if buffer is not None:
+                yield buffer
+
+    @property
+    def _is_operand_major(self) -> bool:
+        return self.direction is ROWWISE or self.transposed
+
+    @property
+    def _scales_operand_major(self) -> bool:
+        return self._is_operand_major != self.format.layout.transposed
+
+    def reshaped(self, shape: Sequence[int]) -> Plane:
+        """The same plane with its code buffer viewed for a tensor of ``shape`` (same last dimension)."""
+        return replace(self, data=self.data.view(data_shape(self.format, self.direction, shape, self.transposed)))
+
+
+def bytes_per_row(fmt: Format, length: int) -> int:
+    """Bytes that ``length`` codes take."""
+    bits = 8 if fmt.element is None else fmt.element.bits
+    return length * bits // 8
+
+
+def scale_grid(fmt: Format, operand_shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and blocks per row of an operand's unpadded scales."""
+    assert fmt.block is not None
+    rows = operand_shape[0] if fmt.layout.replicated else math.ceil(operand_shape[0] / fmt.block[0])
+    return rows, math.ceil(operand_shape[1] / fmt.block[1])
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(M, K) of a tensor: all leading dimensions flattened; a vector is one row."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def data_shape(fmt: Format, direction: Direction, shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
+    """Shape of the code buffer of a tensor of ``shape``."""
+    lead, last = tuple(shape[:-1]), shape[-1]
+    if direction is ROWWISE or not transposed:
+        return (*lead, bytes_per_row(fmt, last))
+    if fmt.element is not None and fmt.element.bits < 8:
+        return (last, bytes_per_row(fmt, math.prod(lead)))
+    return (last, *lead)
+
+
+def scale_shape(fmt: Format, direction: Direction, shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
+    """Shape of the scale buffer, padding included."""
+    if fmt.block is None:
+        return (1,)
+    rows, cols = matrix_shape(shape)
+    operand = (rows, cols) if direction is ROWWISE else (cols, rows)
+    padded = tuple(round_up(n, to) for n, to in zip(scale_grid(fmt, operand), fmt.layout.pad, strict=True))
+    operand_major = direction is ROWWISE or transposed
+    return padded if operand_major != fmt.layout.transposed else padded[::-1]
+
+
+def amax_shape(fmt: Format, direction: Direction, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Shape of the amax buffer, None for formats without a global amax."""
+    if fmt.global_amax is None:
+        return None
+    rows, cols = matrix_shape(shape)
+    if fmt.global_amax == "tensor":
+        return (1,)
+    return (rows if direction is ROWWISE else cols,)
+
+
+def empty_plane(
+    fmt: Format,
+    direction: Direction,
+    shape: Sequence[int],
+    *,
+    device: torch.device,
+    transposed: bool | None = None,
+    pin_memory: bool = False,
+) -> Plane:
+    """A plane for a tensor of ``shape`` with uninitialised codes; scales and their padding are zero."""
+    if transposed is None:
+        transposed = fmt.transposes and direction is COLUMNWISE
+    options = {"device": device, "pin_memory": pin_memory}
+    data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=torch.uint8, **options)
+    scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
+    scale = torch.zeros(scale_shape(fmt, direction, shape, transposed), dtype=scale_dtype, **options)
+    amax_size = amax_shape(fmt, direction, shape)
+    amax = None if amax_size is None else torch.zeros(amax_size, dtype=torch.float32, **options)
+    return Plane(fmt, direction, matrix_shape(shape), data, scale, amax, transposed)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
