@@ -1,0 +1,111 @@
+"""crossgrain: low-precision training in which every tensor has its own format in each direction."""
+
+import torch as _torch
+
+from . import formats
+from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
+from .dtypes import DType, TE_DType, TE_DType_To_Torch
+from .encoding import Encoding
+from .float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
+from .float8_block import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+)
+from .formats import Format, get_format, register_format
+from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from .kernels import swizzle_scales, unswizzle_scales
+from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane
+from .quantize import quantize, quantizer_for
+from .quantizer import Quantizer, make_quantizer
+from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
+from .tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from .tensor.pickling import make_tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "COLUMNWISE",
+    "ROWWISE",
+    "DType",
+    "Direction",
+    "Encoding",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "Format",
+    "FormatQuantizer",
+    "FormatTensor",
+    "FormatTensorStorage",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "Plane",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "TE_DType",
+    "TE_DType_To_Torch",
+    "formats",
+    "get_device_compute_capability",
+    "get_format",
+    "is_non_tn_fp8_gemm_supported",
+    "prepare_for_saving",
+    "quantize",
+    "quantizer_for",
+    "register_format",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "settings",
+    "swizzle_scales",
+    "unswizzle_scales",
+]
+
+# What torch.load(weights_only=True) may rebuild: data classes and two functions that check their input.
+_torch.serialization.add_safe_globals(
+    [
+        DType,
+        Direction,
+        Float8BlockQuantizer,
+        Float8BlockwiseQTensor,
+        Float8CurrentScalingQuantizer,
+        Float8Quantizer,
+        Float8Tensor,
+        Format,
+        FormatQuantizer,
+        FormatTensor,
+        IdentityQuantizer,
+        IdentityTensor,
+        MXFP8Quantizer,
+        MXFP8Tensor,
+        NVFP4Quantizer,
+        NVFP4Tensor,
+        formats.ScaleLayout,
+        formats.get_element,
+        make_quantizer,
+        make_tensor,
+    ]
+)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,10 +86,6 @@ class Plane:
     @property
     def _scales_operand_major(self) -> bool:
         return self._is_operand_major != self.format.layout.transposed
-
-    def reshaped(self, shape: Sequence[int]) -> Plane:
-        """The same plane with its code buffer viewed for a tensor of ``shape`` (same last dimension)."""
-        return replace(self, data=self.data.view(data_shape(self.format, self.direction, shape, self.transposed)))
 
 
 def bytes_per_row(fmt: Format, length: int) -> int:
@@ -164,3 +160,19 @@ def empty_plane(
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def shape_problem(fmt: Format, direction: Direction, shape: Sequence[int]) -> str | None:
+    """Why a tensor of ``shape`` has no plane of this format and direction; None if it has."""
+    least = 1 if fmt.block is None else 2
+    if len(shape) < least and not fmt.is_identity:
+        return f"it has {len(shape)} dimensions and needs at least {least}"
+    if fmt.ragged or fmt.block is None:
+        return None
+    rows, cols = matrix_shape(shape)
+    along_m, along_k = fmt.block if direction is ROWWISE else fmt.block[::-1]
+    if cols % along_k:
+        return f"its last dimension (K) is {cols}, which is not a multiple of {along_k}"
+    if rows % along_m:
+        return f"the product of its other dimensions (M) is {rows}, which is not a multiple of {along_m}"
+    return None

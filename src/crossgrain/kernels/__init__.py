@@ -17,15 +17,19 @@ from ..plane import Plane
 from .layout import swizzle_scales, unswizzle_scales
 from .reference import ReferenceBackend
 from .target import Target
+from .transpose import transposed_plane
 
 __all__ = [
     "Backend",
     "Target",
+    "amax",
     "decode",
     "decode_operand",
     "encode",
     "measure",
     "swizzle_scales",
+    "tensor_scale",
+    "transposed_plane",
     "unswizzle_scales",
 ]
 
@@ -39,6 +43,8 @@ class Backend(Protocol):
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None: ...
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor: ...
     def decode_operand(self, plane: Plane) -> Tensor: ...
+    def amax(self, x: Tensor) -> Tensor: ...
+    def tensor_scale(self, target: Target) -> Tensor: ...
 
 
 REFERENCE: Backend = ReferenceBackend()
@@ -52,7 +58,7 @@ def _backend(tensor: Tensor) -> Backend:
 def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:
     """The targets with the global amax of ``x`` filled in, for those that need one and have none."""
     _refuse_flush_to_zero()
-    missing = [target for target in targets if target.amax is None and target.scale is None]
+    missing = [target for target in targets if target.amax is None]
     found = dict(zip(map(id, missing), _backend(x).measure(x, missing), strict=True))
     return [replace(target, amax=found[id(target)]) if id(target) in found else target for target in targets]
 
@@ -73,6 +79,17 @@ def decode_operand(plane: Plane) -> Tensor:
     """The fp32 GEMM operand of a plane: [M, K] rowwise, [K, M] columnwise (rotated if the format is)."""
     _refuse_flush_to_zero()
     return _backend(plane.data).decode_operand(plane)
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest magnitude of ``x``, NaNs aside: fp32 [1]."""
+    return _backend(x).amax(x)
+
+
+def tensor_scale(target: Target) -> Tensor:
+    """The encode scale of a per-tensor format whose amax has been measured: fp32 [1]."""
+    assert target.amax is not None
+    return _backend(target.amax).tensor_scale(target)
 
 
 _SMALLEST = 5e-324

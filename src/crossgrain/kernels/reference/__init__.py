@@ -11,6 +11,7 @@ from ...plane import Plane
 from ..target import Target
 from . import decode as _decode
 from . import encode as _encode
+from .blocks import amax
 
 
 class ReferenceBackend:
@@ -30,3 +31,9 @@ class ReferenceBackend:
 
     def decode_operand(self, plane: Plane) -> Tensor:
         return _decode.decode_operand(plane)
+
+    def amax(self, x: Tensor) -> Tensor:
+        return amax(x)
+
+    def tensor_scale(self, target: Target) -> Tensor:
+        return _encode.tensor_scale(target).factor.view(1)

@@ -7,8 +7,6 @@ magnitudes are consecutive integers: rounding up past the end of a binade simply
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,8 @@ def round_stochastically(v: Tensor, element: Element, random_bytes: Tensor) -> T
 
 def element_values(codes: Tensor, element: Element) -> Tensor:
     """The fp32 values of ``codes`` (uint8)."""
-    return _decode_table(element, codes.device)[codes.to(torch.int32)]
+    table = torch.tensor(element.values(), dtype=torch.float32, device=codes.device)
+    return table[codes.to(torch.int32)]
 
 
 def _saturated_magnitude(v: Tensor, element: Element) -> Tensor:
@@ -64,8 +63,3 @@ def _codes(v: Tensor, steps: Tensor, step_exponent: Tensor, element: Element) ->
     magnitude_code = (binade << element.mantissa_bits) + steps.to(torch.int32)
     codes = torch.where(v.signbit(), magnitude_code | element.sign_bit, magnitude_code)
     return torch.where(v.isnan(), element.nan_code, codes).to(torch.uint8)
-
-
-@lru_cache
-def _decode_table(element: Element, device: torch.device) -> Tensor:
-    return torch.tensor(element.values(), dtype=torch.float32, device=device)

@@ -50,7 +50,7 @@ def encode(x: Tensor, target: Target, seed: int | None) -> None:
     plane, encoding = target.plane, target.encoding
     fmt = encoding.format
     if fmt.is_identity:
-        plane.data.copy_(x)
+        plane.data.copy_(x.reshape(plane.data.shape))
         return
     if x.numel() == 0:
         _write_scalars(target)
@@ -87,7 +87,7 @@ def _scales(operand: Tensor, target: Target, overflow: float) -> Scales:
     encoding, fmt = target.encoding, target.encoding.format
     assert fmt.element is not None
     if fmt.block is None:
-        return _tensor_scale(target)
+        return tensor_scale(target)
     block_max = block_amax(operand, fmt.block)
     if fmt.scale_rule == "fp32":
         return fp32_scales(
@@ -105,7 +105,7 @@ def _scales(operand: Tensor, target: Target, overflow: float) -> Scales:
     return two_level_scales(block_max, global_scale(target.amax.view(-1, 1), fmt), fmt.element)
 
 
-def _tensor_scale(target: Target) -> Scales:
+def tensor_scale(target: Target) -> Scales:
     """The one scale of a per-tensor format: given from outside (delayed), or from the current amax."""
     encoding, element = target.encoding, target.encoding.format.element
     assert element is not None
@@ -137,6 +137,6 @@ def _write_scalars(target: Target) -> None:
     """An empty tensor has no codes or blocks, but its per-tensor scale and amax are still defined."""
     plane = target.plane
     if plane.format.block is None and plane.scale is not None:
-        plane.operand_scales().copy_(_tensor_scale(target).stored)
+        plane.operand_scales().copy_(tensor_scale(target).stored)
     if plane.amax is not None and target.amax is not None:
         plane.amax.copy_(target.amax)

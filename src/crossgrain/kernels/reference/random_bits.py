@@ -6,10 +6,14 @@ along the blocks share one 32-bit hash, a byte each, lowest first; each plane ha
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from ...plane import ROWWISE, Direction
+
+_Bits = TypeVar("_Bits", int, Tensor)
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: keeps the two planes' keys apart
@@ -36,8 +40,8 @@ def stream_keys(seed: int, direction: Direction) -> tuple[int, int]:
     """Two 32-bit keys for a 64-bit seed and a plane."""
     plane = 0 if direction is ROWWISE else _GOLDEN
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    first = _mix_int(low ^ plane)
-    return first, _mix_int((high + first + _GOLDEN) & _MASK)
+    first = _mix(low ^ plane)
+    return first, _mix((high + first + _GOLDEN) & _MASK)
 
 
 def hash_counter(counter: Tensor, key0: int, key1: int) -> Tensor:
@@ -46,14 +50,10 @@ def hash_counter(counter: Tensor, key0: int, key1: int) -> Tensor:
     return _mix(hashed ^ ((counter >> 32) & _MASK) ^ key1)
 
 
-def _mix(h: Tensor) -> Tensor:
-    """A 32-bit finalizer with low bias (shifts 16, 15, 16), on int64."""
+def _mix(h: _Bits) -> _Bits:
+    """A 32-bit finalizer with low bias (shifts 16, 15, 16), on Python ints or int64 tensors."""
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _MASK
     h = h ^ (h >> 15)
     h = (h * 0x846CA68B) & _MASK
     return h ^ (h >> 16)
-
-
-def _mix_int(h: int) -> int:
-    return int(_mix(torch.tensor(h)))

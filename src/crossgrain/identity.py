@@ -1,0 +1,165 @@
+"""Identity: a plane that keeps the numbers as they are, so that high precision is one more format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .encoding import Encoding
+from .formats import IDENTITY
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
+from .quantizer import Quantizer
+from .tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """One high-precision buffer that serves both directions."""
+
+    _buffer_names = ("_hp_data",)
+    _plane_buffers = {  # noqa: RUF012 - the base class declares it as a class variable
+        ROWWISE: PlaneBuffers("_hp_data", None),
+        COLUMNWISE: PlaneBuffers("_hp_data", None),
+    }
+
+    _hp_data: Tensor | None
+
+    def _init_fields(
+        self,
+        hp_data: Tensor | None,
+        fake_dtype: torch.dtype | None = None,
+        quantizer: Quantizer | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        if fake_dtype is None and hp_data is not None:
+            fake_dtype = hp_data.dtype
+        shape = hp_data.shape if shape is None and hp_data is not None else shape
+        self._init_common(dict.fromkeys(Direction, IDENTITY), quantizer, fake_dtype, shape, (hp_data,))
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {"hp_data": self._hp_data, "fake_dtype": self._dtype, "quantizer": self._quantizer}
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        return (self._hp_data, None) if rowwise_data and columnwise_data else self._hp_data
+
+    def planes(self) -> list[Plane]:
+        """One plane with a buffer of its own."""
+        plane = self.plane(ROWWISE)
+        return [] if plane is None else [plane]
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Both directions are always there."""
+
+    def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
+        """The buffer itself, unless it has to be cast."""
+        plane = self._readable_plane(direction)
+        return plane.data.to(self._dtype if dtype is None else dtype)
+
+    # A plain buffer can be viewed and cut like any tensor.
+
+    def _on_buffer(self, buffer: Tensor) -> Self:
+        return self._rewrap(shape=buffer.shape, matrix=matrix_shape(buffer.shape), buffers={"_hp_data": buffer})
+
+    def _viewed(self, shape: Sequence[int]) -> Self:
+        return self._on_buffer(self._buffer().view(tuple(shape)))
+
+    def _sliced(self, dim: int, start: int, stop: int) -> Self:
+        return self._on_buffer(self._buffer().narrow(dim, start, stop - start))
+
+    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
+        return self._on_buffer(self._buffer().as_strided(tuple(size), tuple(stride), offset))
+
+    def _empty_like(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Self:
+        shape = self._shape if shape is None else shape
+        buffer = torch.empty(tuple(shape), dtype=self._buffer().dtype, device=self.device if device is None else device)
+        return self._rewrap(shape=shape, dtype=dtype, matrix=matrix_shape(shape), buffers={"_hp_data": buffer})
+
+    def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
+        return False
+
+    def _copy_planes(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
+        for mine, theirs in pairs:
+            mine.data.copy_(theirs.data)
+        self._mark_written()
+
+    def _buffer(self) -> Tensor:
+        return self._readable_plane(None).data
+
+    def _build_default_quantizer(self) -> Quantizer:
+        return IdentityQuantizer()
+
+
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+    """A high-precision tensor in the clothes of a quantized one; its views alias it as usual."""
+
+    def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
+        buffer = buffers["_hp_data"]
+        if buffer is None:
+            return super()._blank(shape, dtype, buffers)
+        return type(self)._wrapper(
+            shape, dtype, buffer.device, stride=buffer.stride(), storage_offset=buffer.storage_offset()
+        )
+
+
+class IdentityQuantizer(Quantizer):
+    """Keeps the (detached) input, cast only if ``dtype`` is given."""
+
+    _tensor_class = IdentityTensor
+    _value_fields = ("dtype",)
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = dtype
+
+    def encoding(self, direction: Direction) -> Encoding:
+        return Encoding(IDENTITY)
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        tensor = self._checked(tensor, list(Direction))
+        kept = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
+        return self._wrapped(kept, tensor.dtype)
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Copies in place where the buffers match, otherwise ``dst`` takes the new buffer."""
+        if not isinstance(dst, IdentityTensorStorage):
+            raise ValueError(f"IdentityQuantizer writes IdentityTensor, it cannot write to a {type(dst).__name__}")
+        if noop_flag is not None and noop_flag.item() != 0:
+            return dst
+        src = self._checked(src, list(Direction))
+        buffer = dst._buffer()
+        new = src.detach() if self.dtype is None else src.detach().to(self.dtype)
+        if new.shape != dst.shape:
+            raise ValueError(f"cannot write a tensor of shape {list(new.shape)} to one of {list(dst.shape)}")
+        if new.dtype == buffer.dtype and new.device == buffer.device:
+            buffer.copy_(new)
+        else:
+            dst._hp_data = new.clone()
+        dst._mark_written()
+        return dst
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
+        kept = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)
+        return self._wrapped(kept, dtype)
+
+    def _wrapped(self, kept: Tensor, dtype: torch.dtype) -> Any:
+        if self.internal:
+            return IdentityTensorStorage(kept, dtype, self)
+        return IdentityTensor(
+            kept.shape,
+            dtype,
+            hp_data=kept,
+            quantizer=self,
+            stride=kept.stride(),
+            storage_offset=kept.storage_offset(),
+        )
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return True
+
+    def is_requantization_safe(self) -> bool:
+        return True

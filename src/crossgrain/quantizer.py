@@ -1,0 +1,336 @@
+"""Quantizers: what to make of a tensor, in which directions, and how to make it again in place.
+
+A quantizer holds options and usages. Its format file says what each direction's encoding is and which
+classes hold the result; measuring, reducing, encoding, checking and allocating are here, once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .dtypes import HIGH_PRECISION
+from .encoding import Encoding
+from .kernels import Target
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
+from .settings import settings
+from .tensor.autograd import QuantizeFunction
+from .tensor.storage import QuantizedTensorStorage
+from .tensor.tensor import QuantizedTensor
+
+
+class Quantizer:
+    """Makes quantized tensors of one format.
+
+    ``rowwise_usage``, ``columnwise_usage``  which directions to make
+    ``internal``                             make a bare storage instead of a torch.Tensor
+    ``optimize_for_gemm``                    the result only has to be good for GEMMs
+    """
+
+    _tensor_class: ClassVar[type[QuantizedTensor]]
+    _value_fields: ClassVar[tuple[str, ...] | None] = None  # equal options make equal quantizers; None: identity
+    custom: ClassVar[bool] = False
+
+    rowwise_usage: bool
+    columnwise_usage: bool
+    internal: bool
+    optimize_for_gemm: bool
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    # ---- what a format provides ----------------------------------------------------------------
+
+    def encoding(self, direction: Direction) -> Encoding:
+        """How the bytes of one direction are chosen."""
+        raise NotImplementedError
+
+    def _stores_transposed(self, direction: Direction) -> bool:
+        return direction is COLUMNWISE and self.encoding(direction).format.transposes
+
+    def _directions_to_make(self) -> list[Direction]:
+        """The planes to allocate for the current usages."""
+        wanted = {ROWWISE: self.rowwise_usage, COLUMNWISE: self.columnwise_usage}
+        return [direction for direction, want in wanted.items() if want]
+
+    def _targets(self, planes: Iterable[Plane]) -> list[Target]:
+        """What kernels are asked to fill."""
+        return [Target(plane, self.encoding(plane.direction)) for plane in planes]
+
+    def _observe(self, targets: Sequence[Target]) -> None:
+        """Called with the measured amaxes of a cast."""
+
+    def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
+        """Raise where Transformer Engine refuses an input that can be quantized."""
+
+    # ---- quantizing ----------------------------------------------------------------------------
+
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """A quantized tensor (or, if ``internal``, a storage) with the current usages.
+
+        ``out`` is refilled in place instead. ``dtype`` is the nominal dtype, by default the input's. The
+        gradient passes straight through; a storage carries none.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if torch.is_grad_enabled() and not self.internal and getattr(tensor, "requires_grad", False):
+            return QuantizeFunction.apply(tensor, self, dtype)
+        return self._quantized(tensor, dtype)
+
+    def __call__(self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None) -> Any:
+        return self.quantize(tensor, out=out)
+
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """`quantize` of each."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        result = self.quantize_impl(tensor)
+        if dtype is not None and dtype != result.dtype:
+            if dtype not in HIGH_PRECISION:
+                raise TypeError(f"{type(self).__name__}: {dtype} cannot be the nominal dtype of a quantized tensor")
+            result = result._rewrap(dtype=dtype)
+        if result._quantizer is not None:
+            result._quantizer.amax_reduction_group = None  # a tensor outlives its process group
+        return result
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """The hook that custom quantizers override."""
+        tensor = self._checked(tensor, self._directions_to_make())
+        result = self._made(tensor.shape, tensor.dtype, tensor.device)
+        self._encode_planes(tensor, result, result.planes())
+        return result
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Requantize ``src`` into the buffers of ``dst``: every plane that is present, whatever the usages.
+
+        A non-zero fp32 ``noop_flag`` leaves ``dst`` untouched. Returns ``dst``.
+        """
+        if not isinstance(dst, self._tensor_class._storage_class()):
+            raise ValueError(
+                f"{type(self).__name__} writes {self._tensor_class.__name__}, it cannot write to a {type(dst).__name__}"
+            )
+        if noop_flag is not None and noop_flag.item() != 0:
+            return dst
+        planes = dst.planes()
+        src = self._checked(src, [plane.direction for plane in planes], dst._plane_tensor_shape())
+        if src.shape != dst.shape or src.device != dst.device:
+            raise ValueError(
+                f"{type(self).__name__}: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
+                f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
+            )
+        if src.numel():
+            self._encode_planes(src, dst, planes)
+        return dst
+
+    def _encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+        """Write ``src`` into some planes of ``dst``, which are checked to fit before anything is written."""
+        formats = dict(dst._formats)
+        for plane in planes:
+            fmt = self.encoding(plane.direction).format
+            self._check_fits(plane, dst)
+            formats[plane.direction] = fmt
+        planes = [replace(plane, format=formats[plane.direction]) for plane in planes]
+        with torch.no_grad():
+            src = src.detach().reshape(dst._matrix)
+            targets = self._reduced(kernels.measure(src, self._targets(planes)))
+            self._observe(targets)
+            stochastic = any(target.encoding.stochastic for target in targets)
+            kernels.encode(src, targets, draw_seed() if stochastic else None)
+        dst._formats = formats
+        dst._mark_written()
+
+    def _check_fits(self, plane: Plane, dst: QuantizedTensorStorage) -> None:
+        fmt = self.encoding(plane.direction).format
+        shape = dst._plane_tensor_shape()
+        like = empty_plane(fmt, plane.direction, shape, device=torch.device("meta"), transposed=plane.transposed)
+        buffers = [(like.data, plane.data), (like.amax, plane.amax)]
+        buffers += [] if dst._is_slice else [(like.scale, plane.scale)]  # slices leave the padding behind
+        for wanted, have in buffers:
+            if (wanted is None) != (have is None) or (
+                wanted is not None and have is not None and wanted.shape != have.shape
+            ):
+                raise ValueError(
+                    f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
+                    f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
+                )
+        if dst._is_slice and (fmt.block is None or fmt.global_amax is not None) and not fmt.is_identity:
+            dst._refuse_slice_write(plane)
+
+    def _reduced(self, targets: list[Target]) -> list[Target]:
+        """Targets with their amaxes maximised over the reduction group, in one collective."""
+        if not self.with_amax_reduction:
+            return targets
+        amaxes = [target.amax for target in targets if target.amax is not None]
+        if not amaxes:
+            return targets
+        packed = torch.cat(amaxes)
+        torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+        pieces = iter(packed.split([amax.numel() for amax in amaxes]))
+        return [replace(target, amax=next(pieces)) if target.amax is not None else target for target in targets]
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
+        """Shape of the scale buffer of one direction, padding included."""
+        direction = COLUMNWISE if columnwise else ROWWISE
+        return scale_shape(self.encoding(direction).format, direction, shape, self._stores_transposed(direction))
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Update statistics without quantizing. Formats that keep none have nothing to do."""
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        """Whether the shape divides into whole blocks in both directions."""
+        return not any(self._block_problem(direction, tensor.shape) for direction in Direction)
+
+    def _block_problem(self, direction: Direction, shape: Sequence[int]) -> str | None:
+        return shape_problem(replace(self.encoding(direction).format, ragged=False), direction, shape)
+
+    def _checked(self, tensor: Any, directions: Sequence[Direction], shape: Sequence[int] | None = None) -> Tensor:
+        """``tensor`` as a plain tensor that can be quantized in ``directions``, or an error that says why not."""
+        name = type(self).__name__
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.dequantize()
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} quantizes tensors, not {type(tensor).__name__}")
+        if tensor.dtype not in HIGH_PRECISION:
+            raise TypeError(f"{name} quantizes float32, bfloat16 and float16 tensors, not {tensor.dtype}")
+        if not directions:
+            raise ValueError(f"{name}: neither rowwise nor columnwise usage is set, so there is nothing to make")
+        self._check_shape(tensor.shape if shape is None else shape, directions)
+        if settings.strict:
+            self._refuse_in_strict_mode(tensor, directions)
+        return tensor
+
+    def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
+        for direction in directions:
+            fmt = self.encoding(direction).format
+            problem = shape_problem(fmt, direction, shape)
+            if problem is None and settings.strict and not fmt.ragged:
+                problem = self._block_problem(ROWWISE, shape) or self._block_problem(COLUMNWISE, shape)
+            if problem:
+                raise ValueError(
+                    f"{type(self).__name__}: cannot quantize a tensor of shape {list(shape)} {direction.value} as "
+                    f"{fmt.name}: {problem}"
+                )
+
+    # ---- allocation ----------------------------------------------------------------------------
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """An uninitialised result for the current usages."""
+        name = type(self).__name__
+        if self.custom:
+            raise NotImplementedError(f"{name} is a custom quantizer and has to say itself how to make empty tensors")
+        if requires_grad and self.internal:
+            raise ValueError(f"{name}: an internal storage cannot require gradients")
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
+        self._check_shape(shape, self._directions_to_make())
+        device = torch.device("cpu" if device is None else device)
+        made = self._made(shape, dtype, device, pin_memory=pin_memory)
+        return made.requires_grad_(True) if requires_grad else made
+
+    def _made(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+    ) -> Any:
+        """The storage or tensor for the current usages, with unwritten planes."""
+        cls: Any = self._tensor_class
+        if self.internal:
+            cls = cls._storage_class()
+            made = object.__new__(cls)
+        else:
+            made = cls._wrapper(shape, dtype, device)
+        formats = {direction: self.encoding(direction).format for direction in Direction}
+        made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
+        for direction in self._directions_to_make():
+            plane = empty_plane(
+                formats[direction],
+                direction,
+                shape,
+                device=device,
+                transposed=self._stores_transposed(direction),
+                pin_memory=pin_memory,
+            )
+            made._set_plane(direction, plane)
+        return made
+
+    # ---- usages and properties -----------------------------------------------------------------
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose which directions to make; None keeps."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Self:
+        """A shallow copy with its own usages."""
+        return copy.copy(self)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing the same input again gives the same bytes."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        if self._value_fields is None or type(other) is not type(self):
+            return self is other
+        return self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self._value_fields is None else hash((type(self), self._value()))
+
+    def _value(self) -> tuple[Any, ...]:
+        fields = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *(self._value_fields or ()))
+        return tuple(getattr(self, name) for name in fields)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if state.get("amax_reduction_group") is not None:
+            state["amax_reduction_group"] = None  # process groups do not travel
+        return state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_quantizer, (type(self), self.__getstate__())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if not name.startswith("_"))
+        return f"{type(self).__name__}({shown})"
+
+
+def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
+    """Rebuild a pickled quantizer."""
+    quantizer = cls.__new__(cls)
+    quantizer.__dict__.update(state)
+    return quantizer
+
+
+def draw_seed() -> int:
+    """64 random bits from torch's default generator: recomputation that restores its state replays them."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))

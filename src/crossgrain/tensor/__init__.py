@@ -1,0 +1,14 @@
+"""The two-plane quantized tensor, its lifecycle and its operations."""
+
+from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .storage import PlaneBuffers, QuantizedTensorStorage
+from .tensor import QuantizedTensor
+
+__all__ = [
+    "PlaneBuffers",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+]

@@ -1,0 +1,34 @@
+"""Quantizing and dequantizing in autograd: the gradient passes straight through both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from ..plane import Direction
+    from ..quantizer import Quantizer
+
+
+class QuantizeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Any:
+        return quantizer._quantized(tensor.detach(), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
+
+
+class DequantizeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype, direction: Direction | None) -> Tensor:
+        return QuantizedTensorStorage.dequantize(tensor, dtype=dtype, direction=direction)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None

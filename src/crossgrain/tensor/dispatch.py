@@ -1,0 +1,263 @@
+"""What each torch operation does with a quantized tensor.
+
+Operations on the bytes themselves (views, copies, allocation) are in the table below. Everything else
+decodes its arguments and runs in high precision; what it wrote to is then requantized, every plane that
+is present. Collectives never take that path: ranks would end up with different bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..dtypes import HIGH_PRECISION
+from ..plane import shape_problem
+from .storage import resolved_shape
+
+if TYPE_CHECKING:
+    from .tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+Handler = Callable[..., Any]
+_HANDLERS: dict[Any, Handler] = {}
+
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on arguments of which some are quantized tensors."""
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        return handler(func, *args, **kwargs)
+    if func.namespace in _COLLECTIVES:
+        raise RuntimeError(
+            f"{func} was called on a quantized tensor. Communicate the buffers of get_data_tensors() and the scales "
+            "instead: decoding and requantizing around a collective would leave ranks with different bytes."
+        )
+    if func._schema.is_mutable:
+        return _run_mutating(func, args, kwargs)
+    return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+
+
+def _is_quantized(value: Any) -> bool:
+    from .tensor import QuantizedTensor
+
+    return isinstance(value, QuantizedTensor)
+
+
+def _decoded(value: Any) -> Any:
+    return value.dequantize() if _is_quantized(value) else value
+
+
+def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Decode, run, and requantize what was written - each quantized tensor once, however often it appears."""
+    plain: dict[int, Tensor] = {}
+    owner: dict[int, QuantizedTensor] = {}
+    written: dict[int, QuantizedTensor] = {}
+
+    def decode_once(value: Any) -> Any:
+        if not _is_quantized(value):
+            return value
+        if id(value) not in plain:
+            decoded = value.dequantize()
+            if any(decoded.data_ptr() == buffer.data_ptr() for _, buffer in value._buffers()):
+                decoded = decoded.clone()  # nothing may change before it is known that all can be written back
+            plain[id(value)] = decoded
+            owner[id(decoded)] = value
+        return plain[id(value)]
+
+    def note_written(value: Any) -> Any:
+        if _is_quantized(value):
+            written[id(value)] = value
+        return value
+
+    for argument, value in _with_schema(func, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            tree_map(note_written, value)
+    result = func(*tree_map(decode_once, args), **tree_map(decode_once, kwargs))
+    for key, tensor in written.items():
+        if plain[key].shape != tensor.shape:
+            raise RuntimeError(f"{func} would change the shape of a {type(tensor).__name__} in place")
+    for key, tensor in written.items():
+        tensor.quantize_(plain[key])
+    return tree_map(lambda value: owner.get(id(value), value), result)
+
+
+def _with_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    by_name = {argument.name: argument for argument in arguments}
+    return [*zip(arguments, args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
+
+
+def _handles(*funcs: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for func in funcs:
+            _HANDLERS[func] = handler
+        return handler
+
+    return register
+
+
+# ---- views -------------------------------------------------------------------------------------------
+
+
+@_handles(aten.detach.default, aten.alias.default)
+def _detach(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
+    return tensor._rewrap()
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], *_: Any) -> QuantizedTensor:
+    return tensor._viewed(resolved_shape(tensor.shape, shape))
+
+
+@_handles(aten.slice.Tensor)
+def _slice(
+    func: Any,
+    tensor: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> QuantizedTensor:
+    dim = dim % tensor.dim()
+    first, last, _ = slice(start, stop).indices(tensor.shape[dim])
+    if step != 1:
+        raise ValueError(f"{type(tensor).__name__} cannot be sliced with step {step}; dequantize() it first")
+    return tensor._sliced(dim, first, max(first, last))
+
+
+@_handles(aten.split.Tensor)
+def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    dim = dim % tensor.dim()
+    total = tensor.shape[dim]
+    cuts = range(0, total, size) if size else range(1)
+    return [tensor._sliced(dim, start, min(start + size, total)) for start in cuts] or [tensor._rewrap()]
+
+
+@_handles(aten.split_with_sizes.default)
+def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    dim = dim % tensor.dim()
+    if sum(sizes) != tensor.shape[dim]:
+        raise ValueError(f"split sizes {list(sizes)} do not add up to {tensor.shape[dim]}, the size of dimension {dim}")
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [tensor._sliced(dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(
+    func: Any, tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> QuantizedTensor:
+    return tensor._strided(size, stride, tensor.storage_offset() if offset is None else offset)
+
+
+# ---- copies ------------------------------------------------------------------------------------------
+
+
+@_handles(aten.clone.default)
+def _clone(func: Any, tensor: QuantizedTensor, **_: Any) -> QuantizedTensor:
+    return tensor._clone()
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(
+    func: Any,
+    tensor: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    pin_memory: bool | None = None,
+    **_: Any,
+) -> Tensor:
+    """Other devices get the bytes, other nominal dtypes a new label; only other kinds of number decode."""
+    if dtype is not None and dtype not in HIGH_PRECISION:
+        return tensor.dequantize().to(dtype=dtype, device=device, copy=True)
+    clone = tensor._clone()
+    moved = clone._map_buffers(lambda buffer: buffer.to(device=device, non_blocking=non_blocking), dtype=dtype)
+    return moved._map_buffers(Tensor.pin_memory) if pin_memory else moved
+
+
+@_handles(aten.copy_.default)
+def _copy_(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    from .tensor import QuantizedTensor
+
+    if not isinstance(dst, QuantizedTensor):
+        assert isinstance(src, QuantizedTensor)
+        return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    if isinstance(src, QuantizedTensor) and src.shape == dst.shape and dst._copy_bytes_from(src):
+        return dst
+    plain = src.dequantize() if isinstance(src, QuantizedTensor) else src
+    plain = plain if plain.dtype in HIGH_PRECISION else plain.to(dst.dtype)
+    dst.quantize_(plain.expand(dst.shape).to(dst.device))
+    return dst
+
+
+@_handles(aten._pin_memory.default)
+def _pin_memory(func: Any, tensor: QuantizedTensor, *_: Any) -> QuantizedTensor:
+    return tensor._map_buffers(Tensor.pin_memory)
+
+
+@_handles(aten.is_pinned.default)
+def _is_pinned(func: Any, tensor: QuantizedTensor, *_: Any, **__: Any) -> bool:
+    return all(buffer.is_pinned() for _, buffer in tensor._buffers())
+
+
+# ---- allocation --------------------------------------------------------------------------------------
+
+
+@_handles(aten.empty_like.default)
+def _empty_like(func: Any, tensor: QuantizedTensor, **options: Any) -> Tensor:
+    return _allocated(tensor, tensor._plane_tensor_shape(), options)
+
+
+@_handles(aten.new_empty.default)
+def _new_empty(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **options: Any) -> Tensor:
+    return _allocated(tensor, shape, options)
+
+
+@_handles(aten.new_zeros.default)
+def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **options: Any) -> Tensor:
+    """Zero codes. Per-tensor scales are taken over, so that parts of ``tensor`` can be copied in as bytes."""
+    new = _allocated(tensor, shape, options)
+    if not _is_quantized(new):
+        return new.zero_()
+    for mine, theirs in zip(new.planes(), tensor.planes(), strict=True):  # type: ignore[attr-defined]
+        mine.data.zero_()
+        if mine.format.has_tensor_scale:
+            for scalar, known in ((mine.scale, theirs.scale), (mine.amax, theirs.amax)):
+                if scalar is not None and known is not None and scalar.numel() == known.numel() == 1:
+                    scalar.copy_(known)
+    return new
+
+
+def _allocated(tensor: QuantizedTensor, shape: Sequence[int], options: dict[str, Any]) -> Tensor:
+    dtype, device = options.get("dtype"), options.get("device")
+    device = tensor.device if device is None else torch.device(device)
+    if dtype is not None and dtype not in HIGH_PRECISION:
+        return torch.empty(shape, dtype=dtype, device=device)
+    for plane in tensor.planes():
+        problem = shape_problem(plane.format, plane.direction, shape)
+        if problem:
+            raise ValueError(
+                f"{type(tensor).__name__}: no {plane.direction.value} {plane.format.name} plane for a tensor of shape "
+                f"{list(shape)}: {problem}"
+            )
+    return tensor._empty_like(shape, dtype, device)
+
+
+@_handles(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+def _plain_like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Optimizer states and noise are high precision: only shape, dtype and device are taken over."""
+    return func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)

@@ -1,0 +1,66 @@
+"""Storage with the buffer names that most formats of the field share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..dtypes import DType, dtype_of_element
+from ..plane import COLUMNWISE, ROWWISE
+from .storage import PlaneBuffers, QuantizedTensorStorage
+
+
+class DataAndScaleStorage(QuantizedTensorStorage):
+    """Codes and scales of each direction in buffers of their own."""
+
+    _buffer_names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    _plane_buffers = {  # noqa: RUF012 - the base class declares it as a class variable
+        ROWWISE: PlaneBuffers("_rowwise_data", "_rowwise_scale_inv"),
+        COLUMNWISE: PlaneBuffers("_columnwise_data", "_columnwise_scale_inv"),
+    }
+
+    _rowwise_data: Tensor | None
+    _columnwise_data: Tensor | None
+    _rowwise_scale_inv: Tensor | None
+    _columnwise_scale_inv: Tensor | None
+
+    @property
+    def _element_dtype(self) -> DType:
+        element = self._formats[ROWWISE].element
+        assert element is not None
+        return dtype_of_element(element)
+
+    @property
+    def _has_tiles(self) -> bool:
+        """Whether a scale belongs to a square tile (2-D scaling)."""
+        return self._formats[ROWWISE].block_rows > 1
+
+    def _common_metadata(self) -> dict[str, Any]:
+        """The constructor arguments that all these formats have."""
+        buffers = {name.removeprefix("_"): getattr(self, name) for name in self._buffer_names}
+        return {
+            **buffers,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "formats": self._formats,
+        }
+
+
+class DataScaleAndAmaxStorage(DataAndScaleStorage):
+    """The same, and an amax of each direction."""
+
+    _buffer_names = (*DataAndScaleStorage._buffer_names, "_amax_rowwise", "_amax_columnwise")
+    _plane_buffers = {  # noqa: RUF012
+        direction: buffers._replace(amax=f"_amax_{direction.value}")
+        for direction, buffers in DataAndScaleStorage._plane_buffers.items()
+    }
+
+    _amax_rowwise: Tensor | None
+    _amax_columnwise: Tensor | None
+
+
+def refuse_swizzled(with_gemm_swizzled_scales: bool) -> None:
+    """Scales are kept compact here."""
+    if with_gemm_swizzled_scales:
+        raise ValueError("scales are stored compact: convert them with crossgrain.unswizzle_scales first")

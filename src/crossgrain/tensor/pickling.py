@@ -1,0 +1,37 @@
+"""Pickling quantized tensors, so that ``torch.load(weights_only=True)`` can read them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .tensor import QuantizedTensor
+
+
+def reduce_tensor(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    """``__reduce_ex__`` of every quantized tensor: its class and its state."""
+    if tensor._is_slice:
+        tensor = tensor._clone()  # a slice on its own does not need the rest of its buffers
+    state = {name: getattr(tensor, name) for name in tensor._state_names()}
+    state["_formats"] = tuple(tensor._formats.items())
+    state["_shape"] = tuple(tensor.shape)
+    return make_tensor, (type(tensor), state, tensor.requires_grad, tensor._is_param)
+
+
+def make_tensor(
+    cls: type[QuantizedTensor], state: dict[str, Any], requires_grad: bool, is_param: bool
+) -> QuantizedTensor:
+    """Rebuild a pickled tensor, or refuse a state that is not one of its class."""
+    if set(state) != set(cls._state_names()):
+        raise ValueError(f"the pickled state of a {cls.__name__} has other fields than this version knows")
+    device = next((value.device for value in state.values() if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    tensor = cls._wrapper(state["_shape"], state["_dtype"], device, requires_grad)
+    for name, value in state.items():
+        setattr(tensor, name, value)
+    tensor._formats = dict(state["_formats"])
+    tensor._shape = torch.Size(state["_shape"])
+    if is_param:
+        tensor._is_param = True
+    return tensor

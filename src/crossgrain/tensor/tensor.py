@@ -1,0 +1,236 @@
+"""The quantized tensor: the two-plane storage as a torch.Tensor.
+
+It reports a shape, a nominal dtype and a device like any tensor, takes part in autograd, and decodes
+itself when an operation has no use for its bytes. What each operation does is in `dispatch`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..plane import Direction
+from . import dispatch
+from .autograd import DequantizeFunction
+from .storage import QuantizedTensorStorage
+
+
+class QuantizedTensor(QuantizedTensorStorage, Tensor):
+    """A torch.Tensor over quantized planes: ``(shape, dtype, *, requires_grad, **storage arguments)``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    # The storage's versions of these must not hide torch's, which know about autograd.
+    shape = Tensor.shape  # type: ignore[assignment]
+    size = Tensor.size  # type: ignore[assignment]
+    device = Tensor.device  # type: ignore[assignment]
+    view = Tensor.view  # type: ignore[assignment]
+
+    _is_param: bool = False  # torch sets it on parameters
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
+        **storage: Any,
+    ) -> QuantizedTensor:
+        if device is None:
+            buffers = (value for value in storage.values() if isinstance(value, Tensor))
+            device = next((buffer.device for buffer in buffers), torch.device("cpu"))
+        return cls._wrapper(shape, dtype, torch.device(device), requires_grad, stride, storage_offset)
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
+        **storage: Any,
+    ) -> None:
+        self._init_fields(**storage, fake_dtype=dtype if fake_dtype is None else fake_dtype, shape=shape)
+
+    @classmethod
+    def _wrapper(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
+    ) -> Self:
+        placement = {} if stride is None else {"strides": tuple(stride), "storage_offset": storage_offset}
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls,
+            torch.Size(shape),
+            **placement,
+            dtype=dtype,
+            layout=torch.strided,
+            device=device,
+            requires_grad=requires_grad,
+        )
+
+    def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
+        device = next((buffer.device for buffer in buffers.values() if buffer is not None), self.device)
+        return type(self)._wrapper(shape, dtype, device)
+
+    @classmethod
+    def _storage_class(cls) -> type[QuantizedTensorStorage]:
+        return next(base for base in cls.__mro__ if not issubclass(base, Tensor))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch.dispatch(func, args, dict(kwargs or {}))
+
+    # ---- values --------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
+        """The high-precision tensor; gradients pass straight through."""
+        dtype = self._dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return DequantizeFunction.apply(self, dtype, direction)  # type: ignore[no-any-return]
+        return QuantizedTensorStorage.dequantize(self, dtype=dtype, direction=direction)
+
+    def float(self) -> Tensor:  # type: ignore[override]
+        return self._to_nominal(torch.float32)
+
+    def half(self) -> Tensor:  # type: ignore[override]
+        return self._to_nominal(torch.float16)
+
+    def bfloat16(self) -> Tensor:  # type: ignore[override]
+        return self._to_nominal(torch.bfloat16)
+
+    def _to_nominal(self, dtype: torch.dtype) -> Tensor:
+        # nn.Module.bfloat16() and friends call these on parameters and replace them by the result: a
+        # parameter must stay quantized, so it only changes its nominal dtype.
+        return self.to(dtype) if self._is_param else self.dequantize(dtype=dtype)
+
+    def to_dtype(self, dtype: torch.dtype) -> Self:
+        """The same bytes under another nominal dtype."""
+        return self.to(dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        if dtype != self._dtype:
+            self.data = self.detach().to(dtype)
+
+    @property
+    def data(self) -> Self:  # type: ignore[override]
+        """The tensor without its gradient history, over the same buffers."""
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedTensor):
+            self._check_assignable(value)
+            with torch.no_grad():
+                self.quantize_(value)
+            return
+        if type(value) is not type(self):
+            raise TypeError(f"cannot assign a {type(value).__name__} to the data of a {type(self).__name__}")
+        # torch's setter moves shape, dtype and device, but knows nothing of our buffers.
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        for name in self._state_names():
+            setattr(self, name, getattr(value, name))
+
+    def _check_assignable(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.device != self.device:
+            raise ValueError(
+                f"cannot assign data of shape {list(value.shape)} on {value.device} to a {type(self).__name__} of "
+                f"shape {list(self.shape)} on {self.device}"
+            )
+
+    # ---- construction --------------------------------------------------------------------------
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """A tensor like another, sharing its buffers but for ``overrides`` (constructor arguments)."""
+        metadata = {**tensor.get_metadata(), **overrides}
+        dtype = tensor.dtype if dtype is None else dtype
+        metadata.pop("fake_dtype", None)
+        new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
+        new._is_slice = tensor._is_slice
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only tensors created by the user (graph leaves) support deepcopy")
+        with torch.no_grad():
+            new = self._clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            if name not in self._state_names():  # what the user hung on the tensor
+                setattr(new, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            new.grad = self.grad.clone()
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        from .pickling import reduce_tensor
+
+        return reduce_tensor(self)
+
+    # ---- what a tensor without storage of its own cannot do ------------------------------------
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """An empty storage: the bytes are in the planes' buffers."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def share_memory_(self) -> Self:
+        raise RuntimeError(
+            f"{type(self).__name__} has no single storage to share between processes; share the tensors of "
+            "get_data_tensors(), or send the tensor itself, which is pickled"
+        )
+
+    # ---- tracing -------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return [name for name, _ in self._buffers()], {name: getattr(self, name) for name in self._attribute_names}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], context: Mapping[str, Any], outer_size: Any, outer_stride: Any
+    ) -> Self:
+        device = next(iter(inner.values())).device
+        new = cls._wrapper(outer_size, context["_dtype"], device)
+        for name in cls._buffer_names:
+            setattr(new, name, inner.get(name))
+        for name, value in context.items():
+            setattr(new, name, value)
+        new._shape = torch.Size(outer_size)
+        return new
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return QuantizedTensorStorage.__repr__(self)
+
