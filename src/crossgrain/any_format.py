@@ -47,7 +47,7 @@ class FormatTensorStorage(DataScaleAndAmaxStorage):
         return self._common_metadata()
 
     def _build_default_quantizer(self) -> Quantizer:
-        return FormatQuantizer(next(iter(self._formats.values())), **self.get_usages())
+        return FormatQuantizer(next(iter(self._formats.values())))
 
 
 class FormatTensor(QuantizedTensor, FormatTensorStorage):
@@ -71,8 +71,8 @@ class FormatQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.format = get_format(format)
         self.stochastic_rounding = stochastic_rounding
-        if self.format.is_identity or self.format.block is None:
-            raise ValueError(f"{self.format.name} has a quantizer of its own; FormatQuantizer is for block formats")
+        if self.format.is_identity:
+            raise ValueError("the identity format has no codes; use IdentityQuantizer")
 
     def encoding(self, direction: Direction) -> Encoding:
         return Encoding(self.format, stochastic=self.stochastic_rounding)

@@ -7,7 +7,7 @@ hardware multiplies either layout, else a transposed copy (`is_non_tn_fp8_gemm_s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1]."""
 
     _buffer_names = ("_data", "_transpose", "_scale_inv")
-    _plane_buffers = {  # noqa: RUF012 - the base class declares it as a class variable
+    _plane_buffers: ClassVar = {
         ROWWISE: PlaneBuffers("_data", "_scale_inv"),
         COLUMNWISE: PlaneBuffers("_transpose", "_scale_inv"),
     }
@@ -141,7 +141,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return self._rewrap(shape=shape, matrix=matrix_shape(shape), buffers={"_data": self._data.view(tuple(shape))})
 
     def _build_default_quantizer(self) -> Quantizer:
-        return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device, **self.get_usages())
+        return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device)
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):
@@ -161,7 +161,7 @@ class _PerTensorQuantizer(Quantizer):
     def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
         if ROWWISE not in directions:
             raise NotImplementedError(
-                f"strict mode: {type(self).__name__} cannot make columnwise data alone where FP8 keeps a transposed copy"
+                f"strict mode: {type(self).__name__} cannot make columnwise data alone where a transposed copy is kept"
             )
 
     def supports_only_rowwise_all_gather(self) -> bool:

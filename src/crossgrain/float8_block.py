@@ -65,7 +65,7 @@ class Float8BlockwiseQTensorStorage(DataAndScaleStorage):
 
     def _build_default_quantizer(self) -> Quantizer:
         dim = 2 if self._is_2D_scaled else 1
-        return Float8BlockQuantizer(self._fp8_dtype, **self.get_usages(), block_scaling_dim=dim)
+        return Float8BlockQuantizer(self._fp8_dtype, rowwise=True, columnwise=True, block_scaling_dim=dim)
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):

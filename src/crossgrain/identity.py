@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     """One high-precision buffer that serves both directions."""
 
     _buffer_names = ("_hp_data",)
-    _plane_buffers = {  # noqa: RUF012 - the base class declares it as a class variable
+    _plane_buffers: ClassVar = {
         ROWWISE: PlaneBuffers("_hp_data", None),
         COLUMNWISE: PlaneBuffers("_hp_data", None),
     }
@@ -102,7 +102,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         if buffer is None:
             return super()._blank(shape, dtype, buffers)
         return type(self)._wrapper(
-            shape, dtype, buffer.device, stride=buffer.stride(), storage_offset=buffer.storage_offset()
+            shape, dtype, buffer.device, stride=buffer.stride(), storage_offset=int(buffer.storage_offset())
         )
 
 
@@ -155,7 +155,7 @@ class IdentityQuantizer(Quantizer):
             hp_data=kept,
             quantizer=self,
             stride=kept.stride(),
-            storage_offset=kept.storage_offset(),
+            storage_offset=int(kept.storage_offset()),
         )
 
     def is_quantizable(self, tensor: Tensor) -> bool:

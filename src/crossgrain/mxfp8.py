@@ -54,7 +54,7 @@ class MXFP8TensorStorage(DataAndScaleStorage):
         return {**self._common_metadata(), "fp8_dtype": self._fp8_dtype, "with_gemm_swizzled_scales": False}
 
     def _build_default_quantizer(self) -> Quantizer:
-        return MXFP8Quantizer(self._fp8_dtype, **self.get_usages(), with_2d_quantization=self._has_tiles)
+        return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._has_tiles)
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
@@ -103,4 +103,3 @@ class MXFP8Quantizer(Quantizer):
             fp8_dtype=fp8_dtype,
             quantizer=self,
         )
-

@@ -97,7 +97,6 @@ class NVFP4TensorStorage(DataScaleAndAmaxStorage):
     def _build_default_quantizer(self) -> Quantizer:
         column = self._formats[COLUMNWISE]
         return NVFP4Quantizer(
-            **self.get_usages(),
             with_rht=column.rotation is not None,
             with_post_rht_amax=column.rotation is not None,
             with_2d_quantization=self._has_tiles,

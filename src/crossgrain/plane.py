@@ -18,6 +18,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def empty_plane(
     """A plane for a tensor of ``shape`` with uninitialised codes; scales and their padding are zero."""
     if transposed is None:
         transposed = fmt.transposes and direction is COLUMNWISE
-    options = {"device": device, "pin_memory": pin_memory}
+    options: Any = {"device": device, "pin_memory": pin_memory}
     data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=torch.uint8, **options)
     scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
     scale = torch.zeros(scale_shape(fmt, direction, shape, transposed), dtype=scale_dtype, **options)

@@ -251,9 +251,7 @@ class Quantizer:
         made = self._made(shape, dtype, device, pin_memory=pin_memory)
         return made.requires_grad_(True) if requires_grad else made
 
-    def _made(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
-    ) -> Any:
+    def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
         """The storage or tensor for the current usages, with unwritten planes."""
         cls: Any = self._tensor_class
         if self.internal:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .reference.packing import pack, unpack
 from ..plane import Plane, empty_plane
+from .reference.packing import pack, unpack
 
 
 def transposed_plane(plane: Plane, shape: Sequence[int], transposed: bool) -> Plane:

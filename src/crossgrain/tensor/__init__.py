@@ -1,7 +1,8 @@
 """The two-plane quantized tensor, its lifecycle and its operations."""
 
+from .holder import PlaneBuffers
 from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
-from .storage import PlaneBuffers, QuantizedTensorStorage
+from .storage import QuantizedTensorStorage
 from .tensor import QuantizedTensor
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..dtypes import HIGH_PRECISION
 from ..plane import shape_problem
-from .storage import resolved_shape
+from .holder import resolved_shape
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -153,7 +153,7 @@ def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], 
 def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> QuantizedTensor:
-    return tensor._strided(size, stride, tensor.storage_offset() if offset is None else offset)
+    return tensor._strided(size, stride, int(tensor.storage_offset() if offset is None else offset))
 
 
 # ---- copies ------------------------------------------------------------------------------------------
@@ -260,4 +260,5 @@ def _allocated(tensor: QuantizedTensor, shape: Sequence[int], options: dict[str,
 )
 def _plain_like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
     """Optimizer states and noise are high precision: only shape, dtype and device are taken over."""
-    return func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    like: Tensor = func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    return like

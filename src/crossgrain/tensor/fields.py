@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..dtypes import DType, dtype_of_element
 from ..plane import COLUMNWISE, ROWWISE
-from .storage import PlaneBuffers, QuantizedTensorStorage
+from .holder import PlaneBuffers
+from .storage import QuantizedTensorStorage
 
 
 class DataAndScaleStorage(QuantizedTensorStorage):
     """Codes and scales of each direction in buffers of their own."""
 
-    _buffer_names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
-    _plane_buffers = {  # noqa: RUF012 - the base class declares it as a class variable
+    _buffer_names: ClassVar[tuple[str, ...]] = (
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+    )
+    _plane_buffers: ClassVar = {
         ROWWISE: PlaneBuffers("_rowwise_data", "_rowwise_scale_inv"),
         COLUMNWISE: PlaneBuffers("_columnwise_data", "_columnwise_scale_inv"),
     }
@@ -51,7 +57,7 @@ class DataScaleAndAmaxStorage(DataAndScaleStorage):
     """The same, and an amax of each direction."""
 
     _buffer_names = (*DataAndScaleStorage._buffer_names, "_amax_rowwise", "_amax_columnwise")
-    _plane_buffers = {  # noqa: RUF012
+    _plane_buffers: ClassVar = {
         direction: buffers._replace(amax=f"_amax_{direction.value}")
         for direction, buffers in DataAndScaleStorage._plane_buffers.items()
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from .storage import QuantizedTensorStorage
 class QuantizedTensor(QuantizedTensorStorage, Tensor):
     """A torch.Tensor over quantized planes: ``(shape, dtype, *, requires_grad, **storage arguments)``."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # The storage's versions of these must not hide torch's, which know about autograd.
-    shape = Tensor.shape  # type: ignore[assignment]
+    shape = Tensor.shape
     size = Tensor.size  # type: ignore[assignment]
-    device = Tensor.device  # type: ignore[assignment]
+    device = Tensor.device
     view = Tensor.view  # type: ignore[assignment]
 
     _is_param: bool = False  # torch sets it on parameters
@@ -73,8 +73,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         stride: Sequence[int] | None = None,
         storage_offset: int = 0,
     ) -> Self:
-        placement = {} if stride is None else {"strides": tuple(stride), "storage_offset": storage_offset}
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        placement: dict[str, Any] = {}
+        if stride is not None:
+            placement = {"strides": tuple(stride), "storage_offset": storage_offset}
+        return Tensor._make_wrapper_subclass(
             cls,
             torch.Size(shape),
             **placement,
@@ -90,10 +92,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     @classmethod
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
-        return next(base for base in cls.__mro__ if not issubclass(base, Tensor))
+        return next(base for base in cls.__mro__ if not issubclass(base, Tensor))  # type: ignore[return-value]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch.dispatch(func, args, dict(kwargs or {}))
@@ -104,16 +106,16 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         """The high-precision tensor; gradients pass straight through."""
         dtype = self._dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
-            return DequantizeFunction.apply(self, dtype, direction)  # type: ignore[no-any-return]
+            return cast(Tensor, DequantizeFunction.apply(self, dtype, direction))
         return QuantizedTensorStorage.dequantize(self, dtype=dtype, direction=direction)
 
-    def float(self) -> Tensor:  # type: ignore[override]
+    def float(self) -> Tensor:
         return self._to_nominal(torch.float32)
 
-    def half(self) -> Tensor:  # type: ignore[override]
+    def half(self) -> Tensor:
         return self._to_nominal(torch.float16)
 
-    def bfloat16(self) -> Tensor:  # type: ignore[override]
+    def bfloat16(self) -> Tensor:
         return self._to_nominal(torch.bfloat16)
 
     def _to_nominal(self, dtype: torch.dtype) -> Tensor:
@@ -123,10 +125,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     def to_dtype(self, dtype: torch.dtype) -> Self:
         """The same bytes under another nominal dtype."""
-        return self.to(dtype)
+        return cast(Self, self.to(dtype))
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
         return self._dtype
 
     @dtype.setter
@@ -135,10 +137,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             self.data = self.detach().to(dtype)
 
     @property
-    def data(self) -> Self:  # type: ignore[override]
+    def data(self) -> Self:
         """The tensor without its gradient history, over the same buffers."""
         with torch.no_grad():
-            return self.detach()
+            return cast(Self, self.detach())
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -183,11 +185,12 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return cast(Self, memo[id(self)])
         if not self.is_leaf:
             raise RuntimeError("only tensors created by the user (graph leaves) support deepcopy")
         with torch.no_grad():
-            new = self._clone().requires_grad_(self.requires_grad)
+            new = self._clone()
+            new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
             if name not in self._state_names():  # what the user hung on the tensor
@@ -233,4 +236,3 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return QuantizedTensorStorage.__repr__(self)
-

@@ -113,9 +113,7 @@ def tensor_scale(target: Target) -> Scales:
         factor = target.scale.view(1, 1)
         return Scales(quotient(1.0, factor), factor)
     assert target.amax is not None
-    return fp32_scales(
-        target.amax.view(1, 1), element, epsilon=encoding.epsilon, power_of_two=encoding.power_of_two
-    )
+    return fp32_scales(target.amax.view(1, 1), element, epsilon=encoding.epsilon, power_of_two=encoding.power_of_two)
 
 
 def _overflow_scale(x: Tensor, fmt: Format) -> float:

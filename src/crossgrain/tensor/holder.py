@@ -1,0 +1,295 @@
+"""Planes in named buffers: what a quantized tensor is made of, and other wrappers of the same buffers.
+
+Buffers are plain attributes with the names the field knows (``_rowwise_data``, ``_scale_inv``, ...); a
+format's class says which attribute belongs to which plane, and `PlaneHolder.plane` puts them together
+with the format they are in. Everything here works on buffers or on planes and never on a format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+from ..plane import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
+from .slicing import slice_plane
+
+if TYPE_CHECKING:
+    from ..quantizer import Quantizer
+
+
+class PlaneBuffers(NamedTuple):
+    """Names of the attributes that hold one plane."""
+
+    data: str
+    scale: str | None
+    amax: str | None = None
+
+
+class PlaneHolder:
+    """Up to two planes of one logical tensor.
+
+    A format's class provides the class variables, a constructor with the arguments of the field
+    (`_init_fields`) and `get_metadata`.
+    """
+
+    _buffer_names: ClassVar[tuple[str, ...]]  # in the order they are saved for backward
+    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]]
+    _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_is_slice")
+
+    _shape: torch.Size
+    _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
+    _dtype: torch.dtype
+    _formats: Mapping[Direction, Format]
+    _quantizer: Quantizer | None
+    _is_slice: bool  # cut from a larger tensor, whose per-tensor scales it shares
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._init_fields(*args, **kwargs)
+
+    def _init_fields(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def _init_common(
+        self,
+        formats: Mapping[Direction, Format],
+        quantizer: Quantizer | None,
+        fake_dtype: torch.dtype | None,
+        shape: Sequence[int] | None,
+        buffers: Sequence[Tensor | None],
+    ) -> None:
+        """``buffers`` are in the order of `_buffer_names`."""
+        for name, buffer in zip(self._buffer_names, buffers, strict=True):
+            setattr(self, name, buffer)
+        self._formats = dict(formats)
+        self._quantizer = None if quantizer is None else quantizer.copy()
+        self._dtype = torch.float32 if fake_dtype is None else fake_dtype
+        self._shape = torch.Size(self._inferred_shape() if shape is None else shape)
+        self._matrix = matrix_shape(self._shape)
+        self._is_slice = False
+
+    def _inferred_shape(self) -> Sequence[int]:
+        """The logical shape, for callers that have only buffers."""
+        for direction in Direction:
+            data = getattr(self, self._plane_buffers[direction].data)
+            if data is None:
+                continue
+            fmt = self._formats[direction]
+            bits = 8 if fmt.element is None else fmt.element.bits
+            if direction is COLUMNWISE and fmt.transposes:
+                last, *lead = data.shape
+                return (*lead[:-1], lead[-1] * 8 // bits, last) if lead else (last,)
+            return (*data.shape[:-1], data.shape[-1] * 8 // bits)
+        raise ValueError(f"{type(self).__name__} without any data needs its shape to be given")
+
+    # ---- what is there -------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self._shape if dim is None else self._shape[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The nominal dtype: what the tensor pretends to be, and what it decodes to by default."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        for _, buffer in self._buffers():
+            return buffer.device
+        raise RuntimeError(f"{type(self).__name__} holds no data, so it is on no device")
+
+    def plane(self, direction: Direction) -> Plane | None:
+        """The plane of one direction, or None if it is absent."""
+        names = self._plane_buffers[direction]
+        data = getattr(self, names.data)
+        if data is None or (data.numel() == 0 and math.prod(self._matrix) != 0):  # the latter: cleared
+            return None
+        fmt = self._formats[direction]
+        scale = getattr(self, names.scale) if names.scale else None
+        amax = getattr(self, names.amax) if names.amax else None
+        return Plane(fmt, direction, self._matrix, data, scale, amax, self._stores_transposed(direction))
+
+    def planes(self) -> list[Plane]:
+        """The planes that are present, rowwise first."""
+        return [plane for direction in Direction if (plane := self.plane(direction)) is not None]
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions are really there: ``{"rowwise": True, "columnwise": False}``."""
+        return {direction.value: self.plane(direction) is not None for direction in Direction}
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The raw code buffers: a pair, or the one that was asked for."""
+        if not (rowwise_data or columnwise_data):
+            raise ValueError("get_data_tensors: neither rowwise nor columnwise data was asked for")
+        row, column = (getattr(self, self._plane_buffers[direction].data) for direction in Direction)
+        if rowwise_data and columnwise_data:
+            return row, column
+        return row if rowwise_data else column
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Constructor arguments that rebuild the same object."""
+        raise NotImplementedError
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of every buffer that is there, in the order they are saved."""
+        for name in self._buffer_names:
+            buffer = getattr(self, name)
+            if buffer is not None:
+                yield name, buffer
+
+    @classmethod
+    def _state_names(cls) -> tuple[str, ...]:
+        """All attributes that make up the storage."""
+        return cls._buffer_names + cls._attribute_names
+
+    def _stores_transposed(self, direction: Direction) -> bool:
+        return direction is COLUMNWISE and self._formats[direction].transposes
+
+    def _set_plane(self, direction: Direction, plane: Plane | None) -> None:
+        names = self._plane_buffers[direction]
+        setattr(self, names.data, plane and plane.data)
+        if names.scale:
+            setattr(self, names.scale, plane and plane.scale)
+        if names.amax:
+            setattr(self, names.amax, plane and plane.amax)
+
+    # ---- same data, another wrapper ------------------------------------------------------------
+
+    @classmethod
+    def _storage_class(cls) -> type[PlaneHolder]:
+        """The format's storage class, for tensors too."""
+        return cls
+
+    def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
+        """A new, unfilled object of the same class."""
+        return object.__new__(type(self))
+
+    def _rewrap(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        buffers: Mapping[str, Tensor | None] | None = None,
+        is_slice: bool | None = None,
+        matrix: tuple[int, int] | None = None,
+    ) -> Self:
+        """A new object of the same class over the same buffers, but for what is given."""
+        current = {name: getattr(self, name) for name in self._buffer_names}
+        current.update(buffers or {})
+        shape = torch.Size(self._shape if shape is None else shape)
+        dtype = self._dtype if dtype is None else dtype
+        new = self._blank(shape, dtype, current)
+        for name, buffer in current.items():
+            setattr(new, name, buffer)
+        new._formats = self._formats
+        new._quantizer = None if self._quantizer is None else self._quantizer.copy()
+        new._dtype = dtype
+        new._shape = shape
+        new._matrix = self._matrix if matrix is None else matrix
+        new._is_slice = self._is_slice if is_slice is None else is_slice
+        return new
+
+    def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        """A new object whose buffers are ``change(buffer)``."""
+        return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, **changes)
+
+    def _empty_like(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Self:
+        """An object of the same class, formats and usages with buffers of its own."""
+        shape = self._plane_tensor_shape() if shape is None else shape
+        device = self.device if device is None else device
+        fresh = {
+            plane.direction: empty_plane(
+                plane.format, plane.direction, shape, device=device, transposed=plane.transposed
+            )
+            for plane in self.planes()
+        }
+        return self._with_planes(fresh, shape=shape, dtype=dtype, is_slice=False)
+
+    def _with_planes(self, planes: Mapping[Direction, Plane], *, shape: Sequence[int], **changes: Any) -> Self:
+        """A new object of the same class that holds just ``planes``."""
+        holder = object.__new__(self._storage_class())
+        for name in self._buffer_names:
+            setattr(holder, name, None)
+        for direction, plane in planes.items():
+            holder._set_plane(direction, plane)
+        buffers = {name: getattr(holder, name) for name in self._buffer_names}
+        return self._rewrap(shape=shape, buffers=buffers, **{"matrix": matrix_shape(shape), **changes})
+
+    def _plane_tensor_shape(self) -> Sequence[int]:
+        """The shape the planes are laid out for: the own shape, or (M, K) in a flat view."""
+        return self._shape if matrix_shape(self._shape) == self._matrix else self._matrix
+
+    def view(self, *shape: Any) -> Self:
+        """The same bytes under another shape. The last dimension must stay, or all be flattened."""
+        flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self._viewed(resolved_shape(self._shape, flat))
+
+    def _viewed(self, shape: Sequence[int]) -> Self:
+        shape = torch.Size(shape)
+        if shape == self._shape:
+            return self._rewrap()
+        flat = len(shape) == 1 and shape[0] != self._matrix[1]
+        if not flat:
+            self._check_viewable(shape)
+        layout = self._matrix if flat else shape  # a flat handle: the planes keep their matrix
+        planes = {
+            plane.direction: replace(
+                plane, data=plane.data.view(data_shape(plane.format, plane.direction, layout, plane.transposed))
+            )
+            for plane in self.planes()
+        }
+        return self._with_planes(planes, shape=shape, matrix=matrix_shape(layout))
+
+    def _check_viewable(self, shape: torch.Size) -> None:
+        if shape[-1] != self._matrix[1]:
+            raise RuntimeError(
+                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: its blocks fix the last "
+                f"dimension (K) at {self._matrix[1]}"
+            )
+
+    def _sliced(self, dim: int, start: int, stop: int) -> Self:
+        """The part ``start:stop`` of a dimension, over the same buffers."""
+        if (start, stop) == (0, self._shape[dim]):
+            return self._rewrap()
+        if dim not in (0, len(self._shape) - 1) or matrix_shape(self._shape) != self._matrix:
+            raise ValueError(
+                f"{type(self).__name__} of shape {list(self._shape)} with planes of {list(self._matrix)} can be cut "
+                f"along the first and the last dimension of its planes, not along dimension {dim}"
+            )
+        planes = {plane.direction: slice_plane(plane, self._shape, dim, start, stop) for plane in self.planes()}
+        shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
+        return self._with_planes(planes, shape=shape, is_slice=True)
+
+    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
+        """as_strided: the tensor itself or a run of its first dimension; all else would cut through blocks."""
+        rows = math.prod(self._shape[1:])
+        contiguous = torch.empty(self._shape, device="meta").stride()
+        if tuple(size[1:]) != self._shape[1:] or tuple(stride) != contiguous or offset % max(rows, 1):
+            raise ValueError(
+                f"as_strided(size={list(size)}, stride={list(stride)}, offset={offset}) of a {type(self).__name__} of "
+                f"shape {list(self._shape)} is not a run of its first dimension; dequantize() it first"
+            )
+        first = offset // max(rows, 1)
+        return self._sliced(0, first, first + size[0])
+
+
+def resolved_shape(current: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """``shape`` with a -1 filled in."""
+    resolved, count = list(shape), math.prod(current)
+    if resolved.count(-1) == 1:
+        known = math.prod(n for n in resolved if n != -1)
+        resolved[resolved.index(-1)] = count // known if known else 0
+    if math.prod(resolved) != count or min(resolved, default=0) < 0:
+        raise RuntimeError(f"shape {list(shape)} is invalid for {count} elements")
+    return resolved
