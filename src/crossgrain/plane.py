@@ -146,12 +146,18 @@ def empty_plane(
     device: torch.device,
     transposed: bool | None = None,
     pin_memory: bool = False,
+    dtype: torch.dtype = torch.uint8,
 ) -> Plane:
-    """A plane for a tensor of ``shape`` with uninitialised codes; scales and their padding are zero."""
+    """A plane for a tensor of ``shape`` with uninitialised codes; scales and their padding are zero.
+
+    ``dtype`` is that of the codes; identity planes keep numbers instead.
+    """
     if transposed is None:
         transposed = fmt.transposes and direction is COLUMNWISE
     options: Any = {"device": device, "pin_memory": pin_memory}
-    data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=torch.uint8, **options)
+    data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=dtype, **options)
+    if fmt.is_identity:
+        return Plane(fmt, direction, matrix_shape(shape), data)
     scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
     scale = torch.zeros(scale_shape(fmt, direction, shape, transposed), dtype=scale_dtype, **options)
     amax_size = amax_shape(fmt, direction, shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..settings import settings
+from .gather import assign_gathered, extract_shard, shard_field_names
 from .holder import PlaneHolder
 
 if TYPE_CHECKING:
@@ -187,6 +188,20 @@ class QuantizedTensorStorage(PlaneHolder):
             for buffer in plane.buffers():
                 if buffer is not shared:
                     buffer.data = buffer.new_empty(0)
+
+    # ---- shards --------------------------------------------------------------------------------
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """Names of the buffers that a gather of shards moves, in order."""
+        return shard_field_names(self)
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """This shard's buffers, ready to be concatenated along their first dimension, and how to read them."""
+        return extract_shard(self)
+
+    def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
+        """Become the whole: take planes from the concatenated buffers of all shards."""
+        assign_gathered(self, buffers, meta)
 
     # ---- the quantizer -------------------------------------------------------------------------
 
