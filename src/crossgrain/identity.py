@@ -61,7 +61,13 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     # A plain buffer can be viewed and cut like any tensor.
 
     def _on_buffer(self, buffer: Tensor) -> Self:
-        return self._rewrap(shape=buffer.shape, matrix=matrix_shape(buffer.shape), buffers={"_hp_data": buffer})
+        cut = () if buffer.numel() == self._buffer().numel() else (0,)
+        return self._rewrap(
+            shape=buffer.shape,
+            matrix=matrix_shape(buffer.shape),
+            buffers={"_hp_data": buffer},
+            cut_axes=cut or self._cut_axes,
+        )
 
     def _viewed(self, shape: Sequence[int]) -> Self:
         return self._on_buffer(self._buffer().view(tuple(shape)))
@@ -77,7 +83,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     ) -> Self:
         shape = self._shape if shape is None else shape
         buffer = torch.empty(tuple(shape), dtype=self._buffer().dtype, device=self.device if device is None else device)
-        return self._rewrap(shape=shape, dtype=dtype, matrix=matrix_shape(shape), buffers={"_hp_data": buffer})
+        matrix = matrix_shape(shape)
+        return self._rewrap(shape=shape, dtype=dtype, matrix=matrix, buffers={"_hp_data": buffer}, cut_axes=())
 
     def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
         return False

@@ -75,6 +75,15 @@ class Plane:
         stored = self.scale if self._scales_operand_major else self.scale.t()
         return stored[:rows, :blocks]
 
+    def scale_across(self, axes: Sequence[int]) -> Tensor | None:
+        """The scale or amax that parts of the matrix have in common after cuts along ``axes`` (0: M, 1: K)."""
+        own_axis = 0 if self.direction is ROWWISE else 1  # an amax per operand row is cut along with it
+        if self.format.global_amax == "row":
+            axes = [axis for axis in axes if axis != own_axis]
+        if not axes:
+            return None
+        return self.scale if self.format.block is None else self.amax
+
     def buffers(self) -> Iterator[Tensor]:
         for buffer in (self.data, self.scale, self.amax):
             if buffer is not None:

@@ -158,7 +158,7 @@ class Quantizer:
         shape = dst._plane_tensor_shape()
         like = empty_plane(fmt, plane.direction, shape, device=torch.device("meta"), transposed=plane.transposed)
         buffers = [(like.data, plane.data), (like.amax, plane.amax)]
-        buffers += [] if dst._is_slice else [(like.scale, plane.scale)]  # slices leave the padding behind
+        buffers += [] if dst._cut_axes else [(like.scale, plane.scale)]  # slices leave the padding behind
         for wanted, have in buffers:
             if (wanted is None) != (have is None) or (
                 wanted is not None and have is not None and wanted.shape != have.shape
@@ -167,7 +167,7 @@ class Quantizer:
                     f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
                     f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
                 )
-        if dst._is_slice and (fmt.block is None or fmt.global_amax is not None) and not fmt.is_identity:
+        if plane.scale_across(dst._cut_axes) is not None:
             dst._refuse_slice_write(plane)
 
     def _reduced(self, targets: list[Target]) -> list[Target]:

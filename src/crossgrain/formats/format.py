@@ -87,11 +87,6 @@ class Format:
         return square and self.rotation is None and self.global_amax != "row"
 
     @property
-    def has_tensor_scale(self) -> bool:
-        """Whether some part of the scale is shared by the whole tensor, hence by all its slices."""
-        return (self.block is None and not self.is_identity) or self.global_amax == "tensor"
-
-    @property
     def bits_per_element(self) -> float:
         """Stored bits of one plane per element, padding and per-tensor scalars aside."""
         if self.element is None:

@@ -7,6 +7,7 @@ is present. Collectives never take that path: ranks would end up with different 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,21 @@ def _handles(*funcs: Any) -> Callable[[Handler], Handler]:
     return register
 
 
+def _handles_view(*funcs: Any) -> Callable[[Handler], Handler]:
+    """For views of the buffers. They must share the buffers' version counters, which torch leaves out
+    inside a dispatch: otherwise a write through the view would go unnoticed by what was saved for backward."""
+
+    def register(handler: Handler) -> Handler:
+        @functools.wraps(handler)
+        def sharing_versions(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                return handler(*args, **kwargs)
+
+        return _handles(*funcs)(sharing_versions)
+
+    return register
+
+
 # ---- views -------------------------------------------------------------------------------------------
 
 
@@ -111,12 +127,12 @@ def _detach(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor._rewrap()
 
 
-@_handles(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+@_handles_view(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], *_: Any) -> QuantizedTensor:
     return tensor._viewed(resolved_shape(tensor.shape, shape))
 
 
-@_handles(aten.slice.Tensor)
+@_handles_view(aten.slice.Tensor)
 def _slice(
     func: Any,
     tensor: QuantizedTensor,
@@ -132,7 +148,7 @@ def _slice(
     return tensor._sliced(dim, first, max(first, last))
 
 
-@_handles(aten.split.Tensor)
+@_handles_view(aten.split.Tensor)
 def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     dim = dim % tensor.dim()
     total = tensor.shape[dim]
@@ -140,7 +156,7 @@ def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[
     return [tensor._sliced(dim, start, min(start + size, total)) for start in cuts] or [tensor._rewrap()]
 
 
-@_handles(aten.split_with_sizes.default)
+@_handles_view(aten.split_with_sizes.default)
 def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     dim = dim % tensor.dim()
     if sum(sizes) != tensor.shape[dim]:
@@ -149,7 +165,7 @@ def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], 
     return [tensor._sliced(dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-@_handles(aten.as_strided.default)
+@_handles_view(aten.as_strided.default)
 def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> QuantizedTensor:
@@ -223,16 +239,15 @@ def _new_empty(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
 
 @_handles(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **options: Any) -> Tensor:
-    """Zero codes. Per-tensor scales are taken over, so that parts of ``tensor`` can be copied in as bytes."""
+    """Zero codes. Shared scales are taken over, so that parts of ``tensor`` can be copied in as bytes."""
     new = _allocated(tensor, shape, options)
     if not _is_quantized(new):
         return new.zero_()
     for mine, theirs in zip(new.planes(), tensor.planes(), strict=True):  # type: ignore[attr-defined]
         mine.data.zero_()
-        if mine.format.has_tensor_scale:
-            for scalar, known in ((mine.scale, theirs.scale), (mine.amax, theirs.amax)):
-                if scalar is not None and known is not None and scalar.numel() == known.numel() == 1:
-                    scalar.copy_(known)
+        scale, known = mine.scale_across((0, 1)), theirs.scale_across((0, 1))
+        if scale is not None and known is not None and scale.shape == known.shape:
+            scale.copy_(known)
     return new
 
 

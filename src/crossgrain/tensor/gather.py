@@ -46,7 +46,7 @@ def extract_shard(holder: PlaneHolder) -> tuple[tuple[Tensor, ...], dict[str, An
     meta = {
         "field_names": shard_field_names(holder),
         "layouts": [(plane.format, plane.direction, plane.transposed) for plane in planes],
-        "scalars": [_shared_scalar(plane) for plane in planes],
+        "scalars": [plane.scale_across((0,)) for plane in planes],
     }
     return tuple(buffers), meta
 
@@ -69,17 +69,9 @@ def assign_gathered(holder: PlaneHolder, gathered: Sequence[Tensor], meta: dict[
                     f"{list(theirs.shape)}, it should be {list(mine.shape)}"
                 )
             mine.copy_(theirs)
-        own = _shared_scalar(plane)
+        own = plane.scale_across((0,))
         if own is not None:
             own.copy_(scalar)
         planes.append(plane)
     for plane in planes:
         holder._set_plane(plane.direction, plane)
-
-
-def _shared_scalar(plane: Plane) -> Tensor | None:
-    """The scale or amax that all shards have in common."""
-    if plane.format.block is None:
-        return plane.scale
-    per_row = plane.format.global_amax == "row" and plane.direction is ROWWISE
-    return None if per_row else plane.amax  # the amax of a column is shared by all shards

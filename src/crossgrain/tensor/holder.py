@@ -40,14 +40,14 @@ class PlaneHolder:
 
     _buffer_names: ClassVar[tuple[str, ...]]  # in the order they are saved for backward
     _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]]
-    _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_is_slice")
+    _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_cut_axes")
 
     _shape: torch.Size
     _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
     _dtype: torch.dtype
     _formats: Mapping[Direction, Format]
     _quantizer: Quantizer | None
-    _is_slice: bool  # cut from a larger tensor, whose per-tensor scales it shares
+    _cut_axes: tuple[int, ...]  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
@@ -71,7 +71,7 @@ class PlaneHolder:
         self._dtype = torch.float32 if fake_dtype is None else fake_dtype
         self._shape = torch.Size(self._inferred_shape() if shape is None else shape)
         self._matrix = matrix_shape(self._shape)
-        self._is_slice = False
+        self._cut_axes = ()
 
     def _inferred_shape(self) -> Sequence[int]:
         """The logical shape, for callers that have only buffers."""
@@ -179,7 +179,7 @@ class PlaneHolder:
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         buffers: Mapping[str, Tensor | None] | None = None,
-        is_slice: bool | None = None,
+        cut_axes: tuple[int, ...] | None = None,
         matrix: tuple[int, int] | None = None,
     ) -> Self:
         """A new object of the same class over the same buffers, but for what is given."""
@@ -195,7 +195,7 @@ class PlaneHolder:
         new._dtype = dtype
         new._shape = shape
         new._matrix = self._matrix if matrix is None else matrix
-        new._is_slice = self._is_slice if is_slice is None else is_slice
+        new._cut_axes = self._cut_axes if cut_axes is None else cut_axes
         return new
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
@@ -214,7 +214,7 @@ class PlaneHolder:
             )
             for plane in self.planes()
         }
-        return self._with_planes(fresh, shape=shape, dtype=dtype, is_slice=False)
+        return self._with_planes(fresh, shape=shape, dtype=dtype, cut_axes=())
 
     def _with_planes(self, planes: Mapping[Direction, Plane], *, shape: Sequence[int], **changes: Any) -> Self:
         """A new object of the same class that holds just ``planes``."""
@@ -269,7 +269,8 @@ class PlaneHolder:
             )
         planes = {plane.direction: slice_plane(plane, self._shape, dim, start, stop) for plane in self.planes()}
         shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
-        return self._with_planes(planes, shape=shape, is_slice=True)
+        axis = 1 if dim == len(self._shape) - 1 else 0
+        return self._with_planes(planes, shape=shape, cut_axes=tuple({*self._cut_axes, axis}))
 
     def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
         """as_strided: the tensor itself or a run of its first dimension; all else would cut through blocks."""

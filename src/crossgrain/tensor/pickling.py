@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def reduce_tensor(tensor: QuantizedTensor) -> tuple[Any, ...]:
     """``__reduce_ex__`` of every quantized tensor: its class and its state."""
-    if tensor._is_slice:
+    if tensor._cut_axes:
         tensor = tensor._clone()  # a slice on its own does not need the rest of its buffers
     state = {name: getattr(tensor, name) for name in tensor._state_names()}
     state["_formats"] = tuple(tensor._formats.items())

@@ -100,7 +100,8 @@ class QuantizedTensorStorage(PlaneHolder):
     def _check_scales_shared(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
         """Bytes may be copied into a slice only under the per-tensor scale that it shares."""
         for mine, theirs in pairs:
-            if self._is_slice and not _tensor_scales_equal(mine, theirs):
+            shared, other = mine.scale_across(self._cut_axes), theirs.scale_across(self._cut_axes)
+            if shared is not None and other is not None and not torch.equal(shared, other.to(shared.device)):
                 self._refuse_slice_write(mine)
 
     def _refuse_slice_write(self, plane: Plane) -> None:
@@ -229,11 +230,3 @@ class QuantizedTensorStorage(PlaneHolder):
     def __repr__(self) -> str:
         held = ", ".join(f"{plane.direction.value}={plane.format.name}" for plane in self.planes()) or "no data"
         return f"{type(self).__name__}({held}, shape={list(self._shape)}, dtype={self._dtype})"
-
-
-def _tensor_scales_equal(mine: Plane, theirs: Plane) -> bool:
-    if mine.format.block is None and mine.scale is not None and theirs.scale is not None:
-        return torch.equal(mine.scale.cpu(), theirs.scale.cpu())
-    if mine.amax is not None and theirs.amax is not None:
-        return torch.equal(mine.amax.cpu(), theirs.amax.cpu())
-    return True

@@ -180,7 +180,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         dtype = tensor.dtype if dtype is None else dtype
         metadata.pop("fake_dtype", None)
         new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
-        new._is_slice = tensor._is_slice
+        new._cut_axes = tensor._cut_axes
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

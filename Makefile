@@ -1,0 +1,43 @@
+# Every target sets up what it needs, in .venv, on a machine with nothing but Python and make.
+#
+#   make test    lint, types, tests      make demo    all formats in a table and a picture
+#   make lint    lint and types only     make bench   kernel times relative to a copy
+#   make clean   remove everything that make has made
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := test
+.PHONY: setup test lint demo bench clean
+
+setup: $(STAMP)
+
+# setuptools is installed first and used without isolation, so that the build is pinned as well.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,demo,lint]'
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One thread per worker: the matrices are small, and idle OpenMP threads only fight over the cores.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py --out out
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
+
+clean:
+	rm -rf $(VENV) out build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

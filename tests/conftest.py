@@ -1,0 +1,36 @@
+"""Fixtures: every quantizer, and per-tensor FP8 with and without a transposed copy."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import crossgrain as cg
+
+from .quantizers import QUANTIZERS
+
+
+def _cases() -> list:
+    modes = [pytest.param((name, True), id=name) for name in QUANTIZERS]
+    return modes + [pytest.param((name, False), id=f"{name}-transposing") for name in QUANTIZERS if "fp8" in name[:4]]
+
+
+@pytest.fixture(params=_cases())
+def quantizer(request: pytest.FixtureRequest) -> Iterator[cg.Quantizer]:
+    name, one_buffer = request.param
+    with cg.settings.override(non_tn_fp8_gemm=one_buffer):
+        yield QUANTIZERS[name]()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(1234)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """A matrix that every format can take, with a zero block and a large outlier."""
+    values = torch.randn(128, 256)
+    values[:, 32:64] = 0
+    values[3, 5] = 100.0
+    return values.to(torch.bfloat16)

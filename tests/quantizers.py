@@ -1,0 +1,42 @@
+"""Every quantizer with every option that changes what is stored, by name, for parametrized tests."""
+
+from collections.abc import Callable
+
+import torch
+
+import crossgrain as cg
+from crossgrain import DType
+
+E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
+
+QUANTIZERS: dict[str, Callable[[], cg.Quantizer]] = {
+    **{fmt.name: (lambda name=fmt.name: cg.quantizer_for(name)) for fmt in cg.formats.formats()},
+    "fp8_pow2_eps": lambda: cg.Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=True, amax_epsilon=1e-2),
+    "fp8_delayed": lambda: cg.Float8Quantizer(torch.tensor([4.0]), torch.zeros(1), E4M3),
+    "fp8_block_fp32_scales": lambda: cg.Float8BlockQuantizer(
+        E5M2, rowwise=True, columnwise=True, force_pow_2_scales=False, block_scaling_dim=1
+    ),
+    "nvfp4_rht": lambda: cg.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    "nvfp4_rht_sr": lambda: cg.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True),
+    "nvfp4_4over6_mse": lambda: cg.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE"),
+    "mxfp4_sr": lambda: cg.FormatQuantizer("mxfp4", stochastic_rounding=True),
+    "identity_bf16": lambda: cg.IdentityQuantizer(dtype=torch.bfloat16),
+}
+
+
+def buffers_of(tensor: cg.QuantizedTensorStorage) -> dict[str, torch.Tensor]:
+    """Copies of all buffers by name."""
+    return {name: buffer.clone() for name, buffer in tensor._buffers()}
+
+
+def assert_same_bytes(a: cg.QuantizedTensorStorage, b: cg.QuantizedTensorStorage) -> None:
+    """Both hold the same planes, bit for bit, padding aside."""
+    assert a.get_usages() == b.get_usages()
+    assert a.shape == b.shape
+    for mine, theirs in zip(a.planes(), b.planes(), strict=True):
+        assert mine.format == theirs.format
+        assert torch.equal(mine.operand_codes(), theirs.operand_codes()), f"{mine.direction.value} codes differ"
+        if mine.scale is not None:
+            assert torch.equal(mine.operand_scales(), theirs.operand_scales()), f"{mine.direction.value} scales differ"
+        if mine.amax is not None:
+            assert torch.equal(mine.amax, theirs.amax), f"{mine.direction.value} amaxes differ"

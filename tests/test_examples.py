@@ -1,0 +1,80 @@
+"""The scripts that users run first do run, and show what they say they show."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from crossgrain.formats import formats
+
+ROOT = Path(__file__).parent.parent
+NAMES = {fmt.name for fmt in formats()}  # as registered by the package alone, before any test adds some
+
+
+def run(
+    script: str, *arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the script prints when it is run as a program, in this process, on a terminal of 100 columns."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "100")
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_quickstart_stores_both_directions(monkeypatch, capsys):
+    printed = run("examples/quickstart.py", monkeypatch=monkeypatch, capsys=capsys)
+    assert "{'rowwise': True, 'columnwise': True}" in printed
+    assert "rowwise: 8.25 bits per element" in printed
+    assert "columnwise: 8.25 bits per element" in printed
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch, capsys):
+    """The rows of the demo's table by format, and the picture it drew."""
+    printed = run(
+        "examples/demo.py", "--size", "128", "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert max(map(len, printed.splitlines())) <= 100
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    return {row[0]: row[1:] for row in rows}, tmp_path / "out" / "formats.png"
+
+
+def test_demo_measures_every_format_and_the_variants_of_nvfp4(demo):
+    table, _ = demo
+    variants = {"nvfp4 + RHT", "nvfp4 + SR", "nvfp4 + RHT + SR", "nvfp4 + 4-over-6"}
+    assert table.keys() >= NAMES | variants
+    assert table["identity"] == ["16.00", "0", "exact", "0", "exact"]
+
+
+def test_demo_finds_more_bits_closer_to_the_matrix(demo):
+    table, _ = demo
+    for snr in (2, 4):
+        four, six, eight = (float(table[name][snr]) for name in ("mxfp4", "mxfp6_e2m3", "mxfp8"))
+        assert 10 < four < six < eight < 40
+
+
+def test_demo_draws_a_picture(demo):
+    _, picture = demo
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(content[start : start + 4]) for start in (16, 20))
+    assert width > 1000
+    assert height > 1000
+    assert len(content) > 20_000
+
+
+def test_benchmark_times_every_format_in_every_direction(tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    arguments = ("--size", "128", "--repeats", "1", "--json", report)
+    printed = run("benchmarks/kernels.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    content = json.loads(report.read_text())
+    cases = {(timing["format"], timing["direction"]) for timing in content["timings"]}
+    assert cases >= {(name, direction) for name in NAMES for direction in ("rowwise", "columnwise", "both")}
+    assert all(timing["encode"] > 0 and timing["decode"] > 0 for timing in content["timings"])
+    assert content["environment"]["threads"] == 1
+    assert content["environment"]["backend"] in printed
+    assert all(name in printed for name in NAMES)

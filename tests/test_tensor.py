@@ -1,0 +1,426 @@
+"""The two-plane tensor, over every quantizer: reading, copying, saving, autograd, pickling."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import crossgrain as cg
+from crossgrain import COLUMNWISE, ROWWISE
+
+from .quantizers import assert_same_bytes, buffers_of
+
+DIRECTIONS = [ROWWISE, COLUMNWISE]
+
+
+def is_identity(quantizer):
+    return isinstance(quantizer, cg.IdentityQuantizer)
+
+
+def test_reports_shape_dtype_device_of_the_input(quantizer, x):
+    q = quantizer(x.clone())
+    assert isinstance(q, torch.Tensor)
+    assert isinstance(q, cg.QuantizedTensorStorage)
+    assert (q.shape, q.dtype, q.device) == (x.shape, x.dtype, x.device)
+    assert q.is_contiguous()
+    assert type(q).__name__ in repr(q)
+    assert q.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: d.value)
+def test_one_direction_holds_the_same_bytes_as_both(quantizer, x, direction):
+    """Unneeded directions are not made, and leaving one out does not change the other."""
+    seed = torch.get_rng_state()
+    both = quantizer(x.clone())
+    torch.set_rng_state(seed)
+    quantizer.set_usage(rowwise=direction is ROWWISE, columnwise=direction is COLUMNWISE)
+    one = quantizer(x.clone())
+    mine, theirs = one.plane(direction), both.plane(direction)
+    assert torch.equal(mine.operand_codes(), theirs.operand_codes())
+    shares_buffer = one.plane(direction.other) is not None
+    if shares_buffer:
+        assert one.plane(direction.other).data is mine.data
+    else:
+        assert one.get_usages() == {direction.value: True, direction.other.value: False}
+    assert torch.equal(one.dequantize(), both.dequantize(direction=direction))
+
+
+def test_the_two_directions_approximate_the_same_tensor(quantizer, x):
+    q = quantizer(x.clone())
+    for direction in DIRECTIONS:
+        error = (q.dequantize(direction=direction).float() - x.float()).norm() / x.float().norm()
+        assert error < 0.25
+
+
+def test_storage_has_the_same_bytes_as_the_tensor(quantizer, x):
+    seed = torch.get_rng_state()
+    tensor = quantizer(x.clone())
+    torch.set_rng_state(seed)
+    quantizer.internal = True
+    storage = quantizer(x.clone())
+    assert not isinstance(storage, torch.Tensor)
+    assert_same_bytes(storage, tensor)
+    assert storage.size() == x.shape
+    assert storage.size(-1) == x.shape[-1]
+    assert storage.device == x.device
+    assert torch.equal(storage.dequantize(), tensor.dequantize())
+
+
+def test_n_dimensional_tensors_are_their_flattened_matrix(quantizer, x):
+    x4 = x.view(2, 4, 16, 256)
+    seed = torch.get_rng_state()
+    flat = quantizer(x.clone())
+    torch.set_rng_state(seed)
+    q = quantizer(x4)
+    assert q.shape == x4.shape
+    for direction in DIRECTIONS:
+        assert torch.equal(q.plane(direction).operand_codes(), flat.plane(direction).operand_codes())
+    assert torch.equal(q.dequantize(), flat.dequantize().view(x4.shape))
+
+
+def test_non_contiguous_input_is_its_contiguous_copy(quantizer, x):
+    strided = x.t().contiguous().t()
+    assert not strided.is_contiguous()
+    seed = torch.get_rng_state()
+    expected = quantizer(x.clone())
+    torch.set_rng_state(seed)
+    assert torch.equal(quantizer(strided).dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (128, 0), (2, 0, 128)])
+def test_empty_tensors_round_trip(quantizer, shape):
+    q = quantizer(torch.empty(shape))
+    assert q.shape == torch.Size(shape)
+    assert q.dequantize().shape == torch.Size(shape)
+    assert q.update_usage() is None
+    q.quantize_(torch.empty(shape))
+
+
+# ---- writing in place --------------------------------------------------------------------------------
+
+
+def test_requantizing_in_place_writes_every_plane(quantizer, x):
+    seed = torch.get_rng_state()
+    q = quantizer(x.clone())
+    buffers = dict(q._buffers())
+    torch.set_rng_state(seed)
+    assert q.quantize_(x * 2) is q
+    torch.set_rng_state(seed)
+    assert_same_bytes(q, quantizer(x * 2))
+    for name, buffer in q._buffers():
+        assert buffer is buffers[name], "in place means the same buffers"
+
+
+def test_planes_are_refreshed_whatever_the_quantizer_usages_say(quantizer, x):
+    """A validation step that narrows usages must not leave a stale plane behind."""
+    q = quantizer(x.clone())
+    quantizer.set_usage(columnwise=False)
+    seed = torch.get_rng_state()
+    quantizer.update_quantized(x * 3, q)
+    quantizer.set_usage(columnwise=True)
+    torch.set_rng_state(seed)
+    assert_same_bytes(q, quantizer(x * 3))
+
+
+def test_noop_flag_leaves_the_tensor_alone(quantizer, x):
+    q = quantizer(x.clone())
+    before = buffers_of(q)
+    q.quantize_(x * 2, noop_flag=torch.ones(1))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
+    q.quantize_(x * 2, noop_flag=torch.zeros(1))
+    assert any(not torch.equal(buffer, before[name]) for name, buffer in q._buffers())
+
+
+def test_out_argument_refills(quantizer, x):
+    q = quantizer(x.clone())
+    assert quantizer.quantize(x + 1, out=q) is q
+    assert (q.dequantize().float() - (x + 1).float()).abs().mean() < 0.3
+
+
+def test_a_saved_buffer_that_was_overwritten_is_noticed(quantizer, x):
+    """Buffers saved for backward must not be used after an update through the wrapper."""
+
+    class SavesBuffers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            ctx.save_for_backward(*(buffer for _, buffer in weight._buffers()))
+            return weight.dequantize() * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            _ = ctx.saved_tensors
+            return grad
+
+    for update in (lambda w: w.quantize_(x * 2), lambda w: w.copy_(x * 2), lambda w: w.mul_(2), lambda w: w.zero_()):
+        weight = nn.Parameter(quantizer(x.clone()))
+        loss = SavesBuffers.apply(weight).sum()
+        with torch.no_grad():
+            update(weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# ---- autograd ----------------------------------------------------------------------------------------
+
+
+def test_gradients_pass_straight_through(quantizer):
+    a = torch.randn(128, 128, requires_grad=True)
+    weights = torch.randn(128, 128)
+    (quantizer(a).dequantize() * weights).sum().backward()
+    assert torch.equal(a.grad, weights)
+
+
+def test_no_graph_without_grad_mode(quantizer):
+    a = torch.randn(128, 128, requires_grad=True)
+    with torch.no_grad():
+        assert not quantizer(a).requires_grad
+
+
+def test_an_internal_result_carries_no_graph(quantizer):
+    quantizer.internal = True
+    storage = quantizer(torch.randn(128, 128, requires_grad=True))
+    assert not isinstance(storage, torch.Tensor)
+    assert not storage.dequantize().requires_grad
+
+
+def test_parameters_get_high_precision_gradients(quantizer, x):
+    layer = nn.Linear(256, 128)
+    layer.weight = nn.Parameter(quantizer(x.float()))
+    inp = torch.randn(8, 256)
+    layer(inp).sum().backward()
+    assert type(layer.weight.grad) is torch.Tensor
+    assert torch.equal(layer.weight.grad, torch.ones(8, 128).t() @ inp)
+
+
+# ---- saving for backward -----------------------------------------------------------------------------
+
+
+def test_prepare_for_saving_empties_and_restore_fills(quantizer, x):
+    q = quantizer(x.clone())
+    before = buffers_of(q)
+    plain = torch.randn(3)
+    flat, objects = cg.prepare_for_saving(q, None, plain)
+    assert q.get_usages() == {"rowwise": False, "columnwise": False}
+    assert [t for t in flat if isinstance(t, cg.QuantizedTensorStorage)] == []
+    with pytest.raises(RuntimeError, match="does not hold any data"):
+        q.dequantize()
+    restored, rest = cg.restore_from_saved(objects, flat, return_saved_tensors=True)
+    assert restored[0] is q
+    assert restored[1] is None
+    assert restored[2] is plain
+    assert rest == []
+    assert {name: True for name, _ in q._buffers()} == {name: True for name in before}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
+
+
+def test_saving_a_detached_copy_keeps_the_original(quantizer, x):
+    q = quantizer(x.clone())
+    q.detach().prepare_for_saving()
+    assert q.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+def test_restore_from_func_ctx(quantizer, x):
+    class Ctx:
+        pass
+
+    q, ctx = quantizer(x.clone()), Ctx()
+    expected = q.dequantize()
+    ctx.saved_tensors, ctx.tensor_objects = cg.prepare_for_saving(q)
+    (restored,) = cg.restore_from_func_ctx(ctx)
+    assert torch.equal(restored.dequantize(), expected)
+    assert ctx.tensor_objects is None
+    with pytest.raises(AttributeError, match="tensor_objects"):
+        cg.restore_from_func_ctx(ctx)
+
+
+# ---- wrappers ----------------------------------------------------------------------------------------
+
+
+def test_data_is_an_alias(quantizer, x):
+    q = nn.Parameter(quantizer(x.clone()))
+    assert not q.data.requires_grad
+    with torch.no_grad():
+        q.data.copy_(x * 4)
+    assert (q.dequantize().float() / x.float().clamp(min=0.5)).max() > 2
+
+
+def test_assigning_quantized_data_takes_its_buffers(quantizer, x):
+    q, other = nn.Parameter(quantizer(x.clone())), quantizer(x * 2)
+    q.data = other
+    assert_same_bytes(q, other)
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(q._buffers(), other._buffers(), strict=True))
+    assert isinstance(q, nn.Parameter)
+
+
+def test_assigning_plain_data_requantizes(quantizer, x):
+    q = nn.Parameter(quantizer(x.clone()))
+    seed = torch.get_rng_state()
+    q.data = x * 2
+    torch.set_rng_state(seed)
+    assert_same_bytes(q, quantizer(x * 2))
+
+
+def test_assigning_data_that_does_not_fit_changes_nothing(quantizer, x):
+    q = nn.Parameter(quantizer(x.clone()))
+    before = buffers_of(q)
+    with pytest.raises(ValueError, match=r"shape \[64, 256\]"):
+        q.data = x[:64]
+    other_class = cg.quantize(x, "identity" if not is_identity(quantizer) else "mxfp8")
+    with pytest.raises(TypeError, match="cannot assign"):
+        q.data = other_class
+    assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
+
+
+def test_share_memory_is_refused(quantizer, x):
+    module = nn.Module()
+    module.weight = nn.Parameter(quantizer(x.clone()))
+    with pytest.raises(RuntimeError, match="no single storage"):
+        module.share_memory()
+
+
+def test_untyped_storage_is_empty(quantizer, x):
+    assert quantizer(x.clone()).untyped_storage().size() == 0
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to(torch.float16), nn.Module.half])
+def test_module_casts_relabel_parameters(quantizer, x, convert):
+    """Module.to and Module.half change the nominal dtype: the bytes stay, the class stays."""
+    module = nn.Module()
+    module.weight = nn.Parameter(quantizer(x.clone()))
+    before = buffers_of(module.weight)
+    convert(module)
+    assert isinstance(module.weight, cg.QuantizedTensor)
+    assert isinstance(module.weight, nn.Parameter)
+    assert module.weight.dtype == torch.float16
+    assert module.weight.dequantize().dtype == torch.float16
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.weight._buffers())
+
+
+def test_float_and_friends_dequantize(quantizer, x):
+    q = quantizer(x.clone())
+    for plain, dtype in ((q.float(), torch.float32), (q.half(), torch.float16), (q.bfloat16(), torch.bfloat16)):
+        assert not isinstance(plain, cg.QuantizedTensor)
+        assert torch.equal(plain, q.dequantize(dtype=dtype))
+
+
+def test_nominal_dtype_can_be_changed(quantizer, x):
+    q = quantizer(x.clone())
+    before = buffers_of(q)
+    q.dtype = torch.float32
+    assert q.dtype == torch.float32
+    assert (q + 0).dtype == torch.float32
+    assert q.to_dtype(torch.float16).dtype == torch.float16
+    assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
+    assert quantizer.quantize(x, dtype=torch.float32).dtype == torch.float32
+
+
+def test_make_like_shares_buffers(quantizer, x):
+    q = quantizer(x.clone())
+    like = type(q).make_like(q, requires_grad=True, dtype=torch.float32)
+    assert like.requires_grad
+    assert like.dtype == torch.float32
+    assert_same_bytes(like.detach(), q)
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(like._buffers(), q._buffers(), strict=True))
+
+
+def test_metadata_rebuilds_the_storage(quantizer, x):
+    quantizer.internal = True
+    storage = quantizer(x.clone())
+    assert_same_bytes(type(storage)(**storage.get_metadata()), storage)
+
+
+def test_clear_frees_the_codes(quantizer, x):
+    q = quantizer(x.clone())
+    q.clear()
+    assert all(data is None or data.numel() == 0 for data in q.get_data_tensors())
+    assert q.get_usages() == {"rowwise": False, "columnwise": False}
+    q.clear()
+
+
+def test_copy_from_storage_copies_bytes(quantizer, x):
+    q, other = quantizer(x.clone()), quantizer(x * 2)
+    q.copy_from_storage(other)
+    assert_same_bytes(q, other)
+
+
+def test_flatten_and_unflatten(quantizer, x):
+    q = quantizer(x.clone())
+    names, context = q.__tensor_flatten__()
+    inner = {name: getattr(q, name) for name in names}
+    rebuilt = type(q).__tensor_unflatten__(inner, context, q.shape, q.stride())
+    assert_same_bytes(rebuilt, q)
+
+
+# ---- pickling ----------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(obj, **options):
+    file = io.BytesIO()
+    torch.save(obj, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+def test_pickles_bit_for_bit(quantizer, x):
+    q = quantizer(x.clone())
+    for copied in (pickle.loads(pickle.dumps(q)), saved_and_loaded(q, weights_only=True), copy.deepcopy(q)):
+        assert type(copied) is type(q)
+        assert copied.dtype == q.dtype
+        assert_same_bytes(copied, q)
+        assert type(copied._quantizer) is type(q._quantizer)
+        copied.quantize_(x)  # the quantizer travelled too
+
+
+def test_parameters_stay_parameters(quantizer, x):
+    q = nn.Parameter(quantizer(x.clone()))
+    for copied in (pickle.loads(pickle.dumps(q)), saved_and_loaded({"w": q}, weights_only=True)["w"], copy.deepcopy(q)):
+        assert isinstance(copied, nn.Parameter)
+        assert copied.requires_grad
+        assert_same_bytes(copied, q)
+
+
+def test_a_pickled_slice_does_not_carry_the_rest(quantizer, x):
+    part = quantizer(x.clone()).split(128, dim=1)[1]
+    loaded = saved_and_loaded(part, weights_only=True)
+    assert_same_bytes(loaded, part)
+    whole = io.BytesIO()
+    torch.save(loaded, whole)
+    full = io.BytesIO()
+    torch.save(quantizer(x.clone()), full)
+    assert len(whole.getvalue()) < len(full.getvalue())
+
+
+def test_a_tampered_state_is_refused(x):
+    rebuild, (cls, state, *rest) = cg.quantize(x, "mxfp8").__reduce_ex__(2)
+    state["_surprise"] = 1
+    with pytest.raises(ValueError, match="other fields"):
+        rebuild(cls, state, *rest)
+
+
+def test_map_location_meta(quantizer, x):
+    loaded = saved_and_loaded(quantizer(x.clone()), map_location="meta", weights_only=True)
+    assert loaded.device.type == "meta"
+    assert isinstance(loaded, cg.QuantizedTensor)
+
+
+def test_deepcopy_keeps_what_hangs_on_a_parameter(quantizer, x):
+    q = nn.Parameter(quantizer(x.clone()))
+    q.main_grad = torch.ones(2)
+    q.grad = torch.ones_like(q)
+    copied = copy.deepcopy(q)
+    assert torch.equal(copied.main_grad, q.main_grad)
+    assert copied.main_grad is not q.main_grad
+    assert torch.equal(copied.grad, q.grad)
+
+
+def test_state_dict_round_trip(quantizer, x):
+    source, target = nn.Module(), nn.Module()
+    source.weight, target.weight = nn.Parameter(quantizer(x.clone())), nn.Parameter(quantizer(x * 2))
+    target.load_state_dict(source.state_dict())
+    assert_same_bytes(target.weight, source.weight)
+    target.weight = nn.Parameter(quantizer(x * 2))
+    target.load_state_dict(source.state_dict(), assign=True)
+    assert_same_bytes(target.weight, source.weight)
