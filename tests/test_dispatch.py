@@ -22,7 +22,8 @@ def test_detach_and_alias_share_buffers(quantizer, x):
     for alias in (q.detach(), q.view_as(q), q.data):
         assert alias is not q
         assert_same_bytes(alias, q)
-        assert all(mine.data_ptr() == theirs.data_ptr() for (_, mine), (_, theirs) in zip(alias._buffers(), q._buffers(), strict=True))
+        for (_, mine), (_, theirs) in zip(alias._buffers(), q._buffers(), strict=True):
+            assert mine.data_ptr() == theirs.data_ptr()
 
 
 def test_view_keeps_the_bytes(quantizer, x):

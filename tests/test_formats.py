@@ -55,7 +55,7 @@ def test_a_format_survives_pickling_and_copying(fmt):
     for copied in (pickle.loads(pickle.dumps(fmt)), copy.copy(fmt), copy.deepcopy(fmt)):
         assert copied == fmt
         assert hash(copied) == hash(fmt)
-        assert copied.element is fmt.element
+        assert copied.element == fmt.element
 
 
 def test_formats_are_usable_as_keys():
@@ -66,13 +66,12 @@ def test_formats_are_usable_as_keys():
 
 
 @pytest.mark.parametrize("element", [E2M1, E4M3, E5M2], ids=lambda element: element.name)
-def test_an_element_unpickles_to_the_one_there_is(element):
-    assert pickle.loads(pickle.dumps(element)) is element
+def test_an_element_is_frozen_and_survives_pickling(element):
+    assert pickle.loads(pickle.dumps(element)) == element
     with pytest.raises(dataclasses.FrozenInstanceError):
         element.bias = 0
 
 
-@pytest.mark.xfail(strict=True, reason="Element.__reduce__ keeps only the name, so only built-in elements unpickle")
 @pytest.mark.parametrize(
     "element",
     [Element("e3m4", 3, 4, bias=3, max=31.0), dataclasses.replace(E4M3, max=240.0)],

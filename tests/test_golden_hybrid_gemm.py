@@ -6,9 +6,16 @@ import torch
 
 from crossgrain import kernels
 from crossgrain.encoding import Encoding
-from crossgrain.formats import E5M2, IDENTITY, fp8_block_format, fp8_format, mxfp8_format, nvfp4_format
+from crossgrain.formats import (
+    DEFAULT_SIGN_MASK,
+    E5M2,
+    IDENTITY,
+    fp8_block_format,
+    fp8_format,
+    mxfp8_format,
+    nvfp4_format,
+)
 from crossgrain.kernels import Target
-from crossgrain.kernels.reference.hadamard import DEFAULT_SIGN_MASK
 from crossgrain.plane import COLUMNWISE, ROWWISE, Plane
 
 from .golden_cases import encoded, golden

@@ -8,7 +8,7 @@ import torch
 
 from crossgrain import kernels
 from crossgrain.encoding import Encoding
-from crossgrain.formats import fp8_block_format, fp8_format, get_element, mxfp8_format, nvfp4_format
+from crossgrain.formats import DEFAULT_SIGN_MASK, fp8_block_format, fp8_format, get_element, mxfp8_format, nvfp4_format
 from crossgrain.kernels import Target
 from crossgrain.kernels.reference import hadamard
 from crossgrain.kernels.reference.packing import unpack
@@ -76,7 +76,7 @@ def test_scale_swizzle(case):
 
 def nvfp4_encodings(case):
     """Rowwise and columnwise; only columnwise planes are ever rotated."""
-    rotation = (hadamard.DEFAULT_SIGN_MASK if case["random_sign"] else 0) if case["rht"] else None
+    rotation = (DEFAULT_SIGN_MASK if case["random_sign"] else 0) if case["rht"] else None
     options = {"two_d": case["two_d"], "row_scaled": case["row_scaled"], "scale_bound": case.get("e4m3_max", 448)}
     four_over_six = case["err_mode"] if case.get("four_over_six") else None
     return {
@@ -127,7 +127,7 @@ def test_nvfp4_special_values(case):
 
 @golden("nvfp4.npz", lambda case: case.name == "rht_matrix")
 def test_rotation_matrix(case):
-    mask = hadamard.DEFAULT_SIGN_MASK
+    mask = DEFAULT_SIGN_MASK
     case.check("sign_mask", np.array([mask], dtype=np.int32))
     case.check("signs", hadamard.signs(mask))
     case.check("matrix", hadamard.rotation_matrix(mask))

@@ -9,6 +9,7 @@ import torch
 from crossgrain import kernels
 from crossgrain.encoding import Encoding
 from crossgrain.formats import (
+    DEFAULT_SIGN_MASK,
     E4M3,
     E5M2,
     IDENTITY,
@@ -28,7 +29,7 @@ from crossgrain.plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
 from .golden_cases import encoded
 
 CPU = torch.device("cpu")
-RHT = nvfp4_format(rotation=hadamard.DEFAULT_SIGN_MASK)
+RHT = nvfp4_format(rotation=DEFAULT_SIGN_MASK)
 UNROTATED = [fmt for fmt in formats() if not fmt.is_identity]
 QUANTIZED = [*UNROTATED, RHT]
 
@@ -441,25 +442,25 @@ def test_a_plane_decodes_without_the_encoding_that_made_it():
 
 
 def test_the_rotation_is_orthogonal():
-    matrix = hadamard.rotation_matrix(hadamard.DEFAULT_SIGN_MASK).double()
+    matrix = hadamard.rotation_matrix(DEFAULT_SIGN_MASK).double()
     assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
     x = torch.randint(-8, 9, (4, 32), generator=torch.Generator().manual_seed(0)).float()
-    rotated = hadamard.rotate(x, hadamard.DEFAULT_SIGN_MASK)
+    rotated = hadamard.rotate(x, DEFAULT_SIGN_MASK)
     assert torch.equal(rotated.double(), (x.view(-1, 16).double() @ matrix).view(4, 32))
-    assert torch.equal(hadamard.unrotate(rotated, hadamard.DEFAULT_SIGN_MASK), x), "small integers: no rounding"
+    assert torch.equal(hadamard.unrotate(rotated, DEFAULT_SIGN_MASK), x), "small integers: no rounding"
 
 
 def test_documented_rotations():
     unit = torch.zeros(1, 16)
     unit[0, 0] = 4.0
-    assert torch.equal(hadamard.rotate(unit, hadamard.DEFAULT_SIGN_MASK), torch.ones(1, 16))
+    assert torch.equal(hadamard.rotate(unit, DEFAULT_SIGN_MASK), torch.ones(1, 16))
     # fmt: off
     expected = [-14.5, -7.5, 6.5, -0.5, 6.5, -0.5, -14.5, 8.5, 7.5, 14.5, 0.5, 1.5, 0.5, -2.5, 9.5, -15.5]
     # fmt: on
-    assert hadamard.rotate(torch.arange(16.0).view(1, 16), hadamard.DEFAULT_SIGN_MASK).tolist() == [expected]
+    assert hadamard.rotate(torch.arange(16.0).view(1, 16), DEFAULT_SIGN_MASK).tolist() == [expected]
 
 
-@pytest.mark.parametrize("sign_mask", [hadamard.DEFAULT_SIGN_MASK, 0])
+@pytest.mark.parametrize("sign_mask", [DEFAULT_SIGN_MASK, 0])
 def test_a_rotated_plane_decodes_unrotated(sign_mask):
     """`decode` is the operand times the transposed matrix, up to the rounding of a 16-term fp32 sum; the operand
     itself stays rotated."""
@@ -480,7 +481,7 @@ def test_a_rotated_plane_decodes_unrotated(sign_mask):
 def test_a_rotated_operand_is_the_plain_encoding_of_the_rotated_numbers():
     """Rotation happens first, in fp32, then rounding to bf16; amax, scales and codes see only the result."""
     x = normal(64, 96)
-    rotated = hadamard.rotate(x.t(), hadamard.DEFAULT_SIGN_MASK).to(torch.bfloat16)
+    rotated = hadamard.rotate(x.t(), DEFAULT_SIGN_MASK).to(torch.bfloat16)
     plane = encoded(x, Encoding(RHT), COLUMNWISE)
     plain = encoded(rotated, Encoding(nvfp4_format()), ROWWISE)
     assert torch.equal(plane.data, plain.data) and torch.equal(plane.scale, plain.scale)
@@ -490,7 +491,7 @@ def test_a_rotated_operand_is_the_plain_encoding_of_the_rotated_numbers():
 
 def test_rotating_both_operands_leaves_their_product_alone():
     dy, x = normal(64, 32, seed=1), normal(64, 48, seed=2)
-    rotated = [hadamard.rotate(t.t(), hadamard.DEFAULT_SIGN_MASK).double() for t in (dy, x)]
+    rotated = [hadamard.rotate(t.t(), DEFAULT_SIGN_MASK).double() for t in (dy, x)]
     torch.testing.assert_close(rotated[0] @ rotated[1].t(), dy.t().double() @ x.double(), rtol=0, atol=1e-5)
 
 

@@ -212,7 +212,7 @@ def test_prepare_for_saving_empties_and_restore_fills(quantizer, x):
     assert restored[1] is None
     assert restored[2] is plain
     assert rest == []
-    assert {name: True for name, _ in q._buffers()} == {name: True for name in before}
+    assert {name: True for name, _ in q._buffers()} == dict.fromkeys(before, True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
 
 

@@ -104,7 +104,7 @@ _torch.serialization.add_safe_globals(
         NVFP4Quantizer,
         NVFP4Tensor,
         formats.ScaleLayout,
-        formats.get_element,
+        formats.Element,
         make_quantizer,
         make_tensor,
     ]

@@ -29,5 +29,13 @@ class Encoding:
     four_over_six: Literal["MAE", "MSE"] | None = None
 
     def __post_init__(self) -> None:
-        if self.four_over_six is not None and (self.stochastic or self.format.rotation is not None):
+        if (self.power_of_two or self.epsilon) and self.format.scale_rule != "fp32":
+            raise ValueError(f"power_of_two and epsilon are options of fp32 scales; {self.format.name} has none")
+        if self.four_over_six is None:
+            return
+        if self.four_over_six not in ("MAE", "MSE"):
+            raise ValueError(f"four_over_six measures the error as 'MAE' or 'MSE', not {self.four_over_six!r}")
+        if self.format.scale_rule != "two_level":
+            raise ValueError(f"4-over-6 chooses between two-level scales; {self.format.name} has none")
+        if self.stochastic or self.format.rotation is not None:
             raise ValueError("4-over-6 compares nearest roundings of unrotated blocks: no SR, no RHT")

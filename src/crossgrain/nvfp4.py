@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .dtypes import DType
 from .encoding import Encoding
-from .formats import Format, nvfp4_format
-from .kernels.reference.hadamard import DEFAULT_SIGN_MASK, rotation_matrix
+from .formats import DEFAULT_SIGN_MASK, Format, nvfp4_format
+from .kernels.reference.hadamard import rotation_matrix
 from .plane import COLUMNWISE, ROWWISE, Direction, matrix_shape
 from .quantizer import Quantizer
 from .tensor import QuantizedTensor

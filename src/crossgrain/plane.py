@@ -155,18 +155,20 @@ def empty_plane(
     device: torch.device,
     transposed: bool | None = None,
     pin_memory: bool = False,
-    dtype: torch.dtype = torch.uint8,
+    dtype: torch.dtype | None = None,
 ) -> Plane:
     """A plane for a tensor of ``shape`` with uninitialised codes; scales and their padding are zero.
 
-    ``dtype`` is that of the codes; identity planes keep numbers instead.
+    Identity planes have no codes but numbers, of ``dtype``.
     """
     if transposed is None:
         transposed = fmt.transposes and direction is COLUMNWISE
     options: Any = {"device": device, "pin_memory": pin_memory}
-    data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=dtype, **options)
     if fmt.is_identity:
-        return Plane(fmt, direction, matrix_shape(shape), data)
+        if dtype is None:
+            raise ValueError("an identity plane needs the dtype of its numbers")
+        return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
+    data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=torch.uint8, **options)
     scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
     scale = torch.zeros(scale_shape(fmt, direction, shape, transposed), dtype=scale_dtype, **options)
     amax_size = amax_shape(fmt, direction, shape)

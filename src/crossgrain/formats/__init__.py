@@ -2,6 +2,8 @@
 
 from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Element, get_element
 from .format import (
+    DEFAULT_SIGN_MASK,
+    HADAMARD_SIZE,
     IDENTITY,
     Format,
     ScaleLayout,
@@ -14,12 +16,14 @@ from .format import (
 from .registry import format_table, formats, get_format, register_format
 
 __all__ = [
+    "DEFAULT_SIGN_MASK",
     "E2M1",
     "E2M3",
     "E3M2",
     "E4M3",
     "E5M2",
     "E8M0",
+    "HADAMARD_SIZE",
     "IDENTITY",
     "Element",
     "Format",

@@ -7,7 +7,7 @@ encoding, decoding - is arithmetic that is generic over these few integers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,6 +27,12 @@ class Element:
     max: float
     specials: Literal["none", "nan", "ieee"] = "none"
     signed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.specials not in ("none", "nan", "ieee"):
+            raise ValueError(f"element {self.name!r}: specials are 'none', 'nan' or 'ieee', not {self.specials!r}")
+        if self.bits not in (4, 6, 8):
+            raise ValueError(f"element {self.name!r}: codes have 4, 6 or 8 bits, not {self.bits}")
 
     @property
     def bits(self) -> int:
@@ -86,7 +92,7 @@ class Element:
         return tuple(self.value(code) for code in range(1 << self.bits))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return get_element, (self.name,)
+        return Element, tuple(getattr(self, field.name) for field in fields(self))
 
 
 E4M3 = Element("e4m3", 4, 3, bias=7, max=448.0, specials="nan")

@@ -9,9 +9,12 @@ along M in a columnwise one.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .element import E2M1, E2M3, E3M2, E4M3, E5M2, Element
+
+HADAMARD_SIZE = 16
+DEFAULT_SIGN_MASK = 0xD7E8  # bit i is set where sign i of the Hadamard rotation is -1
 
 ScaleRule = Literal["none", "fp32", "e8m0_up", "e8m0_floor", "two_level"]
 
@@ -60,13 +63,35 @@ class Format:
     rotation: int | None = None
 
     def __post_init__(self) -> None:
-        if self.element is not None and self.element.bits < 8 and not self.transposes:
-            raise ValueError(
-                f"format {self.name!r}: codes of {self.element.bits} bits are packed along the blocks, "
-                "so the columnwise plane has to be stored transposed"
+        problem = self._problem()
+        if problem:
+            raise ValueError(f"format {self.name!r}: {problem}")
+
+    def _problem(self) -> str | None:
+        if self.scale_rule not in get_args(ScaleRule):
+            return f"the scale rule is one of {', '.join(get_args(ScaleRule))}, not {self.scale_rule!r}"
+        if (self.element is None) != (self.scale_rule == "none"):
+            return "without an element there is no scale, and the other way round"
+        if self.element is None:
+            return None
+        if self.block is None and self.scale_rule != "fp32":
+            return f"a scale for the whole tensor is fp32, not {self.scale_rule}"
+        if self.block is not None and (min(self.block) < 1 or self.block[1] * self.element.bits % 8):
+            return f"blocks of {self.block} codes of {self.element.bits} bits do not fill whole bytes"
+        if self.element.bits < 8 and not self.transposes:
+            return (
+                f"codes of {self.element.bits} bits are packed along the blocks, so the columnwise plane has to be "
+                "stored transposed"
             )
+        if self.element.bits < 8 and (self.block is None or self.ragged):
+            return "packed codes need whole blocks"
+        if self.global_amax not in (None, "tensor", "row"):
+            return f"the global amax is per 'tensor' or per 'row', not {self.global_amax!r}"
         if (self.scale_rule == "two_level") != (self.global_amax is not None):
-            raise ValueError(f"format {self.name!r}: a two-level scale and a global amax go together")
+            return "a two-level scale and a global amax go together"
+        if self.rotation is not None and self.block_length % HADAMARD_SIZE:
+            return f"the rotation mixes {HADAMARD_SIZE} neighbours, which must lie in one block"
+        return None
 
     @property
     def is_identity(self) -> bool:
@@ -101,7 +126,10 @@ class Format:
         """This format on rotated data."""
         if sign_mask is None:
             return self
-        return replace(self, name=f"{self.name}_rht", rotation=sign_mask)
+        if self.rotation is not None:
+            raise ValueError(f"format {self.name!r} is rotated already")
+        signs = "" if sign_mask == DEFAULT_SIGN_MASK else f"_{sign_mask:04x}"
+        return replace(self, name=f"{self.name}_rht{signs}", rotation=sign_mask)
 
     def __str__(self) -> str:
         element = self.element.name if self.element else "-"

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..plane import Plane
+from ..plane import Plane, shape_problem
 from .layout import swizzle_scales, unswizzle_scales
 from .reference import ReferenceBackend
 from .target import Target
@@ -58,6 +58,7 @@ def _backend(tensor: Tensor) -> Backend:
 def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:
     """The targets with the global amax of ``x`` filled in, for those that need one and have none."""
     _refuse_flush_to_zero()
+    _check_targets(x, targets)
     missing = [target for target in targets if target.amax is None]
     found = dict(zip(map(id, missing), _backend(x).measure(x, missing), strict=True))
     return [replace(target, amax=found[id(target)]) if id(target) in found else target for target in targets]
@@ -66,6 +67,13 @@ def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:
 def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> None:
     """Write ``x`` into every target's plane. Targets have been through `measure`."""
     _refuse_flush_to_zero()
+    _check_targets(x, targets)
+    for target in targets:
+        fmt = target.encoding.format
+        if target.amax is None and (fmt.global_amax or (fmt.block is None and not fmt.is_identity)):
+            raise ValueError(f"the amax of a {fmt.name} target has to be measured before it is encoded")
+        if target.encoding.stochastic and seed is None:
+            raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")
     _backend(x).encode(x, targets, seed)
 
 
@@ -90,6 +98,18 @@ def tensor_scale(target: Target) -> Tensor:
     """The encode scale of a per-tensor format whose amax has been measured: fp32 [1]."""
     assert target.amax is not None
     return _backend(target.amax).tensor_scale(target)
+
+
+def _check_targets(x: Tensor, targets: Sequence[Target]) -> None:
+    for target in targets:
+        plane, fmt = target.plane, target.encoding.format
+        if plane.format != fmt:
+            raise ValueError(f"a {plane.direction.value} plane of {plane.format.name} cannot take {fmt.name}")
+        problem = shape_problem(fmt, plane.direction, plane.shape)
+        if x.numel() != plane.shape[0] * plane.shape[1]:
+            problem = f"the input has the shape {list(x.shape)}"
+        if problem:
+            raise ValueError(f"a {plane.direction.value} {fmt.name} plane of {list(plane.shape)}: {problem}")
 
 
 _SMALLEST = 5e-324

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SIZE = 16
-DEFAULT_SIGN_MASK = 0xD7E8  # bit i is set where sign i is -1
+from ...formats import HADAMARD_SIZE as SIZE
 
 
 def signs(sign_mask: int, device: torch.device | None = None) -> Tensor:
