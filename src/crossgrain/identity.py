@@ -53,10 +53,15 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Both directions are always there."""
 
-    def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
         """The buffer itself, unless it has to be cast."""
-        plane = self._readable_plane(direction)
-        return plane.data.to(self._dtype if dtype is None else dtype)
+        return self._readable_plane(direction).data.to(dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Self:
+        """Written through to the buffer, in its dtype, so that views see it."""
+        cast = tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor
+        IdentityQuantizer(dtype=self._buffer().dtype).update_quantized(cast, self, noop_flag=noop_flag)
+        return self
 
     # A plain buffer can be viewed and cut like any tensor.
 
@@ -144,6 +149,10 @@ class IdentityQuantizer(Quantizer):
             raise ValueError(f"cannot write a tensor of shape {list(new.shape)} to one of {list(dst.shape)}")
         if new.dtype == buffer.dtype and new.device == buffer.device:
             buffer.copy_(new)
+        elif dst._cut_axes:
+            raise ValueError(
+                f"a slice of {buffer.dtype} on {buffer.device} cannot take a buffer of {new.dtype} on {new.device}"
+            )
         else:
             dst._hp_data = new.clone()
         dst._mark_written()

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .storage import QuantizedTensorStorage
-
 if TYPE_CHECKING:
     from ..plane import Direction
     from ..quantizer import Quantizer
+    from .tensor import QuantizedTensor
 
 
 class QuantizeFunction(torch.autograd.Function):
@@ -26,8 +25,8 @@ class QuantizeFunction(torch.autograd.Function):
 
 class DequantizeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, dtype: torch.dtype, direction: Direction | None) -> Tensor:
-        return QuantizedTensorStorage.dequantize(tensor, dtype=dtype, direction=direction)
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, direction: Direction | None) -> Tensor:
+        return tensor._decoded(dtype, direction)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

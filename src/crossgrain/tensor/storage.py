@@ -29,8 +29,10 @@ class QuantizedTensorStorage(PlaneHolder):
 
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
         """The high-precision tensor, from ``direction`` or, by default, rowwise if present."""
-        plane = self._readable_plane(direction)
-        return kernels.decode(plane, self._dtype if dtype is None else dtype).view(self._shape)
+        return self._decoded(self._dtype if dtype is None else dtype, direction)
+
+    def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
+        return kernels.decode(self._readable_plane(direction), dtype).view(self._shape)
 
     def _readable_plane(self, direction: Direction | None) -> Plane:
         plane = next(iter(self.planes()), None) if direction is None else self.plane(direction)

@@ -107,7 +107,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         dtype = self._dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(Tensor, DequantizeFunction.apply(self, dtype, direction))
-        return QuantizedTensorStorage.dequantize(self, dtype=dtype, direction=direction)
+        return self._decoded(dtype, direction)
 
     def float(self) -> Tensor:
         return self._to_nominal(torch.float32)

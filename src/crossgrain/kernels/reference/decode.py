@@ -31,7 +31,7 @@ def decode_operand(plane: Plane) -> Tensor:
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
     """The matrix [M, K] in ``dtype``, un-rotated where the format rotates."""
     if plane.format.is_identity:
-        return plane.data.view(plane.shape).to(dtype)
+        return plane.data.reshape(plane.shape).to(dtype)
     operand = decode_operand(plane)
     if plane.format.rotation is not None:
         operand = unrotate(operand, plane.format.rotation)
