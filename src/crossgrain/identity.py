@@ -59,8 +59,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Self:
         """Written through to the buffer, in its dtype, so that views see it."""
-        cast = tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor
-        IdentityQuantizer(dtype=self._buffer().dtype).update_quantized(cast, self, noop_flag=noop_flag)
+        IdentityQuantizer(dtype=self._buffer().dtype).update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
     # A plain buffer can be viewed and cut like any tensor.
