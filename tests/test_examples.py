@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from crossgrain.formats import formats
+import crossgrain
+from crossgrain.formats import formats, registry
 
 ROOT = Path(__file__).parent.parent
 NAMES = {fmt.name for fmt in formats()}  # as registered by the package alone, before any test adds some
@@ -78,3 +81,14 @@ def test_benchmark_times_every_format_in_every_direction(tmp_path, monkeypatch, 
     assert content["environment"]["threads"] == 1
     assert content["environment"]["backend"] in printed
     assert all(name in printed for name in NAMES)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
+def test_code_in_the_documentation_runs(page, monkeypatch):
+    """Blocks of one page run one after the other, as a reader would type them."""
+    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    scope = {"cg": crossgrain, "x": torch.randn(256, 512)}
+    for block in blocks:
+        exec(block, scope)

@@ -163,6 +163,44 @@ def test_a_saved_buffer_that_was_overwritten_is_noticed(quantizer, x):
             loss.backward()
 
 
+def test_a_plane_that_missed_a_write_is_stale(quantizer, x):
+    """An alias without the columnwise plane is written: the original must not hand out its old columns."""
+    q = quantizer(x.clone())
+    alias = q.detach()
+    alias.update_usage(columnwise_usage=False)
+    if alias.plane(COLUMNWISE) is not None:
+        return  # one buffer serves both directions: it cannot go stale
+    alias.quantize_(x * 2)
+    assert torch.equal(q.dequantize(), alias.dequantize())
+    readers = (
+        lambda: q.dequantize(direction=COLUMNWISE),
+        lambda: q.clone(),
+        lambda: q.fsdp_extract_buffers(),
+        lambda: pickle.dumps(q),
+        lambda: quantizer(x.clone()).copy_(q),
+        lambda: q.view(-1).dequantize(direction=COLUMNWISE),
+    )
+    for read in readers:
+        with pytest.raises(RuntimeError, match=r"columnwise .* plane .* is stale"):
+            read()
+    q.quantize_(x * 3)
+    q.dequantize(direction=COLUMNWISE)
+    pickle.dumps(q)
+
+
+def test_a_transposed_copy_of_an_alias_goes_stale_too(x):
+    with cg.settings.override(non_tn_fp8_gemm=False):
+        q = cg.quantize(x, "fp8", columnwise=False)
+        cache = q.detach()
+        cache.update_usage(columnwise_usage=True)
+        q.quantize_(x * 2)
+        assert torch.equal(cache.dequantize(), q.dequantize())
+        with pytest.raises(RuntimeError, match="stale"):
+            cache.dequantize(direction=COLUMNWISE)
+        cache._create_transpose()
+        assert torch.equal(cache.dequantize(direction=COLUMNWISE), q.dequantize())
+
+
 # ---- autograd ----------------------------------------------------------------------------------------
 
 

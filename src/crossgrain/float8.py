@@ -7,6 +7,7 @@ hardware multiplies either layout, else a transposed copy (`is_non_tn_fp8_gemm_s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -87,7 +88,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if own is not None or direction is ROWWISE or not is_non_tn_fp8_gemm_supported():
             return own
         row = super().plane(ROWWISE)
-        return row and Plane(row.format, COLUMNWISE, row.shape, row.data, row.scale)
+        return row and replace(row, direction=COLUMNWISE)
 
     def planes(self) -> list[Plane]:
         """The planes with buffers of their own."""
@@ -100,7 +101,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
             return
         name = "_transpose" if plane.transposed else "_data"
         setattr(self, name, plane.data)
-        self._scale_inv = plane.scale
+        if self._scale_inv is None:  # one scale for both: an alias that shares it must see it change
+            self._scale_inv = plane.scale
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         if not is_non_tn_fp8_gemm_supported():
@@ -122,7 +124,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """Make the transposed copy from the rowwise bytes."""
         if self._data is None:
             raise RuntimeError("FP8 data is needed to make its transpose")
-        self._transpose = self._transposed_copy().data
+        self._adopt_plane(self._transposed_copy())
 
     def _transposed_copy(self) -> Plane:
         row = super().plane(ROWWISE)

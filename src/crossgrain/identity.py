@@ -88,7 +88,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         shape = self._shape if shape is None else shape
         buffer = torch.empty(tuple(shape), dtype=self._buffer().dtype, device=self.device if device is None else device)
         matrix = matrix_shape(shape)
-        return self._rewrap(shape=shape, dtype=dtype, matrix=matrix, buffers={"_hp_data": buffer}, cut_axes=())
+        return self._rewrap(
+            shape=shape, dtype=dtype, matrix=matrix, buffers={"_hp_data": buffer}, cut_axes=(), fresh=True
+        )
 
     def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
         return False

@@ -53,6 +53,16 @@ class Plane:
     scale: Tensor | None = None
     amax: Tensor | None = None
     transposed: bool = False
+    stale: bool = False  # the other direction was written since, through an alias without this plane
+
+    def check_fresh(self) -> None:
+        """Raise rather than let old numbers be read."""
+        if self.stale:
+            raise RuntimeError(
+                f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor is stale: its "
+                f"{self.direction.other.value} plane was written since, through an alias that does not hold this one. "
+                "Requantize the tensor."
+            )
 
     @property
     def operand_shape(self) -> tuple[int, int]:

@@ -80,12 +80,14 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> Non
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
     """The matrix [M, K] that a plane stands for."""
     _refuse_flush_to_zero()
+    plane.check_fresh()
     return _backend(plane.data).decode(plane, dtype)
 
 
 def decode_operand(plane: Plane) -> Tensor:
     """The fp32 GEMM operand of a plane: [M, K] rowwise, [K, M] columnwise (rotated if the format is)."""
     _refuse_flush_to_zero()
+    plane.check_fresh()
     return _backend(plane.data).decode_operand(plane)
 
 

@@ -42,6 +42,8 @@ def shard_field_names(holder: PlaneHolder) -> tuple[str, ...]:
 def extract_shard(holder: PlaneHolder) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The shard's buffers, contiguous and M-major, and what is needed to put gathered ones together."""
     planes = holder.planes()
+    for plane in planes:
+        plane.check_fresh()
     buffers = [buffer.contiguous() for plane in planes for _, buffer in m_major_buffers(plane)]
     meta = {
         "field_names": shard_field_names(holder),
@@ -73,5 +75,7 @@ def assign_gathered(holder: PlaneHolder, gathered: Sequence[Tensor], meta: dict[
         if own is not None:
             own.copy_(scalar)
         planes.append(plane)
+    for name in holder._buffer_names:
+        setattr(holder, name, None)
     for plane in planes:
-        holder._set_plane(plane.direction, plane)
+        holder._adopt_plane(plane)

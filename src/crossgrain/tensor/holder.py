@@ -7,6 +7,7 @@ with the format they are in. Everything here works on buffers or on planes and n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,18 @@ class PlaneBuffers(NamedTuple):
     amax: str | None = None
 
 
+_write_numbers = itertools.count(1)
+
+
+class Epoch:
+    """When a plane was last written; shared by all objects that hold its buffers."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+
 class PlaneHolder:
     """Up to two planes of one logical tensor.
 
@@ -47,6 +60,7 @@ class PlaneHolder:
     _dtype: torch.dtype
     _formats: Mapping[Direction, Format]
     _quantizer: Quantizer | None
+    _epochs: Mapping[Direction, Epoch]
     _cut_axes: tuple[int, ...]  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,6 +86,7 @@ class PlaneHolder:
         self._shape = torch.Size(self._inferred_shape() if shape is None else shape)
         self._matrix = matrix_shape(self._shape)
         self._cut_axes = ()
+        self._epochs = {direction: Epoch() for direction in Direction}
 
     def _inferred_shape(self) -> Sequence[int]:
         """The logical shape, for callers that have only buffers."""
@@ -116,7 +131,8 @@ class PlaneHolder:
         fmt = self._formats[direction]
         scale = getattr(self, names.scale) if names.scale else None
         amax = getattr(self, names.amax) if names.amax else None
-        return Plane(fmt, direction, self._matrix, data, scale, amax, self._stores_transposed(direction))
+        stale = self._epochs[direction].number < self._epochs[direction.other].number
+        return Plane(fmt, direction, self._matrix, data, scale, amax, self._stores_transposed(direction), stale)
 
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
@@ -162,6 +178,29 @@ class PlaneHolder:
         if names.amax:
             setattr(self, names.amax, plane and plane.amax)
 
+    def _adopt_plane(self, plane: Plane) -> None:
+        """Take a plane in buffers of its own that agrees with what is here."""
+        newest = max(epoch.number for epoch in self._epochs.values())
+        self._epochs = {**self._epochs, plane.direction: Epoch(newest)}
+        self._set_plane(plane.direction, plane)
+
+    def _mark_written(self) -> None:
+        """Every plane here was written just now.
+
+        Aliases that hold a plane which is not here find it stale. Autograd is told that the buffers
+        changed, so that what was saved for backward does not go stale unseen.
+        """
+        number = next(_write_numbers)
+        epochs = dict(self._epochs)
+        for direction, names in self._plane_buffers.items():
+            if getattr(self, names.data) is None:
+                epochs[direction] = Epoch(number)  # of our own: a plane that is put here later belongs to this write
+            else:
+                epochs[direction].number = number
+        self._epochs = epochs
+        tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
+        torch.autograd.graph.increment_version(tracked)
+
     # ---- same data, another wrapper ------------------------------------------------------------
 
     @classmethod
@@ -181,8 +220,12 @@ class PlaneHolder:
         buffers: Mapping[str, Tensor | None] | None = None,
         cut_axes: tuple[int, ...] | None = None,
         matrix: tuple[int, int] | None = None,
+        fresh: bool = False,
     ) -> Self:
-        """A new object of the same class over the same buffers, but for what is given."""
+        """A new object of the same class over the same buffers, but for what is given.
+
+        ``fresh``: the buffers are not shared with this object, so writes to one do not stale the other.
+        """
         current = {name: getattr(self, name) for name in self._buffer_names}
         current.update(buffers or {})
         shape = torch.Size(self._shape if shape is None else shape)
@@ -196,11 +239,12 @@ class PlaneHolder:
         new._shape = shape
         new._matrix = self._matrix if matrix is None else matrix
         new._cut_axes = self._cut_axes if cut_axes is None else cut_axes
+        new._epochs = {direction: Epoch() for direction in Direction} if fresh else self._epochs
         return new
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
-        """A new object whose buffers are ``change(buffer)``."""
-        return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, **changes)
+        """A new object whose buffers are ``change(buffer)``, which are copies."""
+        return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, fresh=True, **changes)
 
     def _empty_like(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -214,7 +258,7 @@ class PlaneHolder:
             )
             for plane in self.planes()
         }
-        return self._with_planes(fresh, shape=shape, dtype=dtype, cut_axes=())
+        return self._with_planes(fresh, shape=shape, dtype=dtype, cut_axes=(), fresh=True)
 
     def _with_planes(self, planes: Mapping[Direction, Plane], *, shape: Sequence[int], **changes: Any) -> Self:
         """A new object of the same class that holds just ``planes``."""

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .holder import Epoch
+
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 
 def reduce_tensor(tensor: QuantizedTensor) -> tuple[Any, ...]:
     """``__reduce_ex__`` of every quantized tensor: its class and its state."""
+    for plane in tensor.planes():
+        plane.check_fresh()
     if tensor._cut_axes:
         tensor = tensor._clone()  # a slice on its own does not need the rest of its buffers
     state = {name: getattr(tensor, name) for name in tensor._state_names()}
@@ -32,6 +36,7 @@ def make_tensor(
         setattr(tensor, name, value)
     tensor._formats = dict(state["_formats"])
     tensor._shape = torch.Size(state["_shape"])
+    tensor._epochs = {direction: Epoch() for direction in tensor._formats}
     if is_param:
         tensor._is_param = True
     return tensor

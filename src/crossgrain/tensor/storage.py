@@ -91,6 +91,8 @@ class QuantizedTensorStorage(PlaneHolder):
     def _copy_planes(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
         """Copy bytes between planes of equal formats, into this tensor."""
         self._check_scales_shared(pairs)
+        for _, theirs in pairs:
+            theirs.check_fresh()
         for mine, theirs in pairs:
             mine.operand_codes().copy_(theirs.operand_codes())
             if mine.scale is not None and theirs.scale is not None:
@@ -112,11 +114,6 @@ class QuantizedTensorStorage(PlaneHolder):
             f"shares its per-tensor {plane.format.name} scale with the tensor it was cut from; writing here would "
             "change the scale under the rest. Clone the slice, or write the whole tensor."
         )
-
-    def _mark_written(self) -> None:
-        """Tell autograd that the buffers changed: tensors saved for backward must not go stale unseen."""
-        tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
-        torch.autograd.graph.increment_version(tracked)
 
     def _clone(self) -> Self:
         new = self._empty_like()
@@ -141,8 +138,8 @@ class QuantizedTensorStorage(PlaneHolder):
         for direction, want in wanted.items():
             if want is False:
                 self._set_plane(direction, None)
-        for direction, plane in made.items():
-            self._set_plane(direction, plane)
+        for plane in made.values():
+            self._adopt_plane(plane)
 
     def _derivable(self, direction: Direction) -> Plane | None:
         """The missing plane of ``direction`` made from the other one, where that is exact."""

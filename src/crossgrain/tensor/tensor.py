@@ -16,6 +16,7 @@ from torch import Tensor
 from ..plane import Direction
 from . import dispatch
 from .autograd import DequantizeFunction
+from .holder import Epoch
 from .storage import QuantizedTensorStorage
 
 
@@ -153,7 +154,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             raise TypeError(f"cannot assign a {type(value).__name__} to the data of a {type(self).__name__}")
         # torch's setter moves shape, dtype and device, but knows nothing of our buffers.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        for name in self._state_names():
+        for name in (*self._state_names(), "_epochs"):
             setattr(self, name, getattr(value, name))
 
     def _check_assignable(self, value: Tensor) -> None:
@@ -181,6 +182,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         metadata.pop("fake_dtype", None)
         new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
         new._cut_axes = tensor._cut_axes
+        new._epochs = tensor._epochs
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -193,7 +195,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
-            if name not in self._state_names():  # what the user hung on the tensor
+            if name not in (*self._state_names(), "_epochs"):  # what the user hung on the tensor
                 setattr(new, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             new.grad = self.grad.clone()
@@ -232,6 +234,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         for name, value in context.items():
             setattr(new, name, value)
         new._shape = torch.Size(outer_size)
+        new._epochs = {direction: Epoch() for direction in new._formats}
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
