@@ -1,5 +1,7 @@
 """Delayed scaling: how histories and scales evolve, and casts with a scale from an earlier step."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from crossgrain.delayed_scaling import (
     scale_from_amax,
     scale_from_amax_reciprocal,
     update_history_and_scale,
-    update_history_and_scale_always,
 )
 from crossgrain.encoding import Encoding
 from crossgrain.formats import fp8_format, get_element
@@ -20,6 +21,7 @@ from crossgrain.plane import COLUMNWISE, ROWWISE, empty_plane
 from .golden_cases import golden
 
 FP32_MAX = torch.finfo(torch.float32).max
+update_history_and_scale_always = partial(update_history_and_scale, fused=False)
 UPDATES = {"fused": update_history_and_scale, "unfused": update_history_and_scale_always}
 BOTH = pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import crossgrain as cg
-from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain import COLUMNWISE, ROWWISE, DType
 
 from .quantizers import QUANTIZERS, assert_same_bytes, buffers_of
+
+BLOCK_NAMES = [fmt.name for fmt in cg.formats.formats() if fmt.block is not None]
 
 
 def is_identity(tensor):
@@ -45,6 +47,9 @@ def test_flat_view_is_still_quantized(quantizer, x):
     assert flat.shape == (x.numel(),)
     assert torch.equal(flat.dequantize(), q.dequantize().view(-1))
     assert_same_bytes(flat.view(128, 256), q)
+    assert torch.empty_like(flat).shape == flat.shape
+    assert_same_bytes(flat.clone().view(128, 256), q)
+    assert torch.equal(type(q).make_like(flat).dequantize(), flat.dequantize())
     seed = torch.get_rng_state()
     with torch.no_grad():
         flat.copy_((x * 2).view(-1))  # writes through
@@ -194,6 +199,66 @@ def test_bytes_under_the_same_scale_can_be_copied_into_a_slice(quantizer, x):
         decoded = padded.dequantize(direction=direction)
         assert torch.equal(decoded[:128], shard.dequantize(direction=direction))
         assert (decoded[128:] == 0).all()
+
+
+def test_a_change_of_format_reaches_every_alias(x):
+    """New bytes under an old format would be read as other numbers."""
+    p = nn.Parameter(cg.quantize(x, "mxfp8"))
+    alias = p.detach()
+    with pytest.warns(UserWarning, match="replaced"):
+        p.update_quantizer(cg.MXFP8Quantizer(DType.kFloat8E5M2))
+    clone = p.detach().clone()
+    expected = clone.dequantize()
+    p.data.copy_(x * 2)
+    for tensor in (p, alias, p.data, type(p).make_like(p)):
+        assert tensor._fp8_dtype == DType.kFloat8E5M2
+        assert_same_bytes(tensor, cg.quantize(x * 2, "mxfp8_e5m2"))
+    assert torch.equal(clone.dequantize(), expected), "a clone is not an alias"
+
+
+def test_a_slice_cannot_change_the_format_of_its_tensor(x):
+    for name, quantizer in (
+        ("mxfp8", cg.MXFP8Quantizer(DType.kFloat8E5M2)),
+        ("fp8_block", cg.quantizer_for("fp8_block_2d")),
+    ):
+        w = cg.quantize(torch.cat((x, x)), name)
+        before = buffers_of(w)
+        part = w[:128]
+        with pytest.raises(ValueError, match=f"made for {name} and cannot hold"):
+            quantizer.update_quantized(x, part)
+        assert all(torch.equal(buffer, before[field]) for field, buffer in w._buffers())
+
+
+def test_writing_one_slice_does_not_freshen_the_rest(x):
+    w = cg.quantize(x, "mxfp8")
+    upper = w[:64]
+    upper.update_usage(columnwise_usage=False)
+    upper.copy_(x[:64] * 2)
+    w[64:].quantize_(x[64:] * 2)
+    with pytest.raises(RuntimeError, match="columnwise .* stale"):
+        w.dequantize(direction=COLUMNWISE)
+
+
+def test_overlapping_parts_copy_as_if_apart():
+    for name in (*BLOCK_NAMES, "nvfp4_2d"):
+        for usages in ({}, {"rowwise": False}, {"columnwise": False}):
+            w = cg.quantize(torch.randn(384, 128), name, **usages)
+            source = w[0:256].clone()
+            w[128:384].copy_(w[0:256])
+            assert_same_bytes(w[128:384].clone(), source)
+
+
+def test_inference_mode(quantizer, x):
+    """Aliases of a normal tensor stay normal, and tensors made for inference are usable."""
+    q = quantizer(x.clone())
+    with torch.inference_mode():
+        for alias in (q.detach(), q.data, q.view(-1), q[:], nn.Parameter(q), q.split(128)[0]):
+            assert torch.equal(alias.dequantize().view(-1), q.dequantize().view(-1))
+            assert not alias.is_inference()
+        made = quantizer(x.clone())
+        made.quantize_(x)
+        assert made.detach().is_inference()
+    assert made.dequantize().shape == x.shape
 
 
 # ---- copies ------------------------------------------------------------------------------------------
@@ -390,6 +455,84 @@ def test_a_tensor_that_is_written_and_read_at_once(quantizer, x):
     assert (q.dequantize() == 0).all()
 
 
+def test_item_assignment_writes_the_tensor(quantizer, x):
+    q = nn.Parameter(quantizer(x.clone()))
+    before = q.dequantize().detach().clone()
+    expected = before.clone()
+    with torch.no_grad():
+        for tensor in (q, expected):
+            tensor[0] = 3.0
+            tensor[:, 5] = torch.full((128,), 2.0)
+            tensor[x < -1] = -1.0
+    after = q.dequantize().detach()
+    # requantizing rounds, at most three times; the assignments move the tensor by far more
+    assert (after - expected).norm() < 0.3 * expected.norm()
+    assert (before - expected).norm() > 0.6 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w[3].fill_(0),
+        lambda w: w.t().mul_(0),
+        lambda w: w.diagonal().fill_(9),
+        lambda w: w.unsqueeze(0).zero_(),
+        lambda w: w[3].__setitem__(0, 1.0),
+    ],
+)
+def test_writes_that_would_be_lost_are_refused(x, write):
+    """These views decode a copy; a write to the copy must not vanish."""
+    w = cg.quantize(x, "mxfp8")
+    before = buffers_of(w)
+    with pytest.raises(RuntimeError, match="would be lost"):
+        write(w)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in w._buffers())
+
+
+def test_decoded_views_are_otherwise_plain(x):
+    w = nn.Parameter(cg.quantize(x.float(), "mxfp8"))
+    plain = w.dequantize().detach()
+    assert torch.equal(w.t() + 1, plain.t() + 1)
+    assert type(w[3] * 2) is torch.Tensor
+    assert type(w.t().clone()) is torch.Tensor
+    w[3].clone().fill_(0)
+    assert [type(part) for part in w.unbind()] != []
+    (torch.randn(4, 256) @ w.t()).sum().backward()
+    assert type(w.grad) is torch.Tensor
+    assert torch.equal(nn.functional.linear(x.float(), w), x.float() @ plain.t())
+
+
+def test_several_written_tensors_are_checked_before_any_is_written(x):
+    one, part = cg.quantize(x, "mxfp8"), cg.quantize(torch.cat((x, x)), "fp8")[:128]
+    before, state = buffers_of(one), torch.zeros(128, 256)
+    with pytest.raises(RuntimeError, match="shares its per-tensor"):
+        torch._foreach_mul_([one, part], 3.0)
+    with pytest.raises(RuntimeError, match="shares its per-tensor"):
+        torch._foreach_add_([state, part], 3.0)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in one._buffers())
+    assert (state == 0).all()
+
+
+def test_foreach_copy_copies_bytes(quantizer, x):
+    q, src = quantizer(x.clone()), quantizer((x * 2).clone())
+    torch._foreach_copy_([q], [src])
+    assert_same_bytes(q, src)
+
+
+def test_memory_of_another_dtype_is_not_handed_out(x):
+    w = cg.quantize(x, "mxfp8")
+    for access in (lambda: torch.from_dlpack(w), lambda: w.apply_(lambda v: v), w.__dlpack__):
+        with pytest.raises(RuntimeError, match="dequantize"):
+            access()
+    assert torch.equal(torch.from_numpy(w.numpy()), w.dequantize(dtype=torch.float32))
+
+
+def test_splits_of_nothing(x):
+    w = cg.quantize(x, "mxfp8")
+    with pytest.raises((ValueError, RuntimeError), match="split"):
+        w.split(0)
+
+
 def test_out_arguments_are_requantized(quantizer, x):
     q = quantizer(x.clone())
     ones = torch.ones_like(x)
@@ -400,8 +543,11 @@ def test_out_arguments_are_requantized(quantizer, x):
 def test_in_place_operations_that_change_the_shape_are_refused(x):
     q = cg.quantize(x, "mxfp8")
     before = buffers_of(q)
-    with pytest.raises(RuntimeError, match="change the shape"):
-        q.t_()
+    for action in (lambda: q.t_(), lambda: q.squeeze_(), lambda: q.unsqueeze_(0)):
+        with pytest.raises(RuntimeError, match="change the shape"):
+            action()
+    with pytest.warns(UserWarning, match="resized"), pytest.raises(RuntimeError, match="change the shape"):
+        torch.add(torch.ones(2, 128, 256), 1, out=q)
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import crossgrain as cg
+from crossgrain import kernels
 
 
 def test_keeps_the_input_itself(x):
@@ -77,3 +78,12 @@ def test_storage_constructor(x):
     assert storage._dtype == x.dtype
     assert storage.shape == x.shape
     assert torch.equal(storage.dequantize(), x)
+
+
+def test_operands_of_strided_views(x):
+    q = cg.quantize(x.view(4, 32, 256).transpose(0, 1), "identity")
+    expected = x.view(4, 32, 256).transpose(0, 1).reshape(128, 256).float()
+    assert torch.equal(kernels.decode_operand(q.plane(cg.ROWWISE)), expected)
+    assert torch.equal(kernels.decode_operand(q.plane(cg.COLUMNWISE)), expected.t())
+    part = cg.quantize(x.view(4, 32, 256), "identity")[:, 2:4]
+    assert torch.equal(kernels.decode_operand(part.plane(cg.ROWWISE)), part.dequantize().reshape(8, 256).float())

@@ -152,7 +152,9 @@ def test_pickling_drops_the_process_group(make):
     quantizer = make(with_amax_reduction=True, amax_reduction_group=object())
     loaded = pickle.loads(pickle.dumps(quantizer))
     assert loaded.amax_reduction_group is None
-    assert loaded.with_amax_reduction
+    assert not loaded.with_amax_reduction, "without its group it would reduce over all ranks"
+    everybody = pickle.loads(pickle.dumps(make(with_amax_reduction=True)))
+    assert everybody.with_amax_reduction
 
 
 def test_replacing_the_quantizer_warns_and_keeps_the_bytes(x):
@@ -326,6 +328,32 @@ def test_unknown_formats_are_named():
         cg.quantize(torch.zeros(32, 32), "fp7")
 
 
+def test_an_empty_shard_takes_part_in_the_reduction(monkeypatch):
+    """A rank that skips a collective leaves the others waiting."""
+    calls = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: calls.append(tensor.numel()))
+    quantizer = cg.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
+    empty = quantizer(torch.empty(0, 16))
+    quantizer.update_quantized(torch.empty(0, 16), empty)
+    assert calls == [1, 1]
+    empty.quantize_(torch.empty(0, 16))
+    assert calls == [1, 1], "the tensor's own quantizer has left the group"
+
+
+def test_default_dtype_and_device_do_not_matter(x):
+    expected = {name: QUANTIZERS[name]()(x.clone()) for name in ("nvfp4_rht", "mxfp8", "nvfp4_4over6_mse", "fp8")}
+    try:
+        torch.set_default_dtype(torch.float64)
+        for name, q in expected.items():
+            assert_same_bytes(QUANTIZERS[name]()(x.clone()), q)
+            assert torch.equal(q.dequantize(), expected[name].dequantize())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert cg.MXFP8Quantizer(E4M3).make_empty((32, 32)).device.type == "meta"
+        assert_same_bytes(cg.MXFP8Quantizer(E4M3)(x), expected["mxfp8"])
+
+
 # ---- ranks -------------------------------------------------------------------------------------------
 
 REDUCING = {
@@ -338,7 +366,7 @@ def _quantize_shard(rank: int, path: str, whole: torch.Tensor, results) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     shards = {name: make().quantize(whole.chunk(2)[rank]) for name, make in REDUCING.items()}
     results[rank] = {name: buffers_of(shard) for name, shard in shards.items()}
-    assert all(shard._quantizer.amax_reduction_group is None for shard in shards.values())
+    assert not any(shard._quantizer.with_amax_reduction for shard in shards.values())
     torch.distributed.destroy_process_group()
 
 

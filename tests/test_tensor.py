@@ -163,6 +163,36 @@ def test_a_saved_buffer_that_was_overwritten_is_noticed(quantizer, x):
             loss.backward()
 
 
+def test_a_saved_tensor_that_was_overwritten_is_noticed(quantizer, x):
+    """Ordinary operations save the tensor itself, not its buffers."""
+    a = torch.randn(128, 256, requires_grad=True)
+    updates = (
+        lambda w: w.quantize_(x * 2),
+        lambda w: w.detach().quantize_(x * 2),
+        lambda w: w.view(-1).quantize_((x * 2).view(-1)),
+        lambda w: w._quantizer.quantize(x * 2, out=w),
+        lambda w: setattr(w, "data", x * 2),
+        lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: torch._foreach_copy_([w], [x * 2]),
+        lambda w: w.__setitem__(0, 1.0),
+    )
+    for update in updates:
+        w = quantizer(x.clone())
+        loss = (a * w).sum()
+        with torch.no_grad():
+            update(w)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_reading_does_not_put_buffers_into_the_graph(quantizer, x):
+    p = nn.Parameter(quantizer(x.float()))
+    p.dequantize()
+    nn.functional.linear(torch.randn(2, 256), p)
+    assert not any(buffer.requires_grad for _, buffer in p._buffers())
+    assert not p.detach().dequantize().requires_grad
+
+
 def test_a_plane_that_missed_a_write_is_stale(quantizer, x):
     """An alias without the columnwise plane is written: the original must not hand out its old columns."""
     q = quantizer(x.clone())
@@ -252,6 +282,30 @@ def test_prepare_for_saving_empties_and_restore_fills(quantizer, x):
     assert rest == []
     assert {name: True for name, _ in q._buffers()} == dict.fromkeys(before, True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
+
+
+def test_saving_the_same_tensor_twice(quantizer, x):
+    q = quantizer(x.clone())
+    expected = q.dequantize()
+    flat, objects = cg.prepare_for_saving(q, q)
+    first, second = cg.restore_from_saved(objects, flat)
+    assert first is second is q
+    assert torch.equal(q.dequantize(), expected)
+
+
+def test_too_few_saved_tensors_change_nothing(quantizer, x):
+    q = quantizer(x.clone())
+    buffers, holder = q.prepare_for_saving()
+    with pytest.raises(RuntimeError, match="buffers, but only"):
+        holder.restore_from_saved(buffers[:-1])
+    assert not any(name for name, _ in q._buffers())
+
+
+def test_a_tensor_without_data_cannot_be_written(quantizer, x):
+    q = quantizer(x.clone())
+    q.prepare_for_saving()
+    with pytest.raises(RuntimeError, match="hold"):
+        q.copy_(x)
 
 
 def test_saving_a_detached_copy_keeps_the_original(quantizer, x):
@@ -347,8 +401,10 @@ def test_float_and_friends_dequantize(quantizer, x):
 def test_nominal_dtype_can_be_changed(quantizer, x):
     q = quantizer(x.clone())
     before = buffers_of(q)
+    alias = q.detach()
     q.dtype = torch.float32
     assert q.dtype == torch.float32
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(q._buffers(), alias._buffers(), strict=True))
     assert (q + 0).dtype == torch.float32
     assert q.to_dtype(torch.float16).dtype == torch.float16
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
@@ -452,6 +508,24 @@ def test_deepcopy_keeps_what_hangs_on_a_parameter(quantizer, x):
     assert torch.equal(copied.main_grad, q.main_grad)
     assert copied.main_grad is not q.main_grad
     assert torch.equal(copied.grad, q.grad)
+
+
+def test_deepcopy_has_delayed_scaling_state_of_its_own(x):
+    quantizer = cg.Float8Quantizer(torch.ones(1), torch.zeros(1), cg.DType.kFloat8E4M3)
+    q = quantizer(x)
+    seen = quantizer.amax.clone()
+    copy.deepcopy(q).quantize_(x * 1000)
+    assert torch.equal(quantizer.amax, seen)
+
+
+def test_only_quantizers_and_tensors_are_rebuilt():
+    from crossgrain.quantizer import make_quantizer
+    from crossgrain.tensor.pickling import make_tensor
+
+    with pytest.raises(TypeError, match="not a quantizer"):
+        make_quantizer(nn.Linear, {"a": 1})
+    with pytest.raises(TypeError, match="not a quantized tensor"):
+        make_tensor(nn.Linear, {}, False, False)
 
 
 def test_state_dict_round_trip(quantizer, x):

@@ -41,56 +41,29 @@ def update_history_and_scale(
     margin: int = 0,
     algorithm: AmaxAlgorithm = "max",
     reduced_amax: Tensor | None = None,
+    fused: bool = True,
 ) -> None:
-    """End a step, in place: the rule of the fused kernels.
+    """End a step, in place.
 
-    A tensor that saw nothing this step (amax 0) keeps its history as it is. ``reduced_amax`` is row 0
-    after a reduction over ranks; where it is 0 the local row counts. A callable ``algorithm`` gets the
-    history [length, n] and follows `update_history_and_scale_always` instead.
+    By the ``fused`` rule a tensor that saw nothing this step (amax 0) keeps its history as it is. By the
+    other, and with a callable ``algorithm`` (history [length, n] -> amax [n]), the history rolls in any
+    case: a 0 is shifted into the window, older entries age out, and the last bit of a scale may differ.
+    ``reduced_amax`` is row 0 after a reduction over ranks; where it is 0 the local row counts.
     """
-    if callable(algorithm):
-        update_history_and_scale_always(
-            amax_history, scale, fp8_max, margin=margin, algorithm=algorithm, reduced_amax=reduced_amax
-        )
-        return
-    last = _last_amax(amax_history, reduced_amax)
-    seen = last != 0
-    rolled = amax_history.roll(-1, dims=0)
-    rolled[-1] = last
-    amax = rolled.amax(dim=0) if algorithm == "max" else last
-    rolled[0] = 0.0
-    scale.copy_(scale_from_amax(torch.where(seen, amax, 0.0), scale, fp8_max, margin))
-    amax_history.copy_(torch.where(seen, rolled, amax_history))
-
-
-def update_history_and_scale_always(
-    amax_history: Tensor,
-    scale: Tensor,
-    fp8_max: float,
-    *,
-    margin: int = 0,
-    algorithm: AmaxAlgorithm = "max",
-    reduced_amax: Tensor | None = None,
-) -> None:
-    """End a step, in place: the rule of the unfused update, which rolls the history in any case.
-
-    A step with amax 0 then shifts a 0 into the window and older entries age out. Scales can differ
-    from the fused rule's in the last bit.
-    """
-    history = amax_history.clone()
-    history[0] = _last_amax(amax_history, reduced_amax)
-    if callable(algorithm):
-        amax = algorithm(history)
-    elif algorithm == "max":
-        amax = history.amax(dim=0)
-    else:
-        amax = history[0].clone()
-    scale.copy_(scale_from_amax_reciprocal(amax, scale, fp8_max, margin))
-    rolled = history.roll(-1, dims=0)
-    rolled[0] = 0.0
-    amax_history.copy_(rolled)
-
-
-def _last_amax(amax_history: Tensor, reduced_amax: Tensor | None) -> Tensor:
+    fused = fused and not callable(algorithm)
     last = amax_history[0].clone()
-    return last if reduced_amax is None else torch.where(reduced_amax != 0, reduced_amax, last)
+    if reduced_amax is not None:
+        last = torch.where(reduced_amax != 0, reduced_amax, last)
+    rolled = torch.cat((amax_history[1:], last.unsqueeze(0)))
+    if callable(algorithm):
+        amax = algorithm(torch.cat((last.unsqueeze(0), amax_history[1:])))
+    else:
+        amax = rolled.amax(dim=0) if algorithm == "max" else last
+    rolled[0] = 0.0
+    if fused:
+        seen = last != 0
+        scale.copy_(scale_from_amax(torch.where(seen, amax, 0.0), scale, fp8_max, margin))
+        amax_history.copy_(torch.where(seen, rolled, amax_history))
+    else:
+        scale.copy_(scale_from_amax_reciprocal(amax, scale, fp8_max, margin))
+        amax_history.copy_(rolled)

@@ -255,8 +255,9 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = as_fp8_dtype(fp8_dtype)
-        self.scale = torch.empty(1, dtype=torch.float32, device=device) if scale is None else scale
-        self.amax = torch.empty(1, dtype=torch.float32, device=device) if amax is None else amax
+        with torch.inference_mode(False):  # a quantizer made for inference may be used for training
+            self.scale = torch.ones(1, dtype=torch.float32, device=device) if scale is None else scale
+            self.amax = torch.zeros(1, dtype=torch.float32, device=device) if amax is None else amax
         self.use_existing_amax = use_existing_amax
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group

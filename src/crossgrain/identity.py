@@ -114,9 +114,9 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         buffer = buffers["_hp_data"]
         if buffer is None:
             return super()._blank(shape, dtype, buffers)
-        return type(self)._wrapper(
-            shape, dtype, buffer.device, stride=buffer.stride(), storage_offset=int(buffer.storage_offset())
-        )
+        placement: dict[str, Any] = {"stride": buffer.stride(), "storage_offset": int(buffer.storage_offset())}
+        with torch.inference_mode(self.is_inference()):
+            return type(self)._wrapper(shape, dtype, buffer.device, **placement)
 
 
 class IdentityQuantizer(Quantizer):
@@ -158,6 +158,9 @@ class IdentityQuantizer(Quantizer):
             dst._hp_data = new.clone()
         dst._mark_written()
         return dst
+
+    def check_writable(self, dst: QuantizedTensorStorage) -> None:
+        """A plain buffer takes any numbers."""
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
         kept = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)

@@ -104,8 +104,13 @@ class Quantizer:
                 raise TypeError(f"{type(self).__name__}: {dtype} cannot be the nominal dtype of a quantized tensor")
             result = result._rewrap(dtype=dtype)
         if result._quantizer is not None:
-            result._quantizer.amax_reduction_group = None  # a tensor outlives its process group
+            result._quantizer._leave_group()
         return result
+
+    def _leave_group(self) -> None:
+        """A tensor outlives its process group; what it is given later is its own business."""
+        self.amax_reduction_group = None
+        self.with_amax_reduction = False
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """The hook that custom quantizers override."""
@@ -126,14 +131,15 @@ class Quantizer:
         if noop_flag is not None and noop_flag.item() != 0:
             return dst
         planes = dst.planes()
+        if not planes:
+            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
         src = self._checked(src, [plane.direction for plane in planes], dst._plane_tensor_shape())
         if src.shape != dst.shape or src.device != dst.device:
             raise ValueError(
                 f"{type(self).__name__}: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
                 f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
             )
-        if src.numel():
-            self._encode_planes(src, dst, planes)
+        self._encode_planes(src, dst, planes)
         return dst
 
     def _encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
@@ -150,23 +156,29 @@ class Quantizer:
             self._observe(targets)
             stochastic = any(target.encoding.stochastic for target in targets)
             kernels.encode(src, targets, draw_seed() if stochastic else None)
-        dst._formats = formats
+        dst._formats.update(formats)  # in place: aliases read the same bytes
         dst._mark_written()
+
+    def check_writable(self, dst: QuantizedTensorStorage) -> None:
+        """Raise if `update_quantized` could not write to every plane of ``dst``."""
+        for plane in dst.planes():
+            self._check_fits(plane, dst)
 
     def _check_fits(self, plane: Plane, dst: QuantizedTensorStorage) -> None:
         fmt = self.encoding(plane.direction).format
         shape = dst._plane_tensor_shape()
         like = empty_plane(fmt, plane.direction, shape, device=torch.device("meta"), transposed=plane.transposed)
-        buffers = [(like.data, plane.data), (like.amax, plane.amax)]
-        buffers += [] if dst._cut_axes else [(like.scale, plane.scale)]  # slices leave the padding behind
-        for wanted, have in buffers:
-            if (wanted is None) != (have is None) or (
-                wanted is not None and have is not None and wanted.shape != have.shape
-            ):
-                raise ValueError(
-                    f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
-                    f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
-                )
+        buffers = ((like.data, plane.data), (like.scale, plane.scale), (like.amax, plane.amax))
+        fits = all(
+            (wanted is None) == (have is None) and (wanted is None or have is None or wanted.shape == have.shape)
+            for wanted, have in buffers
+        )
+        # The scales of a slice lack the padding, and the rest of its tensor stays as it is: no new format.
+        if fmt != plane.format and (dst._cut_axes or not fits):
+            raise ValueError(
+                f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
+                f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
+            )
         if plane.scale_across(dst._cut_axes) is not None:
             dst._refuse_slice_write(plane)
 
@@ -247,7 +259,7 @@ class Quantizer:
         if dtype not in HIGH_PRECISION:
             raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
         self._check_shape(shape, self._directions_to_make())
-        device = torch.device("cpu" if device is None else device)
+        device = torch.get_default_device() if device is None else torch.device(device)
         made = self._made(shape, dtype, device, pin_memory=pin_memory)
         return made.requires_grad_(True) if requires_grad else made
 
@@ -310,8 +322,9 @@ class Quantizer:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if state.get("amax_reduction_group") is not None:
-            state["amax_reduction_group"] = None  # process groups do not travel
+        if state.get("amax_reduction_group") is not None:  # process groups do not travel
+            state["amax_reduction_group"] = None
+            state["with_amax_reduction"] = False  # without it, no group would mean all ranks
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -324,6 +337,8 @@ class Quantizer:
 
 def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
     """Rebuild a pickled quantizer."""
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise TypeError(f"{cls!r} is not a quantizer")
     quantizer = cls.__new__(cls)
     quantizer.__dict__.update(state)
     return quantizer

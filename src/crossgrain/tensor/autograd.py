@@ -26,7 +26,7 @@ class QuantizeFunction(torch.autograd.Function):
 class DequantizeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, direction: Direction | None) -> Tensor:
-        return tensor._decoded(dtype, direction)
+        return tensor._decoded(dtype, direction).detach()  # identity decodes to its buffer itself
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..dtypes import HIGH_PRECISION
 from ..plane import shape_problem
+from .decoded_view import DecodedView
 from .holder import resolved_shape
 
 if TYPE_CHECKING:
@@ -40,9 +41,14 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             f"{func} was called on a quantized tensor. Communicate the buffers of get_data_tensors() and the scales "
             "instead: decoding and requantizing around a collective would leave ranks with different bytes."
         )
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(f"{func} would change the shape of a quantized tensor in place")
     if func._schema.is_mutable:
         return _run_mutating(func, args, kwargs)
-    return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+    result = func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+    if any(returned.alias_info is not None for returned in func._schema.returns):
+        return tree_map(lambda value: value.as_subclass(DecodedView) if isinstance(value, Tensor) else value, result)
+    return result
 
 
 def _is_quantized(value: Any) -> bool:
@@ -52,7 +58,7 @@ def _is_quantized(value: Any) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    return value.dequantize() if _is_quantized(value) else value
+    return value._decoded(value.dtype, None) if _is_quantized(value) else value
 
 
 def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -65,7 +71,7 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         if not _is_quantized(value):
             return value
         if id(value) not in plain:
-            decoded = value.dequantize()
+            decoded = _decoded(value)
             if any(decoded.data_ptr() == buffer.data_ptr() for _, buffer in value._buffers()):
                 decoded = decoded.clone()  # nothing may change before it is known that all can be written back
             plain[id(value)] = decoded
@@ -80,6 +86,8 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     for argument, value in _with_schema(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
             tree_map(note_written, value)
+    for tensor in written.values():
+        tensor._get_quantizer().check_writable(tensor)
     result = func(*tree_map(decode_once, args), **tree_map(decode_once, kwargs))
     for key, tensor in written.items():
         if plain[key].shape != tensor.shape:
@@ -152,8 +160,10 @@ def _slice(
 def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     dim = dim % tensor.dim()
     total = tensor.shape[dim]
-    cuts = range(0, total, size) if size else range(1)
-    return [tensor._sliced(dim, start, min(start + size, total)) for start in cuts] or [tensor._rewrap()]
+    if size <= 0 < total:
+        raise ValueError(f"cannot split {total} along dimension {dim} into pieces of {size}")
+    starts = range(0, total, size) if total else range(1)
+    return [tensor._sliced(dim, start, min(start + size, total)) for start in starts]
 
 
 @_handles_view(aten.split_with_sizes.default)
@@ -214,6 +224,12 @@ def _copy_(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> T
     return dst
 
 
+@_handles(aten._foreach_copy_.default)
+def _foreach_copy_(func: Any, dsts: Sequence[Tensor], srcs: Sequence[Tensor], non_blocking: bool = False) -> None:
+    for dst, src in zip(dsts, srcs, strict=True):
+        dst.copy_(src, non_blocking=non_blocking)
+
+
 @_handles(aten._pin_memory.default)
 def _pin_memory(func: Any, tensor: QuantizedTensor, *_: Any) -> QuantizedTensor:
     return tensor._map_buffers(Tensor.pin_memory)
@@ -229,7 +245,7 @@ def _is_pinned(func: Any, tensor: QuantizedTensor, *_: Any, **__: Any) -> bool:
 
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, tensor: QuantizedTensor, **options: Any) -> Tensor:
-    return _allocated(tensor, tensor._plane_tensor_shape(), options)
+    return _allocated(tensor, None, options)
 
 
 @_handles(aten.new_empty.default)
@@ -251,11 +267,14 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
     return new
 
 
-def _allocated(tensor: QuantizedTensor, shape: Sequence[int], options: dict[str, Any]) -> Tensor:
+def _allocated(tensor: QuantizedTensor, shape: Sequence[int] | None, options: dict[str, Any]) -> Tensor:
+    """A tensor like ``tensor``, of its own shape or another."""
     dtype, device = options.get("dtype"), options.get("device")
     device = tensor.device if device is None else torch.device(device)
     if dtype is not None and dtype not in HIGH_PRECISION:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(tensor.shape if shape is None else shape, dtype=dtype, device=device)
+    if shape is None:
+        return tensor._empty_like(None, dtype, device)
     for plane in tensor.planes():
         problem = shape_problem(plane.format, plane.direction, shape)
         if problem:

@@ -58,7 +58,7 @@ class PlaneHolder:
     _shape: torch.Size
     _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
     _dtype: torch.dtype
-    _formats: Mapping[Direction, Format]
+    _formats: dict[Direction, Format]  # one object for all aliases: it changes when the bytes do
     _quantizer: Quantizer | None
     _epochs: Mapping[Direction, Epoch]
     _cut_axes: tuple[int, ...]  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
@@ -131,8 +131,11 @@ class PlaneHolder:
         fmt = self._formats[direction]
         scale = getattr(self, names.scale) if names.scale else None
         amax = getattr(self, names.amax) if names.amax else None
-        stale = self._epochs[direction].number < self._epochs[direction.other].number
-        return Plane(fmt, direction, self._matrix, data, scale, amax, self._stores_transposed(direction), stale)
+        transposed = self._stores_transposed(direction)
+        return Plane(fmt, direction, self._matrix, data, scale, amax, transposed, self._is_stale(direction))
+
+    def _is_stale(self, direction: Direction) -> bool:
+        return self._epochs[direction].number < self._epochs[direction.other].number
 
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
@@ -192,10 +195,11 @@ class PlaneHolder:
         """
         number = next(_write_numbers)
         epochs = dict(self._epochs)
+        stale = {direction: self._is_stale(direction) for direction in Direction}
         for direction, names in self._plane_buffers.items():
             if getattr(self, names.data) is None:
                 epochs[direction] = Epoch(number)  # of our own: a plane that is put here later belongs to this write
-            else:
+            elif not (self._cut_axes and stale[direction]):  # a part that is fresh does not make the whole so
                 epochs[direction].number = number
         self._epochs = epochs
         tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
@@ -233,7 +237,7 @@ class PlaneHolder:
         new = self._blank(shape, dtype, current)
         for name, buffer in current.items():
             setattr(new, name, buffer)
-        new._formats = self._formats
+        new._formats = dict(self._formats) if fresh else self._formats
         new._quantizer = None if self._quantizer is None else self._quantizer.copy()
         new._dtype = dtype
         new._shape = shape
@@ -250,7 +254,9 @@ class PlaneHolder:
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Self:
         """An object of the same class, formats and usages with buffers of its own."""
-        shape = self._plane_tensor_shape() if shape is None else shape
+        if shape is None and self._shape != torch.Size(self._plane_tensor_shape()):
+            return self._empty_like(self._plane_tensor_shape(), dtype, device)._viewed(self._shape)
+        shape = self._shape if shape is None else shape
         device = self.device if device is None else device
         fresh = {
             plane.direction: empty_plane(

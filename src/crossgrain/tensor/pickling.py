@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .holder import Epoch
+from .storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -28,6 +29,8 @@ def make_tensor(
     cls: type[QuantizedTensor], state: dict[str, Any], requires_grad: bool, is_param: bool
 ) -> QuantizedTensor:
     """Rebuild a pickled tensor, or refuse a state that is not one of its class."""
+    if QuantizedTensorStorage not in getattr(cls, "__mro__", ()):
+        raise TypeError(f"{cls!r} is not a quantized tensor")
     if set(state) != set(cls._state_names()):
         raise ValueError(f"the pickled state of a {cls.__name__} has other fields than this version knows")
     device = next((value.device for value in state.values() if isinstance(value, torch.Tensor)), torch.device("cpu"))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .storage import QuantizedTensorStorage
+
+
+class SavedBefore(NamedTuple):
+    """A holder that was among the tensors already: its buffers are saved once."""
+
+    holder: QuantizedTensorStorage
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
@@ -14,7 +20,9 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
     flat: list[Tensor | None] = []
     objects: list[Any] = []
     for tensor in tensors:
-        if isinstance(tensor, QuantizedTensorStorage):
+        if any(tensor is earlier for earlier in objects if earlier is not None):
+            objects.append(SavedBefore(tensor))
+        elif isinstance(tensor, QuantizedTensorStorage):
             buffers, tensor = tensor.prepare_for_saving()
             flat.extend(buffers)
             objects.append(tensor)
@@ -31,6 +39,8 @@ def restore_from_saved(objects: list[Any], saved: Any, return_saved_tensors: boo
     for holder in objects:
         if holder is None:
             restored.append(rest.pop(0))
+        elif isinstance(holder, SavedBefore):
+            restored.append(holder.holder)
         else:
             rest = holder.restore_from_saved(rest)
             restored.append(holder)

@@ -13,7 +13,7 @@ from .. import kernels
 from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..settings import settings
 from .gather import assign_gathered, extract_shard, shard_field_names
-from .holder import PlaneHolder
+from .holder import Epoch, PlaneHolder
 
 if TYPE_CHECKING:
     from ..quantizer import Quantizer
@@ -52,6 +52,7 @@ class QuantizedTensorStorage(PlaneHolder):
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
         """Copy the bytes of ``src``, which must be of the same class, formats and shape."""
+        src = self._apart(src)
         if type(src)._storage_class() is not self._storage_class():
             raise TypeError(f"copy_from_storage: cannot copy {type(src).__name__} to {type(self).__name__}")
         pairs = []
@@ -73,6 +74,7 @@ class QuantizedTensorStorage(PlaneHolder):
         A plane that ``src`` lacks is derived from its other plane where that is exact, else quantized
         from its values: no plane is ever left as it was.
         """
+        src = self._apart(src)
         pairs, rest = [], []
         for plane in self.planes():
             theirs = src.plane(plane.direction) or src._derivable(plane.direction)
@@ -87,6 +89,12 @@ class QuantizedTensorStorage(PlaneHolder):
             self._get_quantizer()._encode_planes(src.dequantize().to(self.device), self, rest)
         self._copy_planes(pairs)
         return True
+
+    def _apart(self, src: QuantizedTensorStorage) -> QuantizedTensorStorage:
+        """``src``, or a copy if it lies in the same memory: parts of one tensor may overlap."""
+        mine = {buffer.untyped_storage().data_ptr() for _, buffer in self._buffers()}
+        overlaps = any(buffer.untyped_storage().data_ptr() in mine for _, buffer in src._buffers())
+        return src._clone() if overlaps and self.device.type != "meta" else src
 
     def _copy_planes(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
         """Copy bytes between planes of equal formats, into this tensor."""
@@ -119,7 +127,7 @@ class QuantizedTensorStorage(PlaneHolder):
         new = self._empty_like()
         pairs = zip(new.planes(), self.planes(), strict=True)
         new._copy_planes(list(pairs))
-        return new if new._shape == self._shape else new._rewrap(shape=self._shape)
+        return new
 
     # ---- usages --------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class QuantizedTensorStorage(PlaneHolder):
         return kernels.transposed_plane(source, self._plane_tensor_shape(), self._stores_transposed(direction))
 
     def _synthesise(self, direction: Direction) -> Plane:
-        """The missing plane of ``direction``, byte for byte what quantizing would have given."""
+        """The missing plane of ``direction``: the same numbers as in the other, under the same scales."""
         refused = settings.strict and not self._strict_synthesises(direction)
         plane = None if refused else self._derivable(direction)
         if plane is None:
@@ -172,11 +180,15 @@ class QuantizedTensorStorage(PlaneHolder):
         buffers = [getattr(self, name) for name in self._buffer_names]
         for name in self._buffer_names:
             setattr(self, name, None)
+        # From here on autograd guards the buffers, or they come back as copies: later writes are not ours.
+        self._epochs = {direction: Epoch(epoch.number) for direction, epoch in self._epochs.items()}
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """Take the buffers back from the front of ``tensors``; returns the rest."""
         count = len(self._buffer_names)
+        if len(tensors) < count:
+            raise RuntimeError(f"{type(self).__name__} has {count} buffers, but only {len(tensors)} tensors were saved")
         for name, buffer in zip(self._buffer_names, tensors[:count], strict=True):
             setattr(self, name, buffer)
         return tensors[count:]

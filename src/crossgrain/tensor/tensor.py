@@ -89,7 +89,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
         device = next((buffer.device for buffer in buffers.values() if buffer is not None), self.device)
-        return type(self)._wrapper(shape, dtype, device)
+        with torch.inference_mode(self.is_inference()):  # an alias is of the same kind as the tensor
+            return type(self)._wrapper(shape, dtype, device)
 
     @classmethod
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
@@ -135,7 +136,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
         if dtype != self._dtype:
-            self.data = self.detach().to(dtype)
+            self.data = self._rewrap(dtype=dtype)
 
     @property
     def data(self) -> Self:
@@ -164,6 +165,11 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
                 f"shape {list(self.shape)} on {self.device}"
             )
 
+    def _mark_written(self) -> None:
+        super()._mark_written()
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)  # ordinary operations save the wrapper
+
     # ---- construction --------------------------------------------------------------------------
 
     @classmethod
@@ -182,7 +188,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         metadata.pop("fake_dtype", None)
         new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
         new._cut_axes = tensor._cut_axes
-        new._epochs = tensor._epochs
+        new._epochs, new._formats = tensor._epochs, tensor._formats
+        new._matrix = tensor._matrix if shape is None else new._matrix
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -192,6 +199,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             raise RuntimeError("only tensors created by the user (graph leaves) support deepcopy")
         with torch.no_grad():
             new = self._clone()
+            new._quantizer = copy.deepcopy(self._quantizer, memo)
             new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
@@ -212,6 +220,22 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         """An empty storage: the bytes are in the planes' buffers."""
         return torch.UntypedStorage(0, device=self.device)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Indexing may cut through blocks: the tensor is decoded, changed and requantized."""
+        with torch.no_grad():
+            changed = self._decoded(self._dtype, None).clone()
+            changed[index] = value
+            self.quantize_(changed)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The decoded numbers."""
+        return self.dequantize(dtype=torch.float32).numpy(force=force)
+
+    def _refuse_memory_access(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{type(self).__name__} has no memory of its own dtype; dequantize() it first")
+
+    __dlpack__ = apply_ = map_ = map2_ = _refuse_memory_access
+
     def share_memory_(self) -> Self:
         raise RuntimeError(
             f"{type(self).__name__} has no single storage to share between processes; share the tensors of "
@@ -221,6 +245,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     # ---- tracing -------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        for plane in self.planes():
+            plane.check_fresh()
         return [name for name, _ in self._buffers()], {name: getattr(self, name) for name in self._attribute_names}
 
     @classmethod

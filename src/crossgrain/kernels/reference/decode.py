@@ -17,7 +17,8 @@ def decode_operand(plane: Plane) -> Tensor:
     """The fp32 operand [R, C] a GEMM multiplies: still rotated where the format rotates."""
     fmt = plane.format
     if fmt.is_identity:
-        return plane.operand_codes().to(torch.float32)
+        numbers = plane.data.reshape(plane.shape).to(torch.float32)
+        return numbers if plane.direction is ROWWISE else numbers.t()
     assert fmt.element is not None
     values = element_values(unpack(plane.operand_codes(), fmt.element.bits), fmt.element)
     if plane.data.numel() == 0:

@@ -14,12 +14,13 @@ from ...formats import HADAMARD_SIZE as SIZE
 
 def signs(sign_mask: int, device: torch.device | None = None) -> Tensor:
     """The 16 signs as fp32 +-1."""
-    return torch.tensor([-1.0 if sign_mask >> i & 1 else 1.0 for i in range(SIZE)], device=device)
+    values = [-1.0 if sign_mask >> i & 1 else 1.0 for i in range(SIZE)]
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def rotation_matrix(sign_mask: int, device: torch.device | None = None) -> Tensor:
     """The orthogonal matrix [16, 16] that `rotate` multiplies by."""
-    return rotate(torch.eye(SIZE, device=device), sign_mask)
+    return rotate(torch.eye(SIZE, dtype=torch.float32, device=device), sign_mask)
 
 
 def rotate(operand: Tensor, sign_mask: int) -> Tensor:
