@@ -45,7 +45,7 @@ def environment(x: Tensor) -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "backend": kernels._backend(x).name,
+        "backend": kernels.get_backend(x.device.type),
     }
 
 

@@ -19,7 +19,7 @@ from .float8_block import (
 )
 from .formats import Format, get_format, register_format
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
-from .kernels import swizzle_scales, unswizzle_scales
+from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
@@ -70,6 +70,7 @@ __all__ = [
     "TE_DType",
     "TE_DType_To_Torch",
     "formats",
+    "get_backend",
     "get_device_compute_capability",
     "get_format",
     "is_non_tn_fp8_gemm_supported",
@@ -79,6 +80,7 @@ __all__ = [
     "register_format",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "set_backend",
     "settings",
     "swizzle_scales",
     "unswizzle_scales",

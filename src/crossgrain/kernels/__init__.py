@@ -8,25 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..plane import Plane, shape_problem
+from .backend import Backend
+from .choice import REFERENCE, backend_for, get_backend, set_backend
 from .layout import swizzle_scales, unswizzle_scales
-from .reference import ReferenceBackend
 from .target import Target
 from .transpose import transposed_plane
 
 __all__ = [
+    "REFERENCE",
     "Backend",
     "Target",
     "amax",
     "decode",
     "decode_operand",
     "encode",
+    "get_backend",
     "measure",
+    "set_backend",
     "swizzle_scales",
     "tensor_scale",
     "transposed_plane",
@@ -34,25 +37,8 @@ __all__ = [
 ]
 
 
-class Backend(Protocol):
-    """What a backend offers. ``targets`` of one call share the input, so one pass may fill several."""
-
-    name: str
-
-    def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]: ...
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None: ...
-    def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor: ...
-    def decode_operand(self, plane: Plane) -> Tensor: ...
-    def amax(self, x: Tensor) -> Tensor: ...
-    def tensor_scale(self, target: Target) -> Tensor: ...
-
-
-REFERENCE: Backend = ReferenceBackend()
-_BACKENDS: dict[str, Backend] = {}  # device type -> backend; all others use the reference
-
-
 def _backend(tensor: Tensor) -> Backend:
-    return _BACKENDS.get(tensor.device.type, REFERENCE)
+    return backend_for(tensor.device.type)
 
 
 def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:

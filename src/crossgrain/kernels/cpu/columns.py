@@ -1,0 +1,70 @@
+"""Encoding along columns: a block runs down a column, so 32 columns are done side by side.
+
+A strip of 32 rows is as high as a block. It is read once: the strip is kept in a buffer that stays in
+the cache while the largest magnitude of every column is found, and is encoded from there.
+"""
+
+from __future__ import annotations
+
+from .elements import (
+    INFINITY_BITS,
+    e8m0_reciprocal_vector,
+    e8m0_up_vector,
+    encode_element,
+    input_size,
+    jit,
+    load_input,
+    magnitude_bits,
+    reciprocal_of_max,
+)
+from .rows import mx_block_checked
+from .simd import as_float, largest, load, maximum, narrow, splat, store
+
+
+@jit
+def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element, with_nan):
+    """Scales and codes of a strip of 32 rows in ``buffer`` [32, width]; False if it has NaNs unseen."""
+    for col in range(0, width, 32):
+        amax = splat(0, 32, "i32")
+        for row in range(32):
+            amax = maximum(amax, magnitude_bits(load(buffer + (row * width + col) * 4, 32, "f32"), with_nan))
+        if largest(amax) > INFINITY_BITS:
+            return False
+        byte = e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
+        store(scales + col, narrow(byte))
+        store(factors + col * 4, e8m0_reciprocal_vector(byte))
+    for row in range(32):
+        for col in range(0, width, 32):
+            v = load(buffer + (row * width + col) * 4, 32, "f32") * load(factors + col * 4, 32, "f32")
+            store(codes + row * codes_stride + col, narrow(encode_element(v, element, with_nan)))
+    return True
+
+
+@jit
+def mx_columns(
+    x, x_stride, codes, codes_stride, scales, scales_stride, row_codes, row_codes_stride, row_scales,
+    row_scales_stride, first, last, cols, width, scratch, dtype, element, row_element, rows_too, no, yes,
+):  # fmt: skip
+    """MXFP8 columnwise, strips ``first:last`` of 32 rows; with ``rows_too`` rowwise in the same pass.
+
+    codes [rows, cols], scales [rows / 32, cols]; ``scratch`` holds 33 rows of ``width`` floats.
+    """
+    size = input_size(dtype)
+    factors = scratch + 32 * width * 4
+    for strip in range(first, last):
+        top = strip * 32
+        for left in range(0, cols, width):
+            here = min(width, cols - left)
+            for row in range(32):
+                source = x + (top + row) * x_stride + left * size
+                row_target = row_codes + (top + row) * row_codes_stride + left
+                row_scale = row_scales + (top + row) * row_scales_stride + left // 32
+                for col in range(0, here, 32):
+                    v = load_input(source + col * size, 32, dtype)
+                    store(scratch + (row * here + col) * 4, v)
+                    if rows_too:
+                        mx_block_checked(v, row_target + col, row_scale + col // 32, row_element, no, yes)
+            target = codes + top * codes_stride + left
+            scale = scales + strip * scales_stride + left
+            if not _strip_columns(scratch, here, target, codes_stride, scale, factors, element, no):
+                _strip_columns(scratch, here, target, codes_stride, scale, factors, element, yes)

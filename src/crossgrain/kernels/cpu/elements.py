@@ -1,0 +1,215 @@
+"""Casting and scaling on vectors: the arithmetic of the reference, without branches.
+
+A magnitude is rounded by adding the power of two whose last bit is the grid step there: the sum's low
+bits then count grid steps, rounded to nearest even by the addition itself. The codes of all magnitudes
+are consecutive integers, so the count and the exponent add up to the code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from ...formats import Element, get_element
+from .simd import (
+    as_float,
+    as_int,
+    float_minimum,
+    float_of,
+    load,
+    load_bf16,
+    maximum,
+    minimum,
+    to_float,
+    where_greater,
+)
+from .tags import Tag, TagType
+
+jit = njit(nogil=True, error_model="numpy", cache=True)
+
+INFINITY_BITS = 0x7F800000
+FP32_MAX = np.float32(np.finfo(np.float32).max)
+
+
+def element_tag(element: Element) -> Tag:
+    """The tag of a built-in element."""
+    return Tag(element.name)
+
+
+def _element(tag: TagType) -> Element:
+    return get_element(tag.tag)
+
+
+def float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+# ---- inputs ------------------------------------------------------------------------------------------
+
+
+def load_input(address, lanes, dtype):
+    """``lanes`` numbers of the input as f32."""
+
+
+@overload(load_input, prefer_literal=True)
+def _load_input(address, lanes, dtype):
+    if dtype.tag == "bf16":
+        return lambda address, lanes, dtype: load_bf16(address, lanes)
+    return lambda address, lanes, dtype: load(address, lanes, "f32")
+
+
+def input_size(dtype):
+    """Bytes of one number of the input."""
+
+
+@overload(input_size)
+def _input_size(dtype):
+    size = 2 if dtype.tag == "bf16" else 4
+    return lambda dtype: size
+
+
+def magnitude_bits(v, with_nan):
+    """The bits of |v|, by which magnitudes are compared; NaNs count as 0 if there may be any."""
+
+
+@overload(magnitude_bits)
+def _magnitude_bits(v, with_nan):
+    if with_nan.tag == "no":
+        return lambda v, with_nan: as_int(v) & 0x7FFFFFFF
+
+    def ignoring_nan(v, with_nan):
+        bits = as_int(v) & 0x7FFFFFFF
+        return where_greater(bits, INFINITY_BITS, 0, bits)
+
+    return ignoring_nan
+
+
+# ---- casts -------------------------------------------------------------------------------------------
+
+
+def encode_element(v, element, with_nan):
+    """f32 -> codes in i32 lanes: nearest even, saturating; NaN only where there may be any."""
+
+
+@overload(encode_element)
+def _encode_element(v, element, with_nan):
+    e = _element(element)
+    max_bits = float_bits(e.max)
+    shift = 23 - e.mantissa_bits
+    smallest_normal = (127 + e.min_exponent) << 23
+    offset = (127 + e.min_exponent + shift) << e.mantissa_bits
+    to_rounding = shift << 23
+    sign_shift, sign_bit = 32 - e.bits, e.sign_bit
+    nan_code = e.nan_code
+
+    def without_nan(v, element, with_nan):
+        bits = as_int(v)
+        magnitude = minimum(bits & 0x7FFFFFFF, max_bits)
+        rounding = maximum(magnitude & INFINITY_BITS, smallest_normal) + to_rounding
+        steps = as_int(as_float(magnitude) + as_float(rounding)) - rounding
+        return ((steps + (rounding >> shift)) - offset) | ((bits >> sign_shift) & sign_bit)
+
+    if with_nan.tag == "no":
+        return without_nan
+
+    def maybe_nan(v, element, with_nan):
+        bits = as_int(v)
+        magnitude = minimum(bits & 0x7FFFFFFF, max_bits)
+        rounding = maximum(magnitude & INFINITY_BITS, smallest_normal) + to_rounding
+        steps = as_int(as_float(magnitude) + as_float(rounding)) - rounding
+        code = ((steps + (rounding >> shift)) - offset) | ((bits >> sign_shift) & sign_bit)
+        return where_greater(bits & 0x7FFFFFFF, INFINITY_BITS, nan_code, code)
+
+    return maybe_nan
+
+
+def decode_element(codes, element):
+    """Codes in i32 lanes -> f32."""
+
+
+@overload(decode_element)
+def _decode_element(codes, element):
+    e = _element(element)
+    mask, sign_bit, sign_shift = e.magnitude_mask, e.sign_bit, 32 - e.bits
+    shift, last_subnormal, last_finite = 23 - e.mantissa_bits, (1 << e.mantissa_bits) - 1, e.max_code
+    rebias = (127 - e.bias) << 23
+    step = np.float32(2.0 ** (e.min_exponent - e.mantissa_bits))
+
+    def finite(codes, element):
+        magnitude = codes & mask
+        subnormal = as_int(to_float(magnitude) * step)  # not through fp32 subnormals: those are slow
+        bits = where_greater(magnitude, last_subnormal, (magnitude << shift) + rebias, subnormal)
+        return as_float(bits | ((codes & sign_bit) << sign_shift))
+
+    if e.specials == "none":
+        return finite
+
+    def with_specials(codes, element):
+        magnitude = codes & mask
+        subnormal = as_int(to_float(magnitude) * step)
+        bits = where_greater(magnitude, last_subnormal, (magnitude << shift) + rebias, subnormal)
+        bits = where_greater(magnitude, last_finite, (magnitude << shift) | INFINITY_BITS, bits)
+        return as_float(bits | ((codes & sign_bit) << sign_shift))
+
+    return with_specials
+
+
+# ---- scales ------------------------------------------------------------------------------------------
+
+
+def reciprocal_of_max(element):
+    """fp32(1 / largest number)."""
+
+
+@overload(reciprocal_of_max)
+def _reciprocal_of_max(element):
+    reciprocal = np.float32(1.0 / _element(element).max)
+    return lambda element: reciprocal
+
+
+@jit
+def e8m0_up(product_bits):
+    """E8M0 byte of the power of two at or above a product (its fp32 bits)."""
+    if product_bits <= 0x400000:
+        return 0
+    return min((product_bits + 0x7FFFFF) >> 23, 254)
+
+
+@jit
+def e8m0_reciprocal(byte):
+    """2**(127 - byte) as f32; byte <= 254."""
+    return float_of(max((254 - byte) << 23, 0x400000))
+
+
+@jit
+def e8m0_value(byte):
+    """2**(byte - 127) as f32; 255 is NaN."""
+    if byte == 255:
+        return float_of(0x7FC00000)
+    return float_of(max(byte << 23, 0x400000))
+
+
+@jit
+def e8m0_up_vector(product):
+    """`e8m0_up` of a vector of f32 products, in i32 lanes."""
+    bits = as_int(product)
+    rounded = minimum((bits + 0x7FFFFF) >> 23, 254)
+    return where_greater(bits, 0x400000, rounded, 0)
+
+
+@jit
+def e8m0_reciprocal_vector(byte):
+    return as_float(maximum((byte * -1 + 254) << 23, 0x400000))
+
+
+@jit
+def e8m0_value_vector(byte):
+    """2**(byte - 127) of bytes in i32 lanes; 255 is NaN."""
+    value = maximum(byte << 23, 0x400000)
+    return as_float(where_greater(byte, 254, 0x7FC00000, value))
+
+
+@jit
+def at_most_fp32_max(v):
+    return float_minimum(v, FP32_MAX)

@@ -1,0 +1,319 @@
+"""SIMD values inside numba: a `Vector` of n numbers that lowers to an LLVM vector.
+
+numba vectorizes loops when it can; these kernels must not depend on that. Here a kernel says itself that
+it loads 32 floats, multiplies them and stores 32 bytes. Addresses are plain integers. Operators work on
+two vectors, or on a vector and a number, which is broadcast. Shifts to the right are logical.
+
+    v = load(address, 32, "f32")
+    codes = narrow((as_int(v * 2.0) >> 20) & 0xFF)
+    store(out, codes)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+_LLVM: dict[str, ir.Type] = {
+    "f32": ir.FloatType(),
+    "i32": ir.IntType(32),
+    "u16": ir.IntType(16),
+    "u8": ir.IntType(8),
+}
+_I32 = _LLVM["i32"]
+
+
+class Vector(types.Type):
+    """The numba type of ``lanes`` numbers of one element type: f32, i32, u16 or u8."""
+
+    def __init__(self, element: str, lanes: int) -> None:
+        self.element = element
+        self.lanes = lanes
+        super().__init__(name=f"Vector({element}, {lanes})")
+
+    @property
+    def llvm(self) -> ir.VectorType:
+        return ir.VectorType(_LLVM[self.element], self.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm)
+
+
+def _broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
+    empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    first = builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+
+
+def _constant(vector: Vector, value: float) -> Any:
+    if vector.element == "f32":
+        return ir.Constant(vector.llvm, [float(value)] * vector.lanes)
+    number = int(value)
+    return ir.Constant(vector.llvm, [number - (1 << 32) if number >= 1 << 31 else number] * vector.lanes)
+
+
+def _as_vector(context: Any, builder: Any, value: Any, type_: Any, like: Vector) -> Any:
+    """``value`` as a vector like ``like``: itself, or a number broadcast to all lanes."""
+    if isinstance(type_, Vector):
+        return value
+    if isinstance(type_, types.Literal):
+        return _constant(like, type_.literal_value)
+    scalar = types.float32 if like.element == "f32" else types.int32
+    return _broadcast(builder, context.cast(builder, value, type_, scalar), like.lanes)
+
+
+# ---- memory ------------------------------------------------------------------------------------------
+
+
+def _pointer(builder: Any, address: Any, type_: Any) -> Any:
+    return builder.inttoptr(address, type_.as_pointer())
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context, address, lanes, element):
+    """``lanes`` numbers from any address."""
+    vector = Vector(element.literal_value, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        value = builder.load(_pointer(builder, args[0], vector.llvm))
+        value.align = 1
+        return value
+
+    return vector(types.intp, lanes, element), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_bf16(typing_context, address, lanes):
+    """``lanes`` bfloat16 numbers, widened to f32."""
+    vector = Vector("f32", lanes.literal_value)
+    wide = Vector("i32", lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        halves = builder.load(_pointer(builder, args[0], Vector("u16", vector.lanes).llvm))
+        halves.align = 1
+        return builder.bitcast(builder.shl(builder.zext(halves, wide.llvm), _constant(wide, 16)), vector.llvm)
+
+    return vector(types.intp, lanes), generate
+
+
+@intrinsic
+def store(typing_context, address, vector):
+    """Write a vector to any address."""
+
+    def generate(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0], vector.llvm)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.intp, vector), generate
+
+
+@intrinsic
+def stream(typing_context, address, vector):
+    """Write a vector past the caches; the address is a multiple of 64."""
+
+    def generate(context, builder, signature, args):
+        instruction = builder.store(args[1], _pointer(builder, args[0], vector.llvm))
+        instruction.align = 64
+        instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, vector), generate
+
+
+def _scalar_load(numba_type: Any, llvm_type: Any, widened: Any = None) -> Any:
+    @intrinsic
+    def load_scalar(typing_context, address):
+        def generate(context, builder, signature, args):
+            value = builder.load(_pointer(builder, args[0], llvm_type))
+            value.align = 1
+            return value if widened is None else builder.zext(value, widened)
+
+        return numba_type(types.intp), generate
+
+    return load_scalar
+
+
+load_u8 = _scalar_load(types.int32, _LLVM["u8"], _I32)
+load_i32 = _scalar_load(types.int32, _I32)
+load_f32 = _scalar_load(types.float32, _LLVM["f32"])
+
+
+@intrinsic
+def store_u8(typing_context, address, value):
+    """Write the low byte of an integer."""
+
+    def generate(context, builder, signature, args):
+        byte = builder.trunc(context.cast(builder, args[1], value, types.int32), _LLVM["u8"])
+        builder.store(byte, _pointer(builder, args[0], _LLVM["u8"]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, value), generate
+
+
+@intrinsic
+def store_i32(typing_context, address, value):
+    def generate(context, builder, signature, args):
+        word = context.cast(builder, args[1], value, types.int32)
+        builder.store(word, _pointer(builder, args[0], _I32)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.intp, value), generate
+
+
+# ---- making and changing vectors ---------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def splat(typing_context, value, lanes, element):
+    """One number in every lane."""
+    vector = Vector(element.literal_value, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        return _as_vector(context, builder, args[0], value, vector)
+
+    return vector(value, lanes, element), generate
+
+
+def _conversion(element: str, emit: Callable[[Any, Any, Any], Any]) -> Any:
+    @intrinsic
+    def convert(typing_context, vector):
+        result = Vector(element, vector.lanes)
+
+        def generate(context, builder, signature, args):
+            return emit(builder, args[0], result.llvm)
+
+        return result(vector), generate
+
+    return convert
+
+
+as_int = _conversion("i32", lambda builder, value, to: builder.bitcast(value, to))
+as_float = _conversion("f32", lambda builder, value, to: builder.bitcast(value, to))
+narrow = _conversion("u8", lambda builder, value, to: builder.trunc(value, to))
+widen = _conversion("i32", lambda builder, value, to: builder.zext(value, to))
+to_float = _conversion("f32", lambda builder, value, to: builder.sitofp(value, to))
+
+
+def _scalar_bitcast(source: Any, result: Any, llvm_type: Any) -> Any:
+    @intrinsic
+    def bitcast(typing_context, value):
+        def generate(context, builder, signature, args):
+            return builder.bitcast(context.cast(builder, args[0], value, source), llvm_type)
+
+        return result(value), generate
+
+    return bitcast
+
+
+bits_of = _scalar_bitcast(types.float32, types.int32, _I32)
+float_of = _scalar_bitcast(types.int32, types.float32, _LLVM["f32"])
+
+
+@intrinsic
+def pack_nibbles(typing_context, codes):
+    """2n codes of 4 bits (i32) -> n bytes, the first code in the low half."""
+    lanes = codes.lanes
+    packed = Vector("u8", lanes // 2)
+
+    def generate(context, builder, signature, args):
+        pairs = Vector("u16", lanes // 2).llvm
+        bytes_ = builder.trunc(args[0], Vector("u8", lanes).llvm)
+        words = builder.bitcast(bytes_, pairs)
+        both = builder.or_(words, builder.lshr(words, ir.Constant(pairs, [4] * (lanes // 2))))
+        return builder.trunc(both, packed.llvm)
+
+    return packed(codes), generate
+
+
+@intrinsic
+def unpack_nibbles(typing_context, packed):
+    """n bytes -> 2n codes of 4 bits (i32)."""
+    lanes = packed.lanes
+    codes = Vector("i32", 2 * lanes)
+
+    def generate(context, builder, signature, args):
+        pairs = Vector("u16", lanes).llvm
+        words = builder.zext(args[0], pairs)
+        apart = builder.or_(words, builder.shl(words, ir.Constant(pairs, [4] * lanes)))
+        halves = builder.and_(apart, ir.Constant(pairs, [0x0F0F] * lanes))
+        return builder.zext(builder.bitcast(halves, Vector("u8", 2 * lanes).llvm), codes.llvm)
+
+    return codes(packed), generate
+
+
+@intrinsic
+def largest(typing_context, vector):
+    """The largest lane of an i32 vector."""
+
+    def generate(context, builder, signature, args):
+        name = f"llvm.vector.reduce.smax.v{vector.lanes}i32"
+        reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [vector.llvm]), name)
+        return builder.call(reduce, [args[0]])
+
+    return types.int32(vector), generate
+
+
+# ---- arithmetic --------------------------------------------------------------------------------------
+
+
+def _binary(emit: Callable[[Any, Vector, Any, Any], Any]) -> Any:
+    @intrinsic(prefer_literal=True)
+    def apply(typing_context, left, right):
+        def generate(context, builder, signature, args):
+            return emit(builder, left, args[0], _as_vector(context, builder, args[1], right, left))
+
+        return left(left, right), generate
+
+    return apply
+
+
+def _operator(python_operator: Any, emit: Callable[[Any, Vector, Any, Any], Any]) -> None:
+    apply = _binary(emit)
+
+    @overload(python_operator, prefer_literal=True)
+    def apply_to_vectors(left, right):
+        if isinstance(left, Vector):
+            return lambda left, right: apply(left, right)
+        return None
+
+
+def _float_or_int(on_floats: str, on_ints: str) -> Callable[[Any, Vector, Any, Any], Any]:
+    return lambda builder, vector, x, y: getattr(builder, on_floats if vector.element == "f32" else on_ints)(x, y)
+
+
+_operator(operator.add, _float_or_int("fadd", "add"))
+_operator(operator.sub, _float_or_int("fsub", "sub"))
+_operator(operator.mul, _float_or_int("fmul", "mul"))
+_operator(operator.truediv, lambda builder, vector, x, y: builder.fdiv(x, y))
+_operator(operator.and_, lambda builder, vector, x, y: builder.and_(x, y))
+_operator(operator.or_, lambda builder, vector, x, y: builder.or_(x, y))
+_operator(operator.xor, lambda builder, vector, x, y: builder.xor(x, y))
+_operator(operator.lshift, lambda builder, vector, x, y: builder.shl(x, y))
+_operator(operator.rshift, lambda builder, vector, x, y: builder.lshr(x, y))
+
+maximum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_signed(">", x, y), x, y))
+minimum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_signed("<", x, y), x, y))
+float_minimum = _binary(lambda builder, vector, x, y: builder.select(builder.fcmp_ordered("<", x, y), x, y))
+
+
+@intrinsic(prefer_literal=True)
+def where_greater(typing_context, left, right, then, otherwise):
+    """``then`` in the lanes where the integers ``left > right``, elsewhere ``otherwise``."""
+    result = then if isinstance(then, Vector) else otherwise
+
+    def generate(context, builder, signature, args):
+        condition = builder.icmp_signed(">", args[0], _as_vector(context, builder, args[1], right, left))
+        chosen = _as_vector(context, builder, args[2], then, result)
+        other = _as_vector(context, builder, args[3], otherwise, result)
+        return builder.select(condition, chosen, other)
+
+    return result(left, right, then, otherwise), generate

@@ -1,0 +1,46 @@
+"""Compile-time constants of kernels: a kernel is compiled once for each tuple of tags it is called with.
+
+A `Tag` names what a kernel is specialised for - an element format, an input dtype, yes or no. Inside a
+kernel, functions that take a tag are chosen by it when the kernel is compiled; at run time a tag is
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numba import types
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+
+
+@dataclass(frozen=True)
+class Tag:
+    """The Python side: an argument of a kernel."""
+
+    name: str
+
+
+class TagType(types.Type):
+    """The numba type of one tag."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        super().__init__(name=f"Tag({tag})")
+
+
+register_model(TagType)(models.OpaqueModel)
+
+
+@typeof_impl.register(Tag)
+def _typeof_tag(tag: Tag, context: Any) -> TagType:
+    return TagType(tag.name)
+
+
+@unbox(TagType)
+def _unbox_tag(type_: TagType, tag: Any, context: Any) -> NativeValue:
+    return NativeValue(context.context.get_dummy_value())
+
+
+F32, BF16 = Tag("f32"), Tag("bf16")
+YES, NO = Tag("yes"), Tag("no")
