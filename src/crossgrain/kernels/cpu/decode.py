@@ -82,3 +82,22 @@ def nvfp4_rows(
             factor = load_f32(table + load_u8(scale + col // 16) * 4)
             v = decode_element(unpack_nibbles(load(source + col // 2, 8, "u8")), e2m1)
             put(target + col * 4, v * factor, streaming)
+
+
+@jit
+def block_rows(
+    codes, codes_stride, scales, row_step, block_step, tile_rows, out, first, last, cols, element, streaming
+):
+    """An fp32 scale for every 128 along a row (of ``tile_rows`` rows); a last block may be partial."""
+    for row in range(first, last):
+        source, target = codes + row * codes_stride, out + row * cols * 4
+        scale = scales + (row // tile_rows) * row_step
+        for left in range(0, cols, 128):
+            factor = load_f32(scale + (left // 128) * block_step)
+            stop = min(left + 128, cols)
+            whole = left + (stop - left) // 32 * 32
+            for col in range(left, whole, 32):
+                v = decode_element(widen(load(source + col, 32, "u8")), element)
+                put(target + col * 4, v * factor, streaming)
+            for col in range(whole, stop):
+                store(target + col * 4, decode_element(widen(load(source + col, 1, "u8")), element) * factor)

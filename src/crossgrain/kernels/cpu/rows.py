@@ -7,6 +7,7 @@ several threads at once, each on rows of its own.
 from __future__ import annotations
 
 import numpy as np
+from numba.extending import overload
 
 from .elements import (
     INFINITY_BITS,
@@ -21,6 +22,7 @@ from .elements import (
     magnitude_bits,
     reciprocal_of_max,
 )
+from .random_bits import encode_stochastically, hash_counters, lane_numbers
 from .simd import (
     as_float,
     bits_of,
@@ -35,6 +37,7 @@ from .simd import (
     store,
     store_i32,
     store_u8,
+    widen,
 )
 
 
@@ -112,8 +115,11 @@ def nvfp4_scales(amax, encode_scale, decode_scale, e4m3, no):
 
 
 @jit
-def nvfp4_group(source, codes, scales, blocks, encode_scale, decode_scale, scratch, dtype, e4m3, e2m1, no, with_nan):
-    """Up to 8 row blocks of 16. ``scratch`` is 64 bytes. Returns the largest magnitude's bits."""
+def nvfp4_group(
+    source, codes, scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
+    dtype, e4m3, e2m1, stochastic, no, with_nan,
+):  # fmt: skip
+    """Up to 8 row blocks of 16. ``scratch`` is 192 bytes. Returns the largest magnitude's bits."""
     size = input_size(dtype)
     store(scratch, splat(0, 8, "i32"))
     worst = 0
@@ -131,21 +137,52 @@ def nvfp4_group(source, codes, scales, blocks, encode_scale, decode_scale, scrat
         store(scratch + 32, narrow(stored))
         for block in range(blocks):
             store(scales + block, load(scratch + 32 + block, 1, "u8"))
+    draw_bytes(scratch + 64, counter, key0, key1, stochastic)
     for block in range(blocks):
         v = load_input(source + block * 16 * size, 16, dtype) * load_f32(scratch + block * 4)
-        store(codes + block * 8, pack_nibbles(encode_element(v, e2m1, with_nan)))
+        store(codes + block * 8, pack_nibbles(rounded(v, scratch + 64 + block * 16, e2m1, stochastic, with_nan)))
     return worst
+
+
+def draw_bytes(address, counter, key0, key1, stochastic):
+    """128 random bytes for 128 neighbours, if they are needed."""
+
+
+@overload(draw_bytes)
+def _draw_bytes(address, counter, key0, key1, stochastic):
+    if stochastic.tag == "no":
+        return lambda address, counter, key0, key1, stochastic: None
+
+    def draw(address, counter, key0, key1, stochastic):
+        store(address, hash_counters(lane_numbers(32) + counter, key0, key1))
+
+    return draw
+
+
+def rounded(v, random_bytes, element, stochastic, with_nan):
+    """Codes of 16 numbers, to nearest or by the random bytes at an address."""
+
+
+@overload(rounded)
+def _rounded(v, random_bytes, element, stochastic, with_nan):
+    if stochastic.tag == "no":
+        return lambda v, random_bytes, element, stochastic, with_nan: encode_element(v, element, with_nan)
+
+    def stochastically(v, random_bytes, element, stochastic, with_nan):
+        return encode_stochastically(v, widen(load(random_bytes, 16, "u8")), element)
+
+    return stochastically
 
 
 @jit
 def nvfp4_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
-    first, last, cols, scratch, dtype, e4m3, e2m1, no, yes,
+    first, last, cols, scratch, key0, key1, dtype, e4m3, e2m1, stochastic, random, no, yes,
 ):  # fmt: skip
     """NVFP4 rowwise: x [rows, cols] -> codes [rows, cols / 2], scales [rows, cols / 16].
 
     The global scales are read from ``encode_scales`` and ``decode_scales``, ``scale_step`` bytes apart
-    from row to row: 0 where the whole tensor shares one.
+    from row to row: 0 where the whole tensor shares one. Returns False at a NaN if rounding is ``random``.
     """
     size = input_size(dtype)
     for row in range(first, last):
@@ -155,10 +192,16 @@ def nvfp4_rows(
         for col in range(0, cols, 128):
             blocks = min(8, (cols - col) // 16)
             here, there, its_scales = source + col * size, target + col // 2, scale + col // 16
+            counter = row * (cols // 4) + col // 4
             worst = nvfp4_group(
-                here, there, its_scales, blocks, encode_scale, decode_scale, scratch, dtype, e4m3, e2m1, no, no
-            )
+                here, there, its_scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
+                dtype, e4m3, e2m1, stochastic, no, no,
+            )  # fmt: skip
             if worst > INFINITY_BITS:
+                if random:
+                    return False
                 nvfp4_group(
-                    here, there, its_scales, blocks, encode_scale, decode_scale, scratch, dtype, e4m3, e2m1, no, yes
-                )
+                    here, there, its_scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
+                    dtype, e4m3, e2m1, stochastic, no, yes,
+                )  # fmt: skip
+    return True

@@ -200,6 +200,7 @@ as_int = _conversion("i32", lambda builder, value, to: builder.bitcast(value, to
 as_float = _conversion("f32", lambda builder, value, to: builder.bitcast(value, to))
 narrow = _conversion("u8", lambda builder, value, to: builder.trunc(value, to))
 widen = _conversion("i32", lambda builder, value, to: builder.zext(value, to))
+to_int = _conversion("i32", lambda builder, value, to: builder.fptosi(value, to))
 to_float = _conversion("f32", lambda builder, value, to: builder.sitofp(value, to))
 
 

@@ -1,0 +1,74 @@
+"""The reference's random bytes, on vectors: a hash of keys and position, four bytes a hash."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.extending import intrinsic, overload
+
+from ...formats import Element
+from .elements import _element, float_bits, jit
+from .simd import (
+    Vector,
+    as_float,
+    as_int,
+    maximum,
+    minimum,
+    to_float,
+    to_int,
+)
+
+
+@intrinsic(prefer_literal=True)
+def lane_numbers(typing_context, lanes):
+    """0, 1, 2, ... in i32 lanes."""
+    vector = Vector("i32", lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(vector.llvm, list(range(vector.lanes)))
+
+    return vector(lanes), generate
+
+
+@jit
+def _mix(h):
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@jit
+def hash_counters(counters, key0, key1):
+    """32 random bits for each counter below 2**32 (i32 lanes)."""
+    return _mix(_mix(counters ^ key0) ^ key1)
+
+
+def encode_stochastically(v, random_byte, element):
+    """f32 -> codes, rounded up with the probability of its place between neighbours (not for NaN).
+
+    ``random_byte`` (i32 lanes, 0 to 255) is that part of a grid step which is added before rounding down.
+    """
+
+
+@overload(encode_stochastically)
+def _encode_stochastically(v, random_byte, element):
+    e: Element = _element(element)
+    max_bits, mantissa = float_bits(e.max), e.mantissa_bits
+    first_exponent = 127 + e.min_exponent
+    sign_shift, sign_bit = 32 - e.bits, e.sign_bit
+    byte_weight = 1.0 / 256.0
+
+    def encode(v, random_byte, element):
+        bits = as_int(v)
+        magnitude = minimum(bits & 0x7FFFFFFF, max_bits)
+        exponent = maximum(magnitude >> 23, first_exponent)
+        step = as_float((exponent - mantissa) << 23)
+        moved = as_int(as_float(magnitude) + (to_float(random_byte) * byte_weight) * step)
+        moved = minimum(moved, max_bits)
+        exponent = maximum(moved >> 23, first_exponent)
+        per_step = as_float(((exponent * -1) + (254 + mantissa)) << 23)  # 1 / step, there
+        steps = to_int(as_float(moved) * per_step)
+        return (((exponent - first_exponent) << mantissa) + steps) | ((bits >> sign_shift) & sign_bit)
+
+    return encode

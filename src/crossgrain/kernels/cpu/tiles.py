@@ -1,0 +1,138 @@
+"""Sixteen rows at a time: what columnwise blocks of 16 need, on tuples of 16 vectors.
+
+Lane c of vector r is the number in row r of column c: a block is one lane across the tuple, and all
+columns of the vector are worked on side by side, in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .simd import Vector, _as_vector, _constant, _pointer
+
+ROWS = 16
+
+
+def _sixteen(vector: Vector) -> Any:
+    return types.UniTuple(vector, ROWS)
+
+
+@intrinsic(prefer_literal=True)
+def load_rows(typing_context, address, stride, lanes):
+    """16 vectors of f32, ``stride`` bytes apart."""
+    vector = Vector("f32", lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        rows = []
+        for row in range(ROWS):
+            offset = builder.mul(args[1], ir.Constant(args[1].type, row))
+            value = builder.load(_pointer(builder, builder.add(args[0], offset), vector.llvm))
+            value.align = 1
+            rows.append(value)
+        return context.make_tuple(builder, signature.return_type, rows)
+
+    return _sixteen(vector)(types.intp, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def rotate_rows(typing_context, rows, sign_mask):
+    """The 16-point Hadamard rotation down the rows, rounded to bf16.
+
+    Signs, then sums and differences at distances 1, 2, 4, 8, then a quarter: in this order everywhere.
+    """
+    vector = rows.dtype
+    mask = sign_mask.literal_value
+    bits = Vector("i32", vector.lanes)
+
+    def to_bf16(builder: Any, value: Any) -> Any:
+        word = builder.bitcast(value, bits.llvm)
+        odd = builder.and_(builder.lshr(word, _constant(bits, 16)), _constant(bits, 1))
+        rounded = builder.and_(
+            builder.add(word, builder.add(odd, _constant(bits, 0x7FFF))), _constant(bits, 0xFFFF0000)
+        )
+        is_nan = builder.fcmp_unordered("uno", value, value)  # rounding up could turn one into a zero
+        return builder.bitcast(builder.select(is_nan, _constant(bits, 0x7FC00000), rounded), vector.llvm)
+
+    def generate(context, builder, signature, args):
+        values = cgutils.unpack_tuple(builder, args[0], ROWS)
+        minus_one, quarter = _constant(vector, -1.0), _constant(vector, 0.25)
+        values = [builder.fmul(v, minus_one) if mask >> row & 1 else v for row, v in enumerate(values)]
+        for distance in (1, 2, 4, 8):
+            for low in (row for row in range(ROWS) if not row & distance):
+                a, b = values[low], values[low + distance]
+                values[low], values[low + distance] = builder.fadd(a, b), builder.fsub(a, b)
+        values = [to_bf16(builder, builder.fmul(v, quarter)) for v in values]
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return rows(rows, sign_mask), generate
+
+
+@intrinsic
+def amax_of_rows(typing_context, rows):
+    """Bits of the largest magnitude in each column (i32 lanes); above those of Inf where there is a NaN."""
+    bits = Vector("i32", rows.dtype.lanes)
+
+    def generate(context, builder, signature, args):
+        magnitude_mask = _constant(bits, 0x7FFFFFFF)
+        best = None
+        for value in cgutils.unpack_tuple(builder, args[0], ROWS):
+            magnitude = builder.and_(builder.bitcast(value, bits.llvm), magnitude_mask)
+            best = (
+                magnitude
+                if best is None
+                else builder.select(builder.icmp_signed(">", best, magnitude), best, magnitude)
+            )
+        return best
+
+    return bits(rows), generate
+
+
+@intrinsic
+def scale_rows(typing_context, rows, factor):
+    """Every row times a vector (or number)."""
+
+    def generate(context, builder, signature, args):
+        by = _as_vector(context, builder, args[1], factor, rows.dtype)
+        values = [builder.fmul(value, by) for value in cgutils.unpack_tuple(builder, args[0], ROWS)]
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return rows(rows, factor), generate
+
+
+@intrinsic
+def store_columns(typing_context, address, stride, low, high):
+    """Lane c of two i32 vectors, as 8 bytes, to ``address + c * stride``."""
+    lanes = low.lanes
+    pairs = ir.VectorType(ir.IntType(64), lanes)
+
+    def generate(context, builder, signature, args):
+        order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), [i for c in range(lanes) for i in (c, lanes + c)])
+        words = builder.bitcast(builder.shuffle_vector(args[2], args[3], order), pairs)
+        for column in range(lanes):
+            offset = builder.mul(args[1], ir.Constant(args[1].type, column))
+            word = builder.extract_element(words, ir.Constant(ir.IntType(32), column))
+            builder.store(word, _pointer(builder, builder.add(args[0], offset), word.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, low, high), generate
+
+
+@intrinsic
+def store_column_bytes(typing_context, address, stride, values):
+    """The low byte of lane c to ``address + c * stride``."""
+
+    def generate(context, builder, signature, args):
+        byte = ir.IntType(8)
+        narrow = builder.trunc(args[2], ir.VectorType(byte, values.lanes))
+        for column in range(values.lanes):
+            offset = builder.mul(args[1], ir.Constant(args[1].type, column))
+            value = builder.extract_element(narrow, ir.Constant(ir.IntType(32), column))
+            builder.store(value, _pointer(builder, builder.add(args[0], offset), byte))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, values), generate
