@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .encoding import Encoding
+from .encoding import Encoding, cached_encoding
 from .formats import Format, get_format
 from .plane import Direction
 from .quantizer import Quantizer
@@ -75,7 +75,7 @@ class FormatQuantizer(Quantizer):
             raise ValueError("the identity format has no codes; use IdentityQuantizer")
 
     def encoding(self, direction: Direction) -> Encoding:
-        return Encoding(self.format, stochastic=self.stochastic_rounding)
+        return cached_encoding(self.format, stochastic=self.stochastic_rounding)
 
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding

@@ -6,6 +6,7 @@ Two encodings of the same format differ in the bytes they produce, never in how 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from .formats import Format
@@ -39,3 +40,16 @@ class Encoding:
             raise ValueError(f"4-over-6 chooses between two-level scales; {self.format.name} has none")
         if self.stochastic or self.format.rotation is not None:
             raise ValueError("4-over-6 compares nearest roundings of unrotated blocks: no SR, no RHT")
+
+
+@lru_cache(maxsize=256)
+def cached_encoding(
+    format: Format,
+    *,
+    stochastic: bool = False,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+    four_over_six: Literal["MAE", "MSE"] | None = None,
+) -> Encoding:
+    """The `Encoding` of these options; quantizers ask for the same few over and over."""
+    return Encoding(format, stochastic, power_of_two, epsilon, four_over_six)

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import kernels
 from .dtypes import DType, dtype_of_element
 from .dtypes import fp8_dtype as as_fp8_dtype
-from .encoding import Encoding
+from .encoding import Encoding, cached_encoding
 from .formats import Format, fp8_format
 from .kernels import Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
@@ -208,7 +208,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         self.dtype = as_fp8_dtype(fp8_dtype)
 
     def encoding(self, direction: Direction) -> Encoding:
-        return Encoding(fp8_format(self.dtype.element))
+        return cached_encoding(fp8_format(self.dtype.element))
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
         return [Target(plane, self.encoding(plane.direction), scale=self.scale) for plane in planes]
@@ -266,7 +266,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
 
     def encoding(self, direction: Direction) -> Encoding:
         fmt = fp8_format(self.dtype.element)
-        return Encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
+        return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
         amax = self.amax.view(1) if self.use_existing_amax else None

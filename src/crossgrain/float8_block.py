@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .dtypes import DType
 from .dtypes import fp8_dtype as as_fp8_dtype
-from .encoding import Encoding
+from .encoding import Encoding, cached_encoding
 from .formats import Format, fp8_block_format
 from .plane import COLUMNWISE, Direction
 from .quantizer import Quantizer
@@ -99,7 +99,7 @@ class Float8BlockQuantizer(Quantizer):
 
     def encoding(self, direction: Direction) -> Encoding:
         fmt = fp8_block_format(self.dtype.element, two_d=self.block_scaling_dim == 2)
-        return Encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
+        return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from .encoding import Encoding
+from .encoding import Encoding, cached_encoding
 from .formats import IDENTITY
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
 from .quantizer import Quantizer
@@ -130,7 +130,7 @@ class IdentityQuantizer(Quantizer):
         self.dtype = dtype
 
     def encoding(self, direction: Direction) -> Encoding:
-        return Encoding(IDENTITY)
+        return cached_encoding(IDENTITY)
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         tensor = self._checked(tensor, list(Direction))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .dtypes import DType
 from .dtypes import fp8_dtype as as_fp8_dtype
-from .encoding import Encoding
+from .encoding import Encoding, cached_encoding
 from .formats import Format, mxfp8_format
 from .plane import Direction
 from .quantizer import Quantizer
@@ -80,7 +80,7 @@ class MXFP8Quantizer(Quantizer):
         self.with_2d_quantization = with_2d_quantization
 
     def encoding(self, direction: Direction) -> Encoding:
-        return Encoding(mxfp8_format(self.dtype.element, two_d=self.with_2d_quantization))
+        return cached_encoding(mxfp8_format(self.dtype.element, two_d=self.with_2d_quantization))
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import DType
-from .encoding import Encoding
+from .encoding import Encoding, cached_encoding
 from .formats import DEFAULT_SIGN_MASK, Format, nvfp4_format
 from .kernels.reference.hadamard import rotation_matrix
 from .plane import COLUMNWISE, ROWWISE, Direction, matrix_shape
@@ -199,7 +199,7 @@ class NVFP4Quantizer(Quantizer):
             rotation=rotation,
         )
         select = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None
-        return Encoding(fmt, stochastic=self.stochastic_rounding, four_over_six=select)
+        return cached_encoding(fmt, stochastic=self.stochastic_rounding, four_over_six=select)
 
     def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
         if COLUMNWISE in directions and self.with_rht and not self.with_post_rht_amax:

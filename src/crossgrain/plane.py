@@ -30,6 +30,8 @@ class Direction(enum.Enum):
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
 
+    __hash__ = object.__hash__  # members are unique; the default hashes the name, in Python, every time
+
     @property
     def other(self) -> Direction:
         return Direction.COLUMNWISE if self is Direction.ROWWISE else Direction.ROWWISE
@@ -62,6 +64,37 @@ class Plane:
                 f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor is stale: its "
                 f"{self.direction.other.value} plane was written since, through an alias that does not hold this one. "
                 "Requantize the tensor."
+            )
+
+    def check_buffers(self) -> None:
+        """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
+        fmt, (rows, length) = self.format, self.operand_shape
+        if fmt.is_identity:
+            return
+        codes = rows * bytes_per_row(fmt, length)
+        self._check_buffer("codes", self.data, torch.uint8, self.data.numel() == codes, f"{codes} bytes")
+        scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
+        if fmt.block is None:
+            fits, needed = self.scale is not None and self.scale.numel() == 1, "one number"
+        else:
+            grid = scale_grid(fmt, self.operand_shape)
+            needed = f"[{grid[0]}, {grid[1]}] and padding"
+            fits = False
+            if self.scale is not None and self.scale.dim() == 2:
+                stored = self.scale.shape if self._scales_operand_major else self.scale.shape[::-1]
+                fits = stored[0] >= grid[0] and stored[1] >= grid[1]
+        self._check_buffer("scales", self.scale, scale_dtype, fits, needed)
+        if fmt.global_amax is not None:
+            count = 1 if fmt.global_amax == "tensor" else rows
+            fits = self.amax is not None and self.amax.numel() == count
+            self._check_buffer("amax", self.amax, torch.float32, fits, f"{count} numbers")
+
+    def _check_buffer(self, name: str, buffer: Tensor | None, dtype: torch.dtype, fits: bool, needed: str) -> None:
+        if buffer is None or not fits or buffer.dtype != dtype:
+            have = "nothing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+            raise ValueError(
+                f"the {self.direction.value} {self.format.name} plane of {list(self.shape)} needs {name} of {dtype}, "
+                f"{needed}; it has {have}"
             )
 
     @property

@@ -116,7 +116,7 @@ class Quantizer:
         """The hook that custom quantizers override."""
         tensor = self._checked(tensor, self._directions_to_make())
         result = self._made(tensor.shape, tensor.dtype, tensor.device)
-        self._encode_planes(tensor, result, result.planes())
+        self._write(tensor, result, result.planes())
         return result
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
@@ -146,17 +146,19 @@ class Quantizer:
         """Write ``src`` into some planes of ``dst``, which are checked to fit before anything is written."""
         formats = dict(dst._formats)
         for plane in planes:
-            fmt = self.encoding(plane.direction).format
             self._check_fits(plane, dst)
-            formats[plane.direction] = fmt
-        planes = [replace(plane, format=formats[plane.direction]) for plane in planes]
+            formats[plane.direction] = self.encoding(plane.direction).format
+        self._write(src, dst, [replace(plane, format=formats[plane.direction]) for plane in planes])
+        dst._formats.update(formats)  # in place: aliases read the same bytes
+
+    def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+        """Measure, reduce, encode: planes are in the formats of this quantizer."""
         with torch.no_grad():
             src = src.detach().reshape(dst._matrix)
             targets = self._reduced(kernels.measure(src, self._targets(planes)))
             self._observe(targets)
             stochastic = any(target.encoding.stochastic for target in targets)
             kernels.encode(src, targets, draw_seed() if stochastic else None)
-        dst._formats.update(formats)  # in place: aliases read the same bytes
         dst._mark_written()
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
@@ -166,6 +168,10 @@ class Quantizer:
 
     def _check_fits(self, plane: Plane, dst: QuantizedTensorStorage) -> None:
         fmt = self.encoding(plane.direction).format
+        if plane.scale_across(dst._cut_axes) is not None:
+            dst._refuse_slice_write(plane)
+        if fmt == plane.format:
+            return
         shape = dst._plane_tensor_shape()
         like = empty_plane(fmt, plane.direction, shape, device=torch.device("meta"), transposed=plane.transposed)
         buffers = ((like.data, plane.data), (like.scale, plane.scale), (like.amax, plane.amax))
@@ -174,13 +180,11 @@ class Quantizer:
             for wanted, have in buffers
         )
         # The scales of a slice lack the padding, and the rest of its tensor stays as it is: no new format.
-        if fmt != plane.format and (dst._cut_axes or not fits):
+        if dst._cut_axes or not fits:
             raise ValueError(
                 f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
                 f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
             )
-        if plane.scale_across(dst._cut_axes) is not None:
-            dst._refuse_slice_write(plane)
 
     def _reduced(self, targets: list[Target]) -> list[Target]:
         """Targets with their amaxes maximised over the reduction group, in one collective."""

@@ -91,6 +91,9 @@ class Element:
         """The decode table: the value of every code in order."""
         return tuple(self.value(code) for code in range(1 << self.bits))
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # equal elements have equal names; formats are hashed all the time
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Element, tuple(getattr(self, field.name) for field in fields(self))
 

@@ -9,6 +9,7 @@ along M in a columnwise one.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 from .element import E2M1, E2M3, E3M2, E4M3, E5M2, Element
@@ -139,6 +140,9 @@ class Format:
         bits = f"{self.bits_per_element:.2f}"
         return f"{self.name:<26} {element:<5} {block:<8} {amax + self.scale_rule:<26} {column} {bits:>6}"
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Format, tuple(getattr(self, field.name) for field in fields(self))
 
@@ -149,11 +153,13 @@ _GEMM_TILE_2D = ScaleLayout(pad=(128, 4), replicated=True)
 IDENTITY = Format("identity", None, scale_rule="none", transposes=False, ragged=True)
 
 
+@cache
 def fp8_format(element: Element = E4M3) -> Format:
     """FP8 with one fp32 scale for the tensor."""
     return Format(_name("fp8", element), element, ragged=True)
 
 
+@cache
 def fp8_block_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
     """FP8 with an fp32 scale per 1x128 row piece or per 128x128 tile."""
     if two_d:
@@ -163,6 +169,7 @@ def fp8_block_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
     return Format(_name(name, element), element, block, layout=layout, ragged=True)
 
 
+@cache
 def mxfp8_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
     """MXFP8: a power-of-two scale, rounded up, per 32 elements (or per 32x32 tile)."""
     name, block = ("mxfp8_2d", (32, 32)) if two_d else ("mxfp8", (1, 32))
@@ -175,6 +182,7 @@ def ocp_mx_format(name: str, element: Element) -> Format:
     return Format(name, element, (1, 32), "e8m0_floor", _GEMM_TILE)
 
 
+@cache
 def nvfp4_format(
     *,
     two_d: bool = False,

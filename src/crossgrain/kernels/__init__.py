@@ -18,6 +18,7 @@ from .choice import REFERENCE, backend_for, get_backend, set_backend
 from .layout import swizzle_scales, unswizzle_scales
 from .target import Target
 from .transpose import transposed_plane
+from .workspaces import free_workspaces, workspace
 
 __all__ = [
     "REFERENCE",
@@ -27,6 +28,7 @@ __all__ = [
     "decode",
     "decode_operand",
     "encode",
+    "free_workspaces",
     "get_backend",
     "measure",
     "set_backend",
@@ -34,6 +36,7 @@ __all__ = [
     "tensor_scale",
     "transposed_plane",
     "unswizzle_scales",
+    "workspace",
 ]
 
 
@@ -65,16 +68,24 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> Non
 
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
     """The matrix [M, K] that a plane stands for."""
-    _refuse_flush_to_zero()
-    plane.check_fresh()
+    _check_readable(plane)
     return _backend(plane.data).decode(plane, dtype)
 
 
-def decode_operand(plane: Plane) -> Tensor:
-    """The fp32 GEMM operand of a plane: [M, K] rowwise, [K, M] columnwise (rotated if the format is)."""
+def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
+    """The fp32 GEMM operand of a plane: [M, K] rowwise, [K, M] columnwise (rotated if the format is).
+
+    ``workspace``, an fp32 buffer of as many elements or more, is written to instead of fresh memory, where
+    page faults would cost several times what decoding does (see `workspaces`).
+    """
+    _check_readable(plane)
+    return _backend(plane.data).decode_operand(plane, workspace)
+
+
+def _check_readable(plane: Plane) -> None:
     _refuse_flush_to_zero()
     plane.check_fresh()
-    return _backend(plane.data).decode_operand(plane)
+    plane.check_buffers()
 
 
 def amax(x: Tensor) -> Tensor:
@@ -91,6 +102,7 @@ def tensor_scale(target: Target) -> Tensor:
 def _check_targets(x: Tensor, targets: Sequence[Target]) -> None:
     for target in targets:
         plane, fmt = target.plane, target.encoding.format
+        plane.check_buffers()
         if plane.format != fmt:
             raise ValueError(f"a {plane.direction.value} plane of {plane.format.name} cannot take {fmt.name}")
         problem = shape_problem(fmt, plane.direction, plane.shape)

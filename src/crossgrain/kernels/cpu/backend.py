@@ -72,7 +72,7 @@ class CpuBackend(ReferenceBackend):
         height, width = target.plane.shape
 
         def work(first: int, last: int) -> int:
-            scratch = torch.empty(16 * 16, dtype=torch.float32)
+            scratch = torch.empty(16 * 16, dtype=torch.float32, device="cpu")
             arguments = (
                 x.data_ptr(), width * x.element_size(), first, last, width, scratch.data_ptr(),
                 _dtype_tag(x), Tag(str(target.plane.format.rotation)),
@@ -104,7 +104,7 @@ class CpuBackend(ReferenceBackend):
         strip = min(_STRIP_WIDTH, width)
 
         def work(first: int, last: int) -> None:
-            scratch = torch.empty(33 * strip, dtype=torch.float32)
+            scratch = torch.empty(33 * strip, dtype=torch.float32, device="cpu")
             arguments = (
                 x.data_ptr(), width * x.element_size(),
                 plane.data.data_ptr(), width, _scales(plane).data_ptr(), _scales(plane).stride(0),
@@ -149,7 +149,7 @@ class CpuBackend(ReferenceBackend):
         rotation = _NONE if plane.format.rotation is None else Tag(str(plane.format.rotation))
 
         def work(first: int, last: int) -> bool:
-            scratch = torch.empty((16 * 4 + 64 + 8) * strip, dtype=torch.uint8)
+            scratch = torch.empty((16 * 4 + 64 + 8) * strip, dtype=torch.uint8, device="cpu")
             arguments = (
                 x.data_ptr(), width * x.element_size(),
                 plane.data.data_ptr(), height // 2, _scales(plane).data_ptr(), _scales(plane).stride(0),
@@ -184,7 +184,7 @@ class CpuBackend(ReferenceBackend):
         to_row, to_column = row or first.plane, column or first.plane
 
         def work(begin: int, end: int) -> None:
-            scratch = torch.empty(fp8_tiles.SCRATCH_BYTES, dtype=torch.uint8)
+            scratch = torch.empty(fp8_tiles.SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
             arguments = (
                 x.data_ptr(), width * x.element_size(),
                 to_row.data.data_ptr(), width, to_column.data.data_ptr(), height,
@@ -249,7 +249,7 @@ class CpuBackend(ReferenceBackend):
         key0, key1 = _stream_keys(seed, target)
 
         def work(first: int, last: int) -> bool:
-            scratch = torch.empty(192, dtype=torch.uint8)
+            scratch = torch.empty(192, dtype=torch.uint8, device="cpu")
             arguments = (
                 x.data_ptr(), width * x.element_size(),
                 plane.data.data_ptr(), width // 2, _scales(plane).data_ptr(), _scales(plane).stride(0),
@@ -274,21 +274,26 @@ class CpuBackend(ReferenceBackend):
             decoded = unrotate(decoded, plane.format.rotation)
         return (decoded.t() if plane.transposed else decoded).to(dtype).contiguous()
 
-    def decode_operand(self, plane: Plane) -> Tensor:
-        decoded = self._decode_fast(plane)
+    def decode_operand(self, plane: Plane, workspace: Tensor | None = None) -> Tensor:
+        decoded = self._decode_fast(plane, workspace)
         if decoded is None:
-            return super().decode_operand(plane)
+            return super().decode_operand(plane, workspace)
         return decoded if plane.direction is ROWWISE or plane.transposed else decoded.t()
 
-    def _decode_fast(self, plane: Plane) -> Tensor | None:
+    def _decode_fast(self, plane: Plane, workspace: Tensor | None = None) -> Tensor | None:
         """The plane as it lies, in fp32: the operand, or [M, K] if it is stored so. None: there is no kernel."""
         if type(plane.data) is not Tensor or not plane.data.is_contiguous() or plane.data.numel() == 0:
+            return None
+        if plane.scale is None or plane.scale.stride(-1) != 1:
             return None
         height, width = plane.operand_shape if plane.transposed else plane.shape
         work = self._decoder(plane, width)
         if work is None:
             return None
-        out = torch.empty(height, width)
+        if workspace is None:
+            out = torch.empty(height, width, dtype=torch.float32, device="cpu")
+        else:
+            out = workspace[: height * width].view(height, width)
         aligned = width % 16 == 0 and out.data_ptr() % 64 == 0
         streaming = _yes_or_no(out.numel() >= _STREAM_FROM and aligned)
         flat = plane.format.block is None
@@ -338,8 +343,8 @@ class CpuBackend(ReferenceBackend):
             constant = float(np.float32(1.0 / (E2M1.max * fmt.scale_bound)))
 
             def nvfp4(out: Tensor, first: int, last: int, streaming: Tag) -> None:
-                table = torch.empty(320, dtype=torch.float32)
-                table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8)
+                table = torch.empty(320, dtype=torch.float32, device="cpu")
+                table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8, device="cpu")
                 arguments = (
                     plane.data.data_ptr(), width // 2, _scales(plane).data_ptr(), _scales(plane).stride(0),
                     amax.data_ptr(), 4 if fmt.global_amax == "row" else 0, constant,
@@ -353,7 +358,7 @@ class CpuBackend(ReferenceBackend):
 
 
 def _from_bits(bits: int) -> Tensor:
-    return torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    return torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32)
 
 
 def _reciprocal(factor: float) -> float:
@@ -368,7 +373,7 @@ def _global_scales(target: Target) -> tuple[Tensor, Tensor]:
     """Global encode scale over the largest code, and global decode scale; one, or one per row."""
     assert target.amax is not None
     scale = global_scale(target.amax, target.encoding.format)
-    sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32)
+    sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
     return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
 
 

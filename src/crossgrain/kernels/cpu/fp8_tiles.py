@@ -203,10 +203,12 @@ def tiles(
             left = tile_col * SIDE
             wide = min(SIDE, width - left)
             _read(x + top * x_stride + left * size, x_stride, scratch, high, wide, dtype)
-            amax = _measure(scratch, no)
-            clean = amax <= INFINITY_BITS
-            if not clean:
-                amax = _measure(scratch, yes)
+            amax, clean = 0, False
+            if kind_1d or kind_2d:
+                amax = _measure(scratch, no)
+                clean = amax <= INFINITY_BITS
+                if not clean:
+                    amax = _measure(scratch, yes)
             _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, overflow, power_of_two)
             to_row, to_column = row_codes + top * row_stride + left, column_codes + left * column_stride + top
             if rows_wanted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
-from ...formats import Element
 from .elements import _element, float_bits, jit
 from .simd import (
     Vector,
@@ -53,7 +52,7 @@ def encode_stochastically(v, random_byte, element):
 
 @overload(encode_stochastically)
 def _encode_stochastically(v, random_byte, element):
-    e: Element = _element(element)
+    e = _element(element)
     max_bits, mantissa = float_bits(e.max), e.mantissa_bits
     first_exponent = 127 + e.min_exponent
     sign_shift, sign_bit = 32 - e.bits, e.sign_bit

@@ -29,8 +29,11 @@ class ReferenceBackend:
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         return _decode.decode(plane, dtype)
 
-    def decode_operand(self, plane: Plane) -> Tensor:
-        return _decode.decode_operand(plane)
+    def decode_operand(self, plane: Plane, workspace: Tensor | None = None) -> Tensor:
+        decoded = _decode.decode_operand(plane)
+        if workspace is None:
+            return decoded
+        return workspace[: decoded.numel()].view(decoded.shape).copy_(decoded)
 
     def amax(self, x: Tensor) -> Tensor:
         return amax(x)
