@@ -88,6 +88,7 @@ class CpuBackend(ReferenceBackend):
             source = _contiguous(x)
             left = self._encode_nvfp4_columns(source, left, seed)
             left = self._encode_mx_together(source, left)
+            left = self._encode_mx_tiles(source, left)
             left = self._encode_fp8_tiles(source, left)
             left = [target for target in left if not self._encode_alone(source, target, seed)]
         super().encode(x, left, seed)
@@ -155,7 +156,7 @@ class CpuBackend(ReferenceBackend):
                 plane.data.data_ptr(), height // 2, _scales(plane).data_ptr(), _scales(plane).stride(0),
                 encode_scale, decode_scale,
                 beside.data.data_ptr(), width, _scales(beside).data_ptr(), _scales(beside).stride(0), factor,
-                first, last, height, width, strip, scratch.data_ptr(), key0, key1,
+                first, last, height, width, strip, scratch.data_ptr(), key0, key1, plane.format.block_rows > 1,
                 _dtype_tag(x), rotation, element_tag(E4M3), element_tag(E2M1), _yes_or_no(column.encoding.stochastic),
                 kind, _element_tag(beside), NO, YES,
             )  # fmt: skip
@@ -167,6 +168,29 @@ class CpuBackend(ReferenceBackend):
         if kind is _CAST:
             _scales(beside).fill_(_reciprocal(factor))
         return [target for target in targets if target is not column and target is not row]
+
+    def _encode_mx_tiles(self, x: Tensor, targets: list[Target]) -> list[Target]:
+        """MXFP8 with 32x32 tiles, in one or both directions; returns the rest."""
+        group = [target for target in targets if _is_mxfp8(target, (32, 32))]
+        group = [target for target in group if target.encoding == group[0].encoding]
+        if not group:
+            return targets
+        planes = {target.plane.direction: target.plane for target in group}
+        first_plane = group[0].plane
+        row, column = planes.get(ROWWISE, first_plane), planes.get(COLUMNWISE, first_plane)
+        height, width = first_plane.shape
+
+        def work(first: int, last: int) -> None:
+            arguments = (
+                x.data_ptr(), width * x.element_size(), row.data.data_ptr(), column.data.data_ptr(),
+                _scales(row).data_ptr(), _scales(row).stride(0), _scales(column).data_ptr(), _scales(column).stride(0),
+                first, last, width, ROWWISE in planes, COLUMNWISE in planes,
+                _dtype_tag(x), _element_tag(first_plane), NO, YES,
+            )  # fmt: skip
+            kernel(columns.mx_tiles, *arguments)(*arguments)
+
+        run_ranges(work, height // 32, x.numel())
+        return [target for target in targets if target not in group]
 
     def _encode_fp8_tiles(self, x: Tensor, targets: list[Target]) -> list[Target]:
         """FP8 with block scales, or transposed per-tensor FP8, in one or both directions; returns the rest."""
@@ -259,7 +283,19 @@ class CpuBackend(ReferenceBackend):
             )  # fmt: skip
             return bool(kernel(rows.nvfp4_rows, *arguments)(*arguments))
 
-        if not all(run_ranges(work, height, x.numel())):
+        def work_on_tiles(first: int, last: int) -> bool:
+            scratch = torch.empty(96, dtype=torch.uint8, device="cpu")
+            arguments = (
+                x.data_ptr(), width * x.element_size(),
+                plane.data.data_ptr(), width // 2, _scales(plane).data_ptr(), _scales(plane).stride(0),
+                float(encode_scales.item()), float(decode_scales.item()), first, last, width, scratch.data_ptr(),
+                _dtype_tag(x), element_tag(E4M3), element_tag(E2M1), NO,
+            )  # fmt: skip
+            return bool(kernel(rows.nvfp4_tile_rows, *arguments)(*arguments))
+
+        tiles = plane.format.block_rows > 1
+        done = run_ranges(work_on_tiles if tiles else work, height // plane.format.block_rows, x.numel())
+        if not all(done):
             return False
         plane.amax.copy_(amax)
         return True
@@ -404,11 +440,11 @@ def _scales(plane: Plane) -> Tensor:
     return plane.scale
 
 
-def _is_plain_mxfp8(target: Target) -> bool:
+def _is_mxfp8(target: Target, block: tuple[int, int]) -> bool:
     fmt, plane = target.encoding.format, target.plane
     return (
         fmt.element in (E4M3, E5M2)
-        and fmt.block == (1, 32)
+        and fmt.block == block
         and fmt.scale_rule == "e8m0_up"
         and not target.encoding.stochastic
         and not plane.transposed
@@ -419,11 +455,11 @@ def _is_plain_mxfp8(target: Target) -> bool:
 
 
 def _is_mxfp8_rows(target: Target) -> bool:
-    return target.plane.direction is ROWWISE and _is_plain_mxfp8(target)
+    return target.plane.direction is ROWWISE and _is_mxfp8(target, (1, 32))
 
 
 def _is_mxfp8_columns(target: Target) -> bool:
-    return target.plane.direction is COLUMNWISE and _is_plain_mxfp8(target)
+    return target.plane.direction is COLUMNWISE and _is_mxfp8(target, (1, 32))
 
 
 def _is_cast(target: Target) -> bool:
@@ -442,7 +478,7 @@ def _is_nvfp4_rows(target: Target) -> bool:
     return (
         plane.direction is ROWWISE
         and fmt.element == E2M1
-        and fmt.block == (1, 16)
+        and (fmt.block == (1, 16) or (fmt.block == (16, 16) and not encoding.stochastic))
         and fmt.scale_rule == "two_level"
         and fmt.rotation is None
         and encoding.four_over_six is None
@@ -457,7 +493,7 @@ def _is_nvfp4_columns(target: Target) -> bool:
     return (
         plane.direction is COLUMNWISE
         and fmt.element == E2M1
-        and fmt.block == (1, 16)
+        and fmt.block in ((1, 16), (16, 16))
         and fmt.scale_rule == "two_level"
         and fmt.global_amax == "tensor"
         and encoding.four_over_six is None

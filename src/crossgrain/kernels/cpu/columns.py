@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from .elements import (
     INFINITY_BITS,
+    e8m0_reciprocal,
     e8m0_reciprocal_vector,
+    e8m0_up,
     e8m0_up_vector,
     encode_element,
     input_size,
@@ -18,7 +20,7 @@ from .elements import (
     reciprocal_of_max,
 )
 from .rows import mx_block_checked
-from .simd import as_float, largest, load, maximum, narrow, splat, store
+from .simd import as_float, bits_of, float_of, largest, load, maximum, narrow, splat, store, store_u8
 
 
 @jit
@@ -68,3 +70,38 @@ def mx_columns(
             scale = scales + strip * scales_stride + left
             if not _strip_columns(scratch, here, target, codes_stride, scale, factors, element, no):
                 _strip_columns(scratch, here, target, codes_stride, scale, factors, element, yes)
+
+
+@jit
+def mx_tiles(
+    x, x_stride, row_codes, column_codes, row_scales, row_scales_stride, column_scales, column_scales_stride,
+    first, last, cols, rows_wanted, columns_wanted, dtype, element, no, yes,
+):  # fmt: skip
+    """MXFP8 with a scale per 32x32 tile: both directions have the same codes. Strips of 32 rows."""
+    size = input_size(dtype)
+    for strip in range(first, last):
+        top = strip * 32
+        for col in range(0, cols, 32):
+            amax = splat(0, 32, "i32")
+            for row in range(32):
+                v = load_input(x + (top + row) * x_stride + col * size, 32, dtype)
+                amax = maximum(amax, magnitude_bits(v, no))
+            clean = largest(amax) <= INFINITY_BITS
+            if not clean:
+                amax = splat(0, 32, "i32")
+                for row in range(32):
+                    v = load_input(x + (top + row) * x_stride + col * size, 32, dtype)
+                    amax = maximum(amax, magnitude_bits(v, yes))
+            byte = e8m0_up(bits_of(float_of(largest(amax)) * reciprocal_of_max(element)))
+            factor = e8m0_reciprocal(byte)
+            if columns_wanted:
+                store(column_scales + strip * column_scales_stride + col, narrow(splat(byte, 32, "i32")))
+            for row in range(32):
+                v = load_input(x + (top + row) * x_stride + col * size, 32, dtype) * factor
+                at = (top + row) * cols + col
+                codes = narrow(encode_element(v, element, no)) if clean else narrow(encode_element(v, element, yes))
+                if rows_wanted:
+                    store(row_codes + at, codes)
+                    store_u8(row_scales + (top + row) * row_scales_stride + col // 32, byte)
+                if columns_wanted:
+                    store(column_codes + at, codes)

@@ -82,13 +82,19 @@ def _random_words(row, col, cols, key0, key1, lanes, stochastic):
 @jit
 def _block(
     buffer, stride, codes, scales, encode_scale, decode_scale, top, col, cols, key0, key1,
-    rotation, e4m3, e2m1, stochastic, no,
+    rotation, e4m3, e2m1, stochastic, square, no,
 ):  # fmt: skip
-    """16 rows of 16 columns: 8 bytes of codes and a scale for each column, 64 and 8 bytes apart."""
+    """16 rows of 16 columns: 8 bytes of codes and a scale for each column, 64 and 8 bytes apart.
+
+    ``square``: the 16x16 tile shares one scale.
+    """
     rows = rotated(load_rows(buffer, stride, 16), rotation)
     amax = amax_of_rows(rows)
-    if largest(amax) > INFINITY_BITS:
+    worst = largest(amax)
+    if worst > INFINITY_BITS:
         return False
+    if square:
+        amax = splat(worst, 16, "i32")
     stored = encode_element(at_most_fp32_max(as_float(amax) * encode_scale), e4m3, no)
     unit = splat(np.float32(1.0), 16, "f32")
     factor = at_most_fp32_max(unit / (decode_element(stored, e4m3) * decode_scale))
@@ -109,7 +115,7 @@ def columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
     row_codes, row_codes_stride, row_scales, row_scales_stride, row_factor,
     first, last, height, cols, width, scratch, key0, key1,
-    dtype, rotation, e4m3, e2m1, stochastic, row_kind, row_element, no, yes,
+    square, dtype, rotation, e4m3, e2m1, stochastic, row_kind, row_element, no, yes,
 ):  # fmt: skip
     """Tiles ``first:last`` of 128 rows; ``scratch`` is (16 * 4 + 64 + 8) * width bytes.
 
@@ -146,7 +152,7 @@ def columns(
                     fine = _block(
                         scratch + col * 4, width * 4, lines + col * 64 + group * 8, bytes_ + col * 8 + group,
                         encode_scale, decode_scale, top + group * 16, left + col, cols, key0, key1,
-                        rotation, e4m3, e2m1, stochastic, no,
+                        rotation, e4m3, e2m1, stochastic, square, no,
                     )  # fmt: skip
                     if not fine:
                         return False

@@ -205,3 +205,41 @@ def nvfp4_rows(
                     dtype, e4m3, e2m1, stochastic, no, yes,
                 )  # fmt: skip
     return True
+
+
+@jit
+def nvfp4_tile_rows(
+    x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
+    first, last, cols, scratch, dtype, e4m3, e2m1, no,
+):  # fmt: skip
+    """NVFP4 rowwise with a scale per 16x16 tile, stored for each of its rows; strips of 16 rows.
+
+    ``scratch`` is 96 bytes. Returns False at a NaN.
+    """
+    size = input_size(dtype)
+    for strip in range(first, last):
+        top = strip * 16
+        for left in range(0, cols, 128):
+            blocks = min(8, (cols - left) // 16)
+            store(scratch, splat(0, 8, "i32"))
+            for block in range(blocks):
+                amax = splat(0, 16, "i32")
+                for row in range(16):
+                    v = load_input(x + (top + row) * x_stride + (left + block * 16) * size, 16, dtype)
+                    amax = maximum(amax, magnitude_bits(v, no))
+                worst = largest(amax)
+                if worst > INFINITY_BITS:
+                    return False
+                store_i32(scratch + block * 4, worst)
+            stored, factor = nvfp4_scales(load(scratch, 8, "i32"), encode_scale, decode_scale, e4m3, no)
+            store(scratch, factor)
+            store(scratch + 64, narrow(stored))
+            for row in range(16):
+                source = x + (top + row) * x_stride + left * size
+                target = codes + (top + row) * codes_stride + left // 2
+                scale = scales + (top + row) * scales_stride + left // 16
+                for block in range(blocks):
+                    v = load_input(source + block * 16 * size, 16, dtype) * load_f32(scratch + block * 4)
+                    store(target + block * 8, pack_nibbles(encode_element(v, e2m1, no)))
+                    store(scale + block, load(scratch + 64 + block, 1, "u8"))
+    return True
