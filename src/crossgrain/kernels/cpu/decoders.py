@@ -1,0 +1,76 @@
+"""The kernel that decodes a plane as it lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...formats import E2M1, E4M3, E5M2
+from ...plane import ROWWISE, Plane
+from . import decode
+from .elements import element_tag
+from .runtime import kernel
+from .support import row_bytes, scales_of, tag_of_plane
+from .tags import Tag
+
+Decoder = Callable[[Tensor, int, int, Tag], None]
+
+
+def decoder(plane: Plane, width: int) -> Decoder | None:
+    """What decodes rows ``first:last`` of the plane as it lies (elements, for per-tensor scales)."""
+    fmt = plane.format
+    if fmt.element in (E4M3, E5M2) and fmt.block is None:
+        factor = float(scales_of(plane).item())
+
+        def per_tensor(out: Tensor, first: int, last: int, streaming: Tag) -> None:
+            # Ranges of a streamed result start on a cache line.
+            first, last = (at if at == out.numel() else at // 64 * 64 for at in (first, last))
+            arguments = (plane.data.data_ptr(), out.data_ptr(), factor, first, last, tag_of_plane(plane), streaming)
+            kernel(decode.scaled, *arguments)(*arguments)
+
+        return per_tensor
+    if fmt.element in (E4M3, E5M2) and fmt.scale_rule == "e8m0_up" and fmt.block_length == 32 and width % 32 == 0:
+        which = decode.mx_rows if plane.direction is ROWWISE else decode.mx_columns
+
+        def mx(out: Tensor, first: int, last: int, streaming: Tag) -> None:
+            arguments = (
+                plane.data.data_ptr(), width, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
+                out.data_ptr(), first, last, width, tag_of_plane(plane), streaming,
+            )  # fmt: skip
+            kernel(which, *arguments)(*arguments)
+
+        return mx
+    if fmt.element in (E4M3, E5M2) and fmt.scale_rule == "fp32" and fmt.block_length == 128:
+        row_step, block_step = 4, row_bytes(scales_of(plane))
+        if fmt.block_rows == 128:
+            row_step, block_step = block_step, row_step
+
+        def blocks(out: Tensor, first: int, last: int, streaming: Tag) -> None:
+            arguments = (
+                plane.data.data_ptr(), width, scales_of(plane).data_ptr(), row_step, block_step, fmt.block_rows,
+                out.data_ptr(), first, last, width, tag_of_plane(plane), streaming,
+            )  # fmt: skip
+            kernel(decode.block_rows, *arguments)(*arguments)
+
+        return blocks
+    if fmt.element == E2M1 and fmt.scale_rule == "two_level" and fmt.block_length == 16:
+        amax = plane.amax
+        assert amax is not None
+        constant = float(np.float32(1.0 / (E2M1.max * fmt.scale_bound)))
+
+        def nvfp4(out: Tensor, first: int, last: int, streaming: Tag) -> None:
+            table = torch.empty(320, dtype=torch.float32, device="cpu")
+            table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8, device="cpu")
+            arguments = (
+                plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
+                amax.data_ptr(), 4 if fmt.global_amax == "row" else 0, constant,
+                out.data_ptr(), first, last, width, table.data_ptr(),
+                element_tag(E4M3), element_tag(E2M1), streaming,
+            )  # fmt: skip
+            kernel(decode.nvfp4_rows, *arguments)(*arguments)
+
+        return nvfp4
+    return None

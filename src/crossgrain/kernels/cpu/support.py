@@ -1,0 +1,161 @@
+"""What a target is, for the choice of a kernel, and what kernels are told about it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...dtypes import HIGH_PRECISION
+from ...formats import E2M1, E4M3, E5M2
+from ...plane import COLUMNWISE, ROWWISE, Plane
+from ..reference.random_bits import stream_keys
+from ..reference.scaling import global_scale
+from ..target import Target
+from .elements import element_tag
+from .tags import BF16, F32, NO, YES, Tag
+
+MOST_COUNTERS = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
+
+
+def from_bits(bits: int) -> Tensor:
+    return torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32)
+
+
+def reciprocal(factor: float) -> float:
+    return float(np.float32(1.0) / np.float32(factor))
+
+
+def yes_or_no(condition: bool) -> Tag:
+    return YES if condition else NO
+
+
+def global_scales(target: Target) -> tuple[Tensor, Tensor]:
+    """Global encode scale over the largest code, and global decode scale; one, or one per row."""
+    assert target.amax is not None
+    scale = global_scale(target.amax, target.encoding.format)
+    sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
+    return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
+
+
+def keys_of(seed: int | None, target: Target) -> tuple[int, int]:
+    return (0, 0) if seed is None else stream_keys(seed, target.plane.direction)
+
+
+def is_readable(x: Tensor) -> bool:
+    # Only real memory: tensors that are traced have none.
+    return x.dtype in HIGH_PRECISION and type(x) is Tensor
+
+
+def readable_memory(x: Tensor) -> Tensor:
+    x = x.detach()
+    return (x.to(torch.float32) if x.dtype == torch.float16 else x).contiguous()
+
+
+def tag_of_input(x: Tensor) -> Tag:
+    return BF16 if x.dtype == torch.bfloat16 else F32
+
+
+def tag_of_plane(plane: Plane) -> Tag:
+    assert plane.format.element is not None
+    return element_tag(plane.format.element)
+
+
+def scales_of(plane: Plane) -> Tensor:
+    assert plane.scale is not None
+    return plane.scale
+
+
+def is_mxfp8(target: Target, block: tuple[int, int]) -> bool:
+    fmt, plane = target.encoding.format, target.plane
+    return (
+        fmt.element in (E4M3, E5M2)
+        and fmt.block == block
+        and fmt.scale_rule == "e8m0_up"
+        and not target.encoding.stochastic
+        and not plane.transposed
+        and plane.data.is_contiguous()
+        and scales_of(plane).stride(1) == 1
+        and plane.shape[1] % 32 == 0
+    )
+
+
+def is_mxfp8_rows(target: Target) -> bool:
+    return target.plane.direction is ROWWISE and is_mxfp8(target, (1, 32))
+
+
+def is_mxfp8_columns(target: Target) -> bool:
+    return target.plane.direction is COLUMNWISE and is_mxfp8(target, (1, 32))
+
+
+def is_cast(target: Target) -> bool:
+    fmt, plane = target.encoding.format, target.plane
+    return (
+        fmt.element in (E4M3, E5M2)
+        and fmt.block is None
+        and not target.encoding.stochastic
+        and not plane.transposed
+        and plane.data.is_contiguous()
+    )
+
+
+def is_nvfp4_rows(target: Target) -> bool:
+    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
+    return (
+        plane.direction is ROWWISE
+        and fmt.element == E2M1
+        and (fmt.block == (1, 16) or (fmt.block == (16, 16) and not encoding.stochastic))
+        and fmt.scale_rule == "two_level"
+        and fmt.rotation is None
+        and encoding.four_over_six is None
+        and plane.data.is_contiguous()
+        and scales_of(plane).stride(1) == 1
+        and plane.shape[0] * plane.shape[1] < MOST_COUNTERS
+    )
+
+
+def is_nvfp4_columns(target: Target) -> bool:
+    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
+    return (
+        plane.direction is COLUMNWISE
+        and fmt.element == E2M1
+        and fmt.block in ((1, 16), (16, 16))
+        and fmt.scale_rule == "two_level"
+        and fmt.global_amax == "tensor"
+        and encoding.four_over_six is None
+        and plane.transposed
+        and plane.data.is_contiguous()
+        and scales_of(plane).stride(1) == 1
+        and plane.shape[1] >= 32
+        and plane.shape[0] * plane.shape[1] < MOST_COUNTERS
+    )
+
+
+def is_fp8_tiled(target: Target, beside: Target | None = None) -> bool:
+    """Block scales of 128, or per-tensor FP8 stored transposed; ``beside``: what goes with it in one pass."""
+    fmt, plane = target.encoding.format, target.plane
+    suits = (
+        fmt.element in (E4M3, E5M2)
+        and fmt.scale_rule == "fp32"
+        and fmt.block in (None, (1, 128), (128, 128))
+        and not target.encoding.stochastic
+        and (plane.direction is ROWWISE or plane.transposed)
+        and plane.data.is_contiguous()
+        and (fmt.block is None or scales_of(plane).stride(1) == 1)
+    )
+    if beside is None:
+        return suits and (fmt.block is not None or plane.direction is COLUMNWISE)
+    same_scale = target.scale is beside.scale and (fmt.block is not None or same_amax(target.amax, beside.amax))
+    return suits and target.encoding == beside.encoding and same_scale
+
+
+def same_amax(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def row_bytes(scales: Tensor) -> int:
+    return scales.stride(0) * scales.element_size()
+
+
+def is_row_cast(target: Target) -> bool:
+    return target.plane.direction is ROWWISE and is_cast(target)
