@@ -1,10 +1,12 @@
 """The compiled kernels give the bytes of the reference: every format, direction and awkward input."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,3 +272,32 @@ def test_traced_tensors_go_to_the_reference():
         planes = encoded(CPU, torch.randn(32, 32), encodings_of("mxfp8", (ROWWISE, COLUMNWISE)))
         assert CPU.decode(planes[0], torch.float32).shape == (32, 32)
     assert kernels.get_backend("cpu") == "cpu"
+
+
+def test_machine_code_of_other_sources_is_not_used(tmp_path):
+    """numba's cache on disk looks at one file; a kernel depends on many."""
+    package = Path(cg.__file__).parent
+    copy = tmp_path / "crossgrain"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+import torch, crossgrain as cg
+from crossgrain.kernels.cpu.backend import CpuBackend
+plane = cg.quantize(torch.full((32, 32), 3.0), "mxfp8").plane(cg.ROWWISE)
+print(CpuBackend().decode(plane, torch.float32)[0, 0].item())
+"""
+
+    def run():
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        result = subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+        )
+        return float(result.stdout)
+
+    assert run() == 3.0
+    elements = copy / "kernels" / "cpu" / "elements.py"
+    changed = elements.read_text().replace(
+        "return float_of(max(byte << 23, 0x400000))", "return float_of((byte + 1) << 23)"
+    )
+    assert changed != elements.read_text()
+    elements.write_text(changed)
+    assert run() == 6.0, "the changed source must be what runs"

@@ -13,8 +13,9 @@ from .elements import (
     e8m0_up,
     e8m0_up_vector,
     encode_element,
+    inner,
     input_size,
-    jit,
+    kernel,
     load_input,
     magnitude_bits,
     reciprocal_of_max,
@@ -23,7 +24,7 @@ from .rows import mx_block_checked
 from .simd import as_float, bits_of, float_of, largest, load, maximum, narrow, splat, store, store_u8
 
 
-@jit
+@inner
 def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element, with_nan):
     """Scales and codes of a strip of 32 rows in ``buffer`` [32, width]; False if it has NaNs unseen."""
     for col in range(0, width, 32):
@@ -42,7 +43,7 @@ def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element,
     return True
 
 
-@jit
+@kernel
 def mx_columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, row_codes, row_codes_stride, row_scales,
     row_scales_stride, first, last, cols, width, scratch, dtype, element, row_element, rows_too, no, yes,
@@ -72,7 +73,7 @@ def mx_columns(
                 _strip_columns(scratch, here, target, codes_stride, scale, factors, element, yes)
 
 
-@jit
+@kernel
 def mx_tiles(
     x, x_stride, row_codes, column_codes, row_scales, row_scales_stride, column_scales, column_scales_stride,
     first, last, cols, rows_wanted, columns_wanted, dtype, element, no, yes,

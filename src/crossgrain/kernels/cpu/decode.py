@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba.extending import overload
 
-from .elements import decode_element, e8m0_value, e8m0_value_vector, jit
+from .elements import decode_element, e8m0_value, e8m0_value_vector, inner, kernel
 from .simd import bits_of, load, load_f32, load_u8, store, stream, unpack_nibbles, widen
 
 
@@ -22,7 +22,7 @@ def _put(address, vector, streaming):
     return lambda address, vector, streaming: store(address, vector)
 
 
-@jit
+@kernel
 def scaled(codes, out, factor, start, stop, element, streaming):
     """Codes ``start:stop`` times one factor."""
     position = start
@@ -34,7 +34,7 @@ def scaled(codes, out, factor, start, stop, element, streaming):
         position += 1
 
 
-@jit
+@kernel
 def mx_rows(codes, codes_stride, scales, scales_stride, out, first, last, cols, element, streaming):
     """A scale for every 32 along a row."""
     for row in range(first, last):
@@ -44,7 +44,7 @@ def mx_rows(codes, codes_stride, scales, scales_stride, out, first, last, cols, 
             put(target + col * 4, v * e8m0_value(load_u8(scale + col // 32)), streaming)
 
 
-@jit
+@kernel
 def mx_columns(codes, codes_stride, scales, scales_stride, out, first, last, cols, element, streaming):
     """A scale for every 32 down a column; codes are stored row by row."""
     for row in range(first, last):
@@ -54,14 +54,14 @@ def mx_columns(codes, codes_stride, scales, scales_stride, out, first, last, col
             put(target + col * 4, v * e8m0_value_vector(widen(load(scale + col, 32, "u8"))), streaming)
 
 
-@jit
+@inner
 def _fill_factors(table, amax, constant, e4m3):
     """What each of the 256 block scales stands for under one amax, in the hardware's order."""
     for byte in range(256):
         store(table + byte * 4, (decode_element(widen(load(table + 1024 + byte, 1, "u8")), e4m3) * amax) * constant)
 
 
-@jit
+@kernel
 def nvfp4_rows(
     codes, codes_stride, scales, scales_stride, amax, amax_step, constant, out, first, last, cols, table,
     e4m3, e2m1, streaming,
@@ -84,7 +84,7 @@ def nvfp4_rows(
             put(target + col * 4, v * factor, streaming)
 
 
-@jit
+@kernel
 def block_rows(
     codes, codes_stride, scales, row_step, block_step, tile_rows, out, first, last, cols, element, streaming
 ):

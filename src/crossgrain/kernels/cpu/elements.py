@@ -26,7 +26,11 @@ from .simd import (
 )
 from .tags import Tag, TagType
 
-jit = njit(nogil=True, error_model="numpy", cache=True)
+kernel = njit(nogil=True, error_model="numpy", cache=True)
+"""For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
+
+inner = njit(nogil=True, error_model="numpy")
+"""For what kernels call; compiled into them."""
 
 INFINITY_BITS = 0x7F800000
 FP32_MAX = np.float32(np.finfo(np.float32).max)
@@ -168,7 +172,7 @@ def _reciprocal_of_max(element):
     return lambda element: reciprocal
 
 
-@jit
+@inner
 def e8m0_up(product_bits):
     """E8M0 byte of the power of two at or above a product (its fp32 bits)."""
     if product_bits <= 0x400000:
@@ -176,13 +180,13 @@ def e8m0_up(product_bits):
     return min((product_bits + 0x7FFFFF) >> 23, 254)
 
 
-@jit
+@inner
 def e8m0_reciprocal(byte):
     """2**(127 - byte) as f32; byte <= 254."""
     return float_of(max((254 - byte) << 23, 0x400000))
 
 
-@jit
+@inner
 def e8m0_value(byte):
     """2**(byte - 127) as f32; 255 is NaN."""
     if byte == 255:
@@ -190,7 +194,7 @@ def e8m0_value(byte):
     return float_of(max(byte << 23, 0x400000))
 
 
-@jit
+@inner
 def e8m0_up_vector(product):
     """`e8m0_up` of a vector of f32 products, in i32 lanes."""
     bits = as_int(product)
@@ -198,18 +202,18 @@ def e8m0_up_vector(product):
     return where_greater(bits, 0x400000, rounded, 0)
 
 
-@jit
+@inner
 def e8m0_reciprocal_vector(byte):
     return as_float(maximum((byte * -1 + 254) << 23, 0x400000))
 
 
-@jit
+@inner
 def e8m0_value_vector(byte):
     """2**(byte - 127) of bytes in i32 lanes; 255 is NaN."""
     value = maximum(byte << 23, 0x400000)
     return as_float(where_greater(byte, 254, 0x7FC00000, value))
 
 
-@jit
+@inner
 def at_most_fp32_max(v):
     return float_minimum(v, FP32_MAX)

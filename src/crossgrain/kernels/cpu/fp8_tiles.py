@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import overload
 
-from .elements import INFINITY_BITS, encode_element, input_size, jit, load_input, magnitude_bits
+from .elements import INFINITY_BITS, encode_element, inner, input_size, kernel, load_input, magnitude_bits
 from .simd import (
     as_float,
     as_int,
@@ -52,7 +52,7 @@ def _whole_powers(bits, power_of_two):
     return lambda bits, power_of_two: bits
 
 
-@jit
+@inner
 def _store_factors(amax, factors, scales, count, epsilon, largest_code, overflow, power_of_two):
     """Encode factors and stored scales of ``count`` amaxes (bits), a multiple of 16."""
     for i in range(0, count, 16):
@@ -67,13 +67,13 @@ def _store_factors(amax, factors, scales, count, epsilon, largest_code, overflow
         store(scales + i * 4, splat(np.float32(1.0), 16, "f32") / as_float(factor))
 
 
-@jit
+@inner
 def _fill(buffer, value, count):
     for i in range(0, count, 16):
         store(buffer + i * 4, splat(value, 16, "f32"))
 
 
-@jit
+@inner
 def _read(x, x_stride, scratch, height, width, dtype):
     """The part of the input under the tile, zeros beyond its edges."""
     size = input_size(dtype)
@@ -88,7 +88,7 @@ def _read(x, x_stride, scratch, height, width, dtype):
             store(target + col * 4, load_input(source + col * size, 1, dtype))
 
 
-@jit
+@inner
 def _measure(scratch, with_nan):
     """Amaxes of the tile's rows and columns; returns the largest."""
     c0 = splat(0, 32, "i32")
@@ -113,7 +113,7 @@ def _measure(scratch, with_nan):
     return largest(maximum(maximum(c0, c1), maximum(c2, c3)))
 
 
-@jit
+@inner
 def _encode_rows(scratch, codes, stride, height, width, element, with_nan):
     for row in range(height):
         factor = load_f32(scratch + ROW_FACTORS + row * 4)
@@ -125,13 +125,13 @@ def _encode_rows(scratch, codes, stride, height, width, element, with_nan):
             _copy(scratch + CODES, codes + row * stride, width)
 
 
-@jit
+@inner
 def _copy(source, target, count):
     for i in range(count):
         store(target + i, load(source + i, 1, "u8"))
 
 
-@jit
+@inner
 def _eight_rows(address, factor, element, with_nan):
     """Codes of four rows of 16 columns, a byte each, in two i32 vectors: rows 0-3 and 4-7."""
     row = SIDE * 4
@@ -148,7 +148,7 @@ def _eight_rows(address, factor, element, with_nan):
     return low, high
 
 
-@jit
+@inner
 def _encode_columns(scratch, codes, stride, height, width, element, with_nan):
     lines = scratch + COLUMN_CODES  # [column][row]
     for col in range(0, SIDE, 16):
@@ -164,7 +164,7 @@ def _encode_columns(scratch, codes, stride, height, width, element, with_nan):
             _copy(lines + col * SIDE, codes + col * stride, height)
 
 
-@jit
+@inner
 def _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, overflow, power_of_two):
     """Factors of all rows and columns of the tile."""
     if kind_1d:
@@ -187,7 +187,7 @@ def _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, 
         _fill(scratch + COLUMN_FACTORS, factor, SIDE)
 
 
-@jit
+@kernel
 def tiles(
     x, x_stride, row_codes, row_stride, column_codes, column_stride,
     row_scales, row_scales_stride, column_scales, column_scales_stride,

@@ -14,8 +14,9 @@ from .elements import (
     at_most_fp32_max,
     decode_element,
     encode_element,
+    inner,
     input_size,
-    jit,
+    kernel,
     load_input,
 )
 from .random_bits import encode_stochastically, hash_counters, lane_numbers
@@ -49,7 +50,7 @@ def _code(row, random_byte, element, stochastic):
     return lambda row, random_byte, element, stochastic: encode_element(row, element, stochastic)
 
 
-@jit
+@inner
 def _word(a, b, c, d, e, f, g, h, random0, random1, element, stochastic):
     """Codes of 8 rows in one i32: row 0 in the lowest nibble. Four rows share a random word, a byte each."""
     return (
@@ -79,7 +80,7 @@ def _random_words(row, col, cols, key0, key1, lanes, stochastic):
     return lambda row, col, cols, key0, key1, lanes, stochastic: splat(0, lanes, "i32")
 
 
-@jit
+@inner
 def _block(
     buffer, stride, codes, scales, encode_scale, decode_scale, top, col, cols, key0, key1,
     rotation, e4m3, e2m1, stochastic, square, no,
@@ -110,7 +111,7 @@ def _block(
     return True
 
 
-@jit
+@kernel
 def columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
     row_codes, row_codes_stride, row_scales, row_scales_stride, row_factor,
@@ -190,7 +191,7 @@ def _encode_row(v, codes, scale, factor, kind, element, no, yes):
     return lambda v, codes, scale, factor, kind, element, no, yes: None
 
 
-@jit
+@kernel
 def rotated_amax(x, x_stride, first, last, cols, scratch, dtype, rotation):
     """Bits of the largest rotated magnitude of strips ``first:last`` of 16 rows; above Inf's at a NaN."""
     size = input_size(dtype)

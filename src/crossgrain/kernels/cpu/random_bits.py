@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
-from .elements import _element, float_bits, jit
+from .elements import _element, float_bits, inner
 from .simd import (
     Vector,
     as_float,
@@ -28,7 +28,7 @@ def lane_numbers(typing_context, lanes):
     return vector(lanes), generate
 
 
-@jit
+@inner
 def _mix(h):
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
@@ -37,7 +37,7 @@ def _mix(h):
     return h ^ (h >> 16)
 
 
-@jit
+@inner
 def hash_counters(counters, key0, key1):
     """32 random bits for each counter below 2**32 (i32 lanes)."""
     return _mix(_mix(counters ^ key0) ^ key1)

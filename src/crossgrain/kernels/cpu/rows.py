@@ -16,8 +16,9 @@ from .elements import (
     e8m0_reciprocal,
     e8m0_up,
     encode_element,
+    inner,
     input_size,
-    jit,
+    kernel,
     load_input,
     magnitude_bits,
     reciprocal_of_max,
@@ -41,7 +42,7 @@ from .simd import (
 )
 
 
-@jit
+@kernel
 def amax_bits(x, start, stop, dtype, with_nan, no):
     """Bits of the largest magnitude of elements ``start:stop``; above those of Inf if there is a NaN unseen."""
     size = input_size(dtype)
@@ -57,7 +58,7 @@ def amax_bits(x, start, stop, dtype, with_nan, no):
     return bits
 
 
-@jit
+@inner
 def mx_block(v, codes, scale, element, with_nan):
     """One row block of 32 with an E8M0 scale."""
     amax = largest(magnitude_bits(v, with_nan))
@@ -66,7 +67,7 @@ def mx_block(v, codes, scale, element, with_nan):
     store(codes, narrow(encode_element(v * e8m0_reciprocal(byte), element, with_nan)))
 
 
-@jit
+@inner
 def mx_block_checked(v, codes, scale, element, no, yes):
     """One row block; the rare ones with a NaN take more care."""
     amax = largest(magnitude_bits(v, no))
@@ -78,7 +79,7 @@ def mx_block_checked(v, codes, scale, element, no, yes):
     store(codes, narrow(encode_element(v * e8m0_reciprocal(byte), element, no)))
 
 
-@jit
+@kernel
 def mx_rows(x, x_stride, codes, codes_stride, scales, scales_stride, first, last, cols, dtype, element, no, yes):
     """MXFP8 rowwise: x [rows, cols] -> codes [rows, cols], scales [rows, cols / 32]."""
     size = input_size(dtype)
@@ -89,7 +90,7 @@ def mx_rows(x, x_stride, codes, codes_stride, scales, scales_stride, first, last
             mx_block_checked(v, target + col, scale + col // 32, element, no, yes)
 
 
-@jit
+@kernel
 def cast(x, codes, scale, start, stop, dtype, element, with_nan):
     """Per-tensor FP8: elements ``start:stop`` times ``scale``."""
     size = input_size(dtype)
@@ -104,7 +105,7 @@ def cast(x, codes, scale, start, stop, dtype, element, with_nan):
         position += 1
 
 
-@jit
+@inner
 def nvfp4_scales(amax, encode_scale, decode_scale, e4m3, no):
     """Stored E4M3 bytes (i32 lanes) and encode factors of 8 blocks, from the bits of their amaxes."""
     wanted = at_most_fp32_max(as_float(amax) * encode_scale)
@@ -114,7 +115,7 @@ def nvfp4_scales(amax, encode_scale, decode_scale, e4m3, no):
     return stored, factor
 
 
-@jit
+@inner
 def nvfp4_group(
     source, codes, scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
     dtype, e4m3, e2m1, stochastic, no, with_nan,
@@ -174,7 +175,7 @@ def _rounded(v, random_bytes, element, stochastic, with_nan):
     return stochastically
 
 
-@jit
+@kernel
 def nvfp4_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
     first, last, cols, scratch, key0, key1, dtype, e4m3, e2m1, stochastic, random, no, yes,
@@ -207,7 +208,7 @@ def nvfp4_rows(
     return True
 
 
-@jit
+@kernel
 def nvfp4_tile_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
     first, last, cols, scratch, dtype, e4m3, e2m1, no,

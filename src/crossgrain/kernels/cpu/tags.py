@@ -7,7 +7,10 @@ nothing.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from numba import types
@@ -21,12 +24,27 @@ class Tag:
     name: str
 
 
+@cache
+def source_digest() -> str:
+    """A digest of all that kernels are compiled from.
+
+    numba's cache on disk looks only at the file a kernel stands in. With the digest in the type of every
+    tag, and a tag among the arguments of every kernel, machine code of other sources is never found.
+    """
+    here = Path(__file__).parent
+    sources = sorted(here.glob("*.py")) + sorted((here.parent.parent / "formats").glob("*.py"))
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class TagType(types.Type):
     """The numba type of one tag."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
-        super().__init__(name=f"Tag({tag})")
+        super().__init__(name=f"Tag({tag}, {source_digest()})")
 
 
 register_model(TagType)(models.OpaqueModel)
