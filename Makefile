@@ -36,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out out
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py --json out/kernels.json --chart out/kernels.png
 
 clean:
 	rm -rf $(VENV) out build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -204,6 +204,7 @@ def main() -> None:
         kernels.free_workspaces()
     print_report(about, arguments.size, copy_time, timings)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         report = {"environment": about, "size": arguments.size, "copy_seconds": copy_time}
         report["timings"] = [asdict(timing) for timing in timings]
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
