@@ -301,3 +301,17 @@ print(CpuBackend().decode(plane, torch.float32)[0, 0].item())
     assert changed != elements.read_text()
     elements.write_text(changed)
     assert run() == 6.0, "the changed source must be what runs"
+
+
+def test_tensors_without_memory_of_their_own_go_to_the_reference():
+    """Transformed and lazy tensors have no address that a kernel could read."""
+    x = torch.randn(2, 64, 64)
+    assert torch.equal(torch.func.vmap(kernels.amax)(x), torch.stack([CPU.amax(x[0]), CPU.amax(x[1])]))
+    decoded = cg.quantize(x[0], "mxfp8").dequantize()
+    assert torch.equal(torch.func.functionalize(lambda v: cg.quantize(v, "mxfp8").dequantize())(x[0]), decoded)
+    assert (cg.quantize(torch._efficientzerotensor((64, 64)), "nvfp4").dequantize() == 0).all()
+    negative = torch.view_as_complex(torch.randn(32, 32, 2)).conj().imag
+    assert negative.is_neg()
+    assert torch.equal(
+        cg.quantize(negative, "mxfp8")._rowwise_data, cg.quantize(negative.clone(), "mxfp8")._rowwise_data
+    )

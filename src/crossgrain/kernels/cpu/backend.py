@@ -22,6 +22,7 @@ from .runtime import kernel, run_ranges
 from .support import (
     from_bits,
     global_scales,
+    has_memory,
     is_cast,
     is_fp8_tiled,
     is_mxfp8,
@@ -101,7 +102,7 @@ class CpuBackend(ReferenceBackend):
         return super().measure(x, [target])[0] if bits > INFINITY_BITS else from_bits(bits)
 
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
-        if not is_readable(x) or x.numel() == 0:
+        if not is_readable(x) or not all(has_memory(b) for target in targets for b in target.plane.buffers()):
             super().encode(x, targets, seed)
             return
         # fp16 goes through fp32, but for the scales that depend on the range of the input's dtype.
@@ -340,7 +341,7 @@ class CpuBackend(ReferenceBackend):
 
     def _decode_fast(self, plane: Plane, workspace: Tensor | None = None) -> Tensor | None:
         """The plane as it lies, in fp32: the operand, or [M, K] if it is stored so. None: there is no kernel."""
-        if type(plane.data) is not Tensor or not plane.data.is_contiguous() or plane.data.numel() == 0:
+        if not plane.data.is_contiguous() or not all(map(has_memory, plane.buffers())):
             return None
         if plane.scale is None or plane.scale.stride(-1) != 1:
             return None

@@ -42,9 +42,19 @@ def keys_of(seed: int | None, target: Target) -> tuple[int, int]:
     return (0, 0) if seed is None else stream_keys(seed, target.plane.direction)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the numbers are where the address says; traced, transformed and lazy tensors only look so."""
+    return (
+        type(tensor) is Tensor
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._is_functional_tensor(tensor)
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+    )
+
+
 def is_readable(x: Tensor) -> bool:
-    # Only real memory: tensors that are traced have none.
-    return x.dtype in HIGH_PRECISION and type(x) is Tensor
+    return x.dtype in HIGH_PRECISION and has_memory(x)
 
 
 def readable_memory(x: Tensor) -> Tensor:
