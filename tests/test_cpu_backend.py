@@ -119,6 +119,11 @@ def test_pairs_of_formats(pair):
             assert_backends_agree(x.to(dtype), encodings)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_plane_twice_is_written_twice(name):
+    assert_backends_agree(torch.randn(128, 128), encodings_of(name, (ROWWISE, COLUMNWISE, ROWWISE, COLUMNWISE)))
+
+
 SHAPES = [(1, 128), (32, 32), (16, 16), (128, 1), (160, 3), (96, 48), (130, 200), (33, 7), (3, 32, 64), (2, 2, 32, 96)]
 SHAPES += [(256, 1040), (144, 1152), (0, 128), (128, 0), (5,)]
 

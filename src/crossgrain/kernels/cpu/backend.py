@@ -33,6 +33,7 @@ from .support import (
     is_readable,
     is_row_cast,
     keys_of,
+    one_per_direction,
     readable_memory,
     reciprocal,
     row_bytes,
@@ -194,7 +195,7 @@ class CpuBackend(ReferenceBackend):
     def _encode_mx_tiles(self, x: Tensor, targets: list[Target]) -> list[Target]:
         """MXFP8 with 32x32 tiles, in one or both directions; returns the rest."""
         group = [target for target in targets if is_mxfp8(target, (32, 32))]
-        group = [target for target in group if target.encoding == group[0].encoding]
+        group = one_per_direction([target for target in group if target.encoding == group[0].encoding])
         if not group:
             return targets
         planes = {target.plane.direction: target.plane for target in group}
@@ -220,7 +221,7 @@ class CpuBackend(ReferenceBackend):
         first = next((target for target in targets if is_fp8_tiled(target)), None)
         if first is None:
             return targets
-        group = [t for t in targets if is_fp8_tiled(t, beside=first)]
+        group = one_per_direction([t for t in targets if is_fp8_tiled(t, beside=first)])
         row = next((t.plane for t in group if t.plane.direction is ROWWISE), None)
         column = next((t.plane for t in group if t.plane.direction is COLUMNWISE), None)
         fmt, encoding = first.plane.format, first.encoding

@@ -169,3 +169,8 @@ def row_bytes(scales: Tensor) -> int:
 
 def is_row_cast(target: Target) -> bool:
     return target.plane.direction is ROWWISE and is_cast(target)
+
+
+def one_per_direction(targets: list[Target]) -> list[Target]:
+    """The first rowwise and the first columnwise target: what one pass can write."""
+    return list({target.plane.direction: target for target in reversed(targets)}.values())
