@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
+from crossgrain.encoding import Encoding
+from crossgrain.formats import E4M3, Format, ScaleLayout, mxfp8_format, nvfp4_format
 from crossgrain.kernels import REFERENCE, Target
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.plane import empty_plane, shape_problem
@@ -320,3 +322,31 @@ def test_tensors_without_memory_of_their_own_go_to_the_reference():
     assert torch.equal(
         cg.quantize(negative, "mxfp8")._rowwise_data, cg.quantize(negative.clone(), "mxfp8")._rowwise_data
     )
+
+
+UNUSUAL = {
+    "block-major scales": Format("u1", E4M3, (1, 32), "e8m0_up", ScaleLayout(transposed=True), transposes=False),
+    "one scale per tile": Format("u2", E4M3, (32, 32), "e8m0_up", ScaleLayout(), transposes=False),
+    "transposed": Format("u3", E4M3, (1, 32), "e8m0_up", ScaleLayout(pad=(128, 4))),
+    "rotated": replace(mxfp8_format(), name="u4", rotation=3),
+    "blocks in rows": Format("u5", E4M3, (1, 128), layout=ScaleLayout(), ragged=True),
+    "two rows": Format("u6", E4M3, (2, 32), "e8m0_up", ScaleLayout(), transposes=False),
+    "nvfp4 block-major": replace(nvfp4_format(), name="u7", layout=ScaleLayout(transposed=True)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_formats_that_only_resemble_the_built_in_ones(name):
+    """Kernels know the layouts of the built-in formats; anything else must not reach them."""
+    assert_backends_agree(torch.randn(128, 128), [(d, Encoding(UNUSUAL[name])) for d in (ROWWISE, COLUMNWISE)])
+
+
+def test_memory_that_a_kernel_must_not_trust():
+    plane = cg.quantize(torch.randn(64, 64), "mxfp8").plane(ROWWISE)
+    for wrong in (torch.empty(4096, dtype=torch.bfloat16), torch.empty(100), torch.empty(8192)[::2]):
+        with pytest.raises(ValueError, match="a workspace for a plane"):
+            kernels.decode_operand(plane, wrong)
+    scalar = cg.Float8Tensor(
+        (4, 16), torch.float32, data=torch.ones(4, 16, dtype=torch.uint8), fp8_scale_inv=torch.tensor(0.5), fp8_dtype=7
+    )
+    assert torch.equal(scalar.dequantize(), REFERENCE.decode(scalar.plane(ROWWISE), torch.float32))

@@ -79,6 +79,16 @@ def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
     page faults would cost several times what decoding does (see `workspaces`).
     """
     _check_readable(plane)
+    if workspace is not None and not (
+        workspace.dtype == torch.float32
+        and workspace.is_contiguous()
+        and workspace.dim() == 1
+        and workspace.numel() >= plane.shape[0] * plane.shape[1]
+    ):
+        raise ValueError(
+            f"a workspace for a plane of {list(plane.shape)} is a contiguous float32 vector of that size or more, "
+            f"not {workspace.dtype} {list(workspace.shape)}"
+        )
     return _backend(plane.data).decode_operand(plane, workspace)
 
 
@@ -90,6 +100,7 @@ def _check_readable(plane: Plane) -> None:
 
 def amax(x: Tensor) -> Tensor:
     """Largest magnitude of ``x``, NaNs aside: fp32 [1]."""
+    _refuse_flush_to_zero()
     return _backend(x).amax(x)
 
 

@@ -32,6 +32,7 @@ from .support import (
     is_nvfp4_rows,
     is_readable,
     is_row_cast,
+    is_standard,
     keys_of,
     one_per_direction,
     readable_memory,
@@ -67,7 +68,7 @@ class CpuBackend(ReferenceBackend):
             if of_tensor and fmt.rotation is None:
                 whole = self.amax(x) if whole is None else whole
                 measured.append(whole.clone())
-            elif is_nvfp4_columns(target) and is_readable(x) and x.numel():
+            elif is_standard(target.plane) and is_nvfp4_columns(target) and is_readable(x) and x.numel():
                 measured.append(self._rotated_amax(readable_memory(x), target))
             else:
                 measured.extend(super().measure(x, [target]))
@@ -108,13 +109,14 @@ class CpuBackend(ReferenceBackend):
             return
         # fp16 goes through fp32, but for the scales that depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
-        source, left = readable_memory(x), [target for target in targets if target not in bound_to_dtype]
+        slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_every_amax(t)]
+        source, left = readable_memory(x), [target for target in targets if target not in slow]
         left = self._encode_nvfp4_columns(source, left, seed)
         left = self._encode_mx_together(source, left)
         left = self._encode_mx_tiles(source, left)
         left = self._encode_fp8_tiles(source, left)
         left = [target for target in left if not self._encode_alone(source, target, seed)]
-        super().encode(x, left + bound_to_dtype, seed)
+        super().encode(x, left + slow, seed)
 
     def _encode_mx_together(self, x: Tensor, targets: list[Target]) -> list[Target]:
         """MXFP8 columnwise, with MXFP8 rowwise in the same pass if that is wanted too; returns the rest."""
@@ -344,7 +346,9 @@ class CpuBackend(ReferenceBackend):
         """The plane as it lies, in fp32: the operand, or [M, K] if it is stored so. None: there is no kernel."""
         if not plane.data.is_contiguous() or not all(map(has_memory, plane.buffers())):
             return None
-        if plane.scale is None or plane.scale.stride(-1) != 1:
+        if plane.scale is None or not is_standard(plane):
+            return None
+        if plane.format.block is not None and plane.scale.stride(-1) != 1:
             return None
         height, width = plane.operand_shape if plane.transposed else plane.shape
         work = decoder(plane, width)
@@ -359,3 +363,10 @@ class CpuBackend(ReferenceBackend):
         flat = plane.format.block is None
         run_ranges(lambda first, last: work(out, first, last, streaming), out.numel() if flat else height, out.numel())
         return out
+
+
+def _has_every_amax(target: Target) -> bool:
+    """One amax for each row of a row-scaled plane; the reference would spread a single one."""
+    return target.encoding.format.global_amax != "row" or (
+        target.amax is not None and target.amax.numel() == target.plane.operand_shape[0]
+    )

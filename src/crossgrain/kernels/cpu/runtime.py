@@ -49,7 +49,7 @@ def _numba_type(argument: Any) -> Any:
 
 def thread_count(elements: int) -> int:
     """How many threads to use for this many elements."""
-    wanted = int(os.environ.get("CROSSGRAIN_NUM_THREADS", 0)) or torch.get_num_threads()
+    wanted = int(os.environ.get("CROSSGRAIN_NUM_THREADS") or 0) or torch.get_num_threads()
     return max(1, min(wanted, elements // _ELEMENTS_PER_THREAD))
 
 
@@ -67,5 +67,10 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     key = (os.getpid(), workers)  # threads do not survive a fork
     pool = _pools.get(key)
     if pool is None:
-        pool = _pools.setdefault(key, ThreadPoolExecutor(workers, thread_name_prefix="crossgrain"))
+        pool = _pools.setdefault(key, _new_pool(workers))
     return pool
+
+
+def _new_pool(workers: int) -> ThreadPoolExecutor:
+    # A thread inherits flush-to-zero from the one that starts it, and would keep it.
+    return ThreadPoolExecutor(workers, "crossgrain", initializer=lambda: torch.set_flush_denormal(False))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ...dtypes import HIGH_PRECISION
-from ...formats import E2M1, E4M3, E5M2
+from ...formats import E2M1, E4M3, E5M2, nvfp4_format
+from ...formats.format import BUILT_IN
 from ...plane import COLUMNWISE, ROWWISE, Plane
 from ..reference.random_bits import stream_keys
 from ..reference.scaling import global_scale
@@ -164,7 +165,7 @@ def same_amax(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def row_bytes(scales: Tensor) -> int:
-    return scales.stride(0) * scales.element_size()
+    return scales.stride(0) * scales.element_size() if scales.dim() else 0
 
 
 def is_row_cast(target: Target) -> bool:
@@ -174,3 +175,15 @@ def is_row_cast(target: Target) -> bool:
 def one_per_direction(targets: list[Target]) -> list[Target]:
     """The first rowwise and the first columnwise target: what one pass can write."""
     return list({target.plane.direction: target for target in reversed(targets)}.values())
+
+
+def is_standard(plane: Plane) -> bool:
+    """Whether the plane is of a built-in format, stored as that format stores it: all that kernels know."""
+    fmt = plane.format
+    known = fmt in _KNOWN or (fmt.rotation is not None and fmt == nvfp4_format(rotation=fmt.rotation))
+    usual = fmt.block is None or plane.transposed == (fmt.transposes and plane.direction is COLUMNWISE)
+    plain_amax = plane.amax is None or plane.amax.is_contiguous()
+    return known and usual and plain_amax
+
+
+_KNOWN = frozenset(BUILT_IN)
