@@ -1,0 +1,1 @@
+"""What the user asks for: recipes, roles, factories, the per-GEMM language."""
