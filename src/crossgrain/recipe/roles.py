@@ -1,4 +1,4 @@
-"""Which tensor of which module a quantizer is for, and what may stand for a quantizer until its state exists."""
+"""Which tensor of which module a quantizer is for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,3 @@ class QuantizerRole:
 
     def __str__(self) -> str:
         return "|".join(part for part in (self.module_type, self.tensor_type, self.name) if part)
-
-
-@dataclass(frozen=True)
-class QuantizerRequest:
-    """A quantizer that needs state which the recipe state keeps: it is made when that exists."""
