@@ -321,6 +321,12 @@ class Quantizer:
         """Whether quantizing the same input again gives the same bytes."""
         return False
 
+    def _get_compatible_recipe(self) -> type[Any]:
+        """The recipe class whose autocast may use weights of this quantizer."""
+        from .recipe.compatibility import compatible_recipe  # recipes stand on quantizers
+
+        return compatible_recipe(type(self))
+
     def __eq__(self, other: object) -> bool:
         if self._value_fields is None or type(other) is not type(self):
             return self is other
