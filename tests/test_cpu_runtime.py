@@ -1,0 +1,153 @@
+"""Compiling and running kernels under bad conditions."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numba.core.config
+import pytest
+import torch
+
+import crossgrain as cg
+from crossgrain.kernels.cpu import disk_cache, elements, rows, runtime, tags
+
+SIGNATURE = (4096, 0, 8, tags.F32, tags.YES, tags.NO)  # what `rows.amax_bits` takes, by example
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# ---- the cache on disk -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def amax_of(tmp_path, monkeypatch):
+    """The amax kernel as a new process would find it, with its cache in ``tmp_path``."""
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(disk_cache, "_warned", False)
+
+    def compile_and_run(x: torch.Tensor) -> tuple[float, bool]:
+        """The amax, and whether the machine code came from the disk."""
+        dispatcher = elements.kernel(rows.amax_bits.py_func)
+        arguments = (x.data_ptr(), 0, x.numel(), *SIGNATURE[3:])
+        bits = runtime.kernel(dispatcher, *arguments)(*arguments)
+        value = torch.tensor([bits], dtype=torch.int32).view(torch.float32).item()
+        return value, bool(dispatcher.stats.cache_hits)
+
+    return compile_and_run
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def make_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\x80garbage" * 100),
+    "another pickle": lambda path: path.write_bytes(pickle.dumps([1, 2, 3])),
+    "truncated": truncate,
+    "flipped bit": flip_a_bit,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_damaged_cache_is_replaced(kind, damage, amax_of, tmp_path):
+    x = torch.tensor([1.0, -7.5, float("nan"), 3.0])
+    assert amax_of(x) == (7.5, False)
+    assert amax_of(x) == (7.5, True)
+    (file,) = tmp_path.rglob(f"*.{kind}")
+    DAMAGES[damage](file)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert amax_of(x) == (7.5, False)
+    # An index of another version, or without our entry, is not damaged: it is just of no use.
+    assert len(caught) == 1 or (kind == "nbi" and damage in ("another pickle", "flipped bit") and not caught)
+    assert amax_of(x) == (7.5, True), "the next process finds a good cache again"
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_cache_that_can_be_neither_read_nor_replaced(kind, amax_of, tmp_path):
+    x = torch.tensor([2.0, -4.0])
+    amax_of(x)
+    (file,) = tmp_path.rglob(f"*.{kind}")
+    make_a_directory(file)
+    with pytest.warns(UserWarning, match=r"compiled kernels.*cannot be used"):
+        assert amax_of(x) == (4.0, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert amax_of(x) == (4.0, False), "one warning is enough"
+
+
+USE_KERNELS = """
+import warnings, torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import crossgrain as cg
+    from crossgrain.kernels import REFERENCE
+    from crossgrain.kernels.cpu import rows
+    q = cg.quantize(torch.randn(64, 64), "mxfp8", columnwise=False)
+    assert cg.get_backend() == "cpu"
+    assert torch.equal(q.dequantize(), REFERENCE.decode(q.plane(cg.ROWWISE), torch.float32))
+print(sum("compiled kernels" in str(w.message) for w in caught), rows.mx_rows.stats.cache_path)
+"""
+
+
+@pytest.fixture
+def read_only_package(tmp_path):
+    """A copy of the package beside whose sources nothing can be written, not even by root."""
+    copy = tmp_path / "site" / "crossgrain"
+    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "kernels" / "cpu" / "__pycache__").touch()
+    (copy / "kernels" / "cpu").chmod(0o555)
+    yield copy.parent
+    (copy / "kernels" / "cpu").chmod(0o755)
+
+
+def test_an_installation_that_is_read_only_uses_the_cache_of_the_user(read_only_package, tmp_path):
+    home = tmp_path / "cache"
+    environment = {"PYTHONPATH": str(read_only_package), "XDG_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""}
+    warned, path = run_python(USE_KERNELS, **environment).split()
+    assert warned == "0" and Path(path).is_relative_to(home)
+    assert list(home.rglob("*.nbc"))
+
+
+def test_without_any_place_for_a_cache(read_only_package, tmp_path):
+    nowhere = tmp_path / "file"
+    nowhere.touch()
+    environment = {"PYTHONPATH": str(read_only_package), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": ""}
+    assert run_python(USE_KERNELS, **environment).split() == ["1", "None"]
+
+
+def test_the_digest_of_the_sources_is_that_of_the_import(tmp_path):
+    """A source that is edited later is not what runs, so its digest must not be on what runs."""
+    copy = tmp_path / "crossgrain"
+    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"""
+from crossgrain.kernels.cpu import backend, tags
+before = open({str(copy / "kernels/cpu/simd.py")!r}, "a").write("# edited")
+print(tags.TagType("x").name)
+"""
+    running, edited = (run_python(code, PYTHONPATH=str(tmp_path)) for _ in range(2))
+    expected = tags.TagType("x").name
+    assert running.strip() == expected and edited.strip() != expected
