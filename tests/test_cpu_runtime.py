@@ -1,4 +1,4 @@
-"""Compiling and running kernels under bad conditions."""
+"""Compiling and running kernels under bad conditions: damaged caches, shutdown, forks."""
 
 import os
 import pickle
@@ -151,3 +151,73 @@ print(tags.TagType("x").name)
     running, edited = (run_python(code, PYTHONPATH=str(tmp_path)) for _ in range(2))
     expected = tags.TagType("x").name
     assert running.strip() == expected and edited.strip() != expected
+
+
+# ---- threads -----------------------------------------------------------------------------------------
+
+
+class _Closed:
+    """A pool at shutdown."""
+
+    def submit(self, *arguments):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+
+def test_without_helpers_the_caller_does_all_ranges(monkeypatch):
+    monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "4")
+    monkeypatch.setattr(runtime, "_pool", lambda workers: _Closed())
+    assert runtime.run_ranges(lambda first, last: (first, last), 10, 1 << 30) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+
+
+def test_an_error_of_a_helper_reaches_the_caller(monkeypatch):
+    monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "4")
+
+    def work(first, last):
+        if first == 5:
+            raise ZeroDivisionError
+        return first
+
+    with pytest.raises(ZeroDivisionError):
+        runtime.run_ranges(work, 10, 1 << 30)
+
+
+@pytest.mark.parametrize("where", ["atexit", "thread"])
+def test_quantizing_while_the_interpreter_shuts_down(where):
+    at_exit = "atexit.register(work)"
+    in_thread = "threading.Thread(target=lambda: (threading.main_thread().join(), work())).start()"
+    code = f"""
+import atexit, threading, torch, crossgrain as cg
+x = torch.randn(1024, 1024)
+expected = cg.quantize(x, "mxfp8", columnwise=False)._rowwise_data
+def work():
+    print(torch.equal(cg.quantize(x, "mxfp8", columnwise=False)._rowwise_data, expected))
+{at_exit if where == "atexit" else in_thread}
+"""
+    assert run_python(code, CROSSGRAIN_NUM_THREADS="3").split() == ["True"]
+
+
+def test_a_fork_while_another_thread_compiles(tmp_path):
+    """The child has the lock of the compiler, but not the thread that holds it."""
+    code = """
+import multiprocessing, threading, torch, crossgrain as cg
+from numba.core.compiler_lock import global_compiler_lock
+
+cg.quantize(torch.randn(32, 32), "fp8")
+holding = threading.Event()
+
+def compile_something():
+    with global_compiler_lock:
+        holding.set()
+        cg.quantize(torch.randn(64, 64), "nvfp4")
+
+thread = threading.Thread(target=compile_something)
+thread.start()
+holding.wait()
+child = multiprocessing.get_context("fork").Process(target=lambda: cg.quantize(torch.randn(32, 32), "mxfp8"))
+child.start()
+child.join(60)
+print(child.exitcode)
+child.kill()
+thread.join()
+"""
+    assert run_python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["0"]
