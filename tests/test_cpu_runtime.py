@@ -11,9 +11,17 @@ from pathlib import Path
 import numba.core.config
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import crossgrain as cg
+from crossgrain.encoding import Encoding
+from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
+from crossgrain.kernels import REFERENCE, Target
 from crossgrain.kernels.cpu import disk_cache, elements, rows, runtime, tags
+from crossgrain.kernels.cpu.backend import CpuBackend
+from crossgrain.plane import Direction, empty_plane
+
+from .quantizers import QUANTIZERS
 
 SIGNATURE = (4096, 0, 8, tags.F32, tags.YES, tags.NO)  # what `rows.amax_bits` takes, by example
 
@@ -221,3 +229,64 @@ child.kill()
 thread.join()
 """
     assert run_python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["0"]
+
+
+# ---- what numbers and tensors kernels are given ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 2.0, float("inf"), float("nan")])
+def test_the_reciprocal_of_any_scale_is_silent(scale):
+    from crossgrain.kernels.cpu.support import reciprocal
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine = torch.tensor(reciprocal(scale))
+    theirs = torch.tensor(1.0) / torch.tensor(scale)
+    assert torch.equal(mine, theirs) or (mine.isnan() and theirs.isnan())
+
+
+TWO_LEVEL = [
+    Encoding(nvfp4_format()),
+    Encoding(nvfp4_format(), stochastic=True),
+    Encoding(nvfp4_format(two_d=True)),
+    Encoding(nvfp4_format(row_scaled=True)),
+    Encoding(nvfp4_format(rotation=DEFAULT_SIGN_MASK)),
+]
+
+
+@pytest.mark.parametrize("amax", [float("nan"), float("inf"), -float("inf"), -1.0, -0.0, 1e-45, 3e38])
+@pytest.mark.parametrize("encoding", TWO_LEVEL, ids=lambda e: e.format.name + "_sr" * e.stochastic)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+def test_an_amax_from_outside_may_be_anything(encoding, direction, amax):
+    """For example reduced over ranks, one of which has overflowed."""
+    x = torch.randn(64, 64)
+    planes = []
+    for backend in (CpuBackend(), REFERENCE):
+        plane = empty_plane(encoding.format, direction, x.shape, device=x.device)
+        given = torch.full_like(plane.amax, amax)
+        given[1:] = 3.0  # where there is one for each row
+        backend.encode(x, [Target(plane, encoding, amax=given)], 7)
+        planes.append(plane)
+    mine, theirs = planes
+    assert torch.equal(mine.data, theirs.data)
+    assert torch.equal(mine.scale, theirs.scale)
+    assert torch.equal(mine.amax.view(torch.int32), theirs.amax.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_real_tensors_where_new_ones_are_fake(name):
+    """Scratch and results have no memory under such a mode, so no kernel may run."""
+    x = torch.randn(128, 128)
+    q = QUANTIZERS[name]()(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for direction in Direction:
+            assert q.dequantize(direction=direction).shape == x.shape
+        for plane in q.planes():
+            assert cg.kernels.decode_operand(plane).shape == x.shape
+        if name.endswith("_sr"):
+            with pytest.raises(DataDependentOutputException):  # of torch: no seed can be drawn here
+                q.quantize_(x)
+        else:
+            q.quantize_(x)
+            assert QUANTIZERS[name]()(x).dequantize().shape == x.shape
+    assert q.dequantize().isfinite().all()
