@@ -79,6 +79,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "formats": self._formats,
+            "alias_of": self,
         }
 
     # One buffer may serve both directions: what follows from that.

@@ -50,6 +50,7 @@ class DataAndScaleStorage(QuantizedTensorStorage):
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "formats": self._formats,
+            "alias_of": self,
         }
 
 
