@@ -12,6 +12,16 @@ from .holder import PlaneBuffers
 from .storage import QuantizedTensorStorage
 
 
+class FP8Storage(QuantizedTensorStorage):
+    """Codes that are FP8 numbers."""
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        element = self._formats[ROWWISE].element
+        assert element is not None
+        return dtype_of_element(element)
+
+
 class DataAndScaleStorage(QuantizedTensorStorage):
     """Codes and scales of each direction in buffers of their own."""
 
@@ -30,12 +40,6 @@ class DataAndScaleStorage(QuantizedTensorStorage):
     _columnwise_data: Tensor | None
     _rowwise_scale_inv: Tensor | None
     _columnwise_scale_inv: Tensor | None
-
-    @property
-    def _element_dtype(self) -> DType:
-        element = self._formats[ROWWISE].element
-        assert element is not None
-        return dtype_of_element(element)
 
     @property
     def _has_tiles(self) -> bool:
