@@ -19,6 +19,7 @@ from crossgrain.recipe import (
     RecipeState,
     active,
     autocast,
+    forward_step,
     ran_in_backward,
     ran_in_forward,
 )
@@ -182,6 +183,29 @@ def test_calibration_needs_no_gradients():
     with torch.no_grad(), autocast(enabled=False, calibrating=True, recipe=RECIPE):
         probe(tensor())
     assert probe.scales()[0] == FORWARD
+
+
+def test_without_autocast_a_forward_is_a_step():
+    probe = Probe()
+
+    def forward(fail=False):
+        with forward_step(probe.forward_state):
+            probe.quantizer.calibrate(torch.full((4,), 2.0))
+            assert not fail
+
+    with torch.no_grad():
+        forward()
+    with pytest.raises(AssertionError):
+        forward(fail=True)
+    assert probe.scales()[0] == 1.0 and probe.seen()[0] == 0.0, "no trace of either"
+    with autocast(recipe=RECIPE):
+        forward()
+        assert probe.scales()[0] == 1.0, "autocast says when a step ends, where there is one"
+    assert probe.scales()[0] == FORWARD
+    forward()
+    assert probe.forward_state.amax_history[:, 0].tolist() == [0.0, 0.0, 2.0, 2.0]
+    with forward_step(RecipeState.create(MXFP8BlockScaling(), mode="forward")):
+        pass
 
 
 def test_several_uses_in_one_step_are_one_update():
