@@ -57,6 +57,7 @@ class Quantizer:
     amax_reduction_group: Any = None
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._memo = {}
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False
