@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import types
@@ -38,6 +38,20 @@ def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
             dispatcher.compile(signature)
             entry = _compiled[key] = dispatcher.overloads[signature].entry_point
     return entry
+
+
+class Compiled(NamedTuple):
+    """The kernels of this process: all of them, those that came from the disk, and where others will find them."""
+
+    kernels: int
+    from_disk: int
+    directory: str | None
+
+
+def compiled_so_far() -> Compiled:
+    stats = [dispatcher.stats for dispatcher in {key[0] for key in _compiled}]
+    from_disk = sum(sum(each.cache_hits.values()) for each in stats)
+    return Compiled(len(_compiled), from_disk, next((each.cache_path for each in stats), None))
 
 
 def _numba_type(argument: Any) -> Any:
