@@ -18,6 +18,7 @@ from .float8_block import (
     Float8BlockwiseQTensorStorage,
 )
 from .formats import Format, get_format, register_format
+from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
@@ -54,6 +55,9 @@ __all__ = [
     "FormatQuantizer",
     "FormatTensor",
     "FormatTensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
@@ -99,6 +103,8 @@ _torch.serialization.add_safe_globals(
         Format,
         FormatQuantizer,
         FormatTensor,
+        HybridQuantizedTensor,
+        HybridQuantizer,
         IdentityQuantizer,
         IdentityTensor,
         MXFP8Quantizer,

@@ -144,12 +144,17 @@ class Quantizer:
 
     def _encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
         """Write ``src`` into some planes of ``dst``, which are checked to fit before anything is written."""
-        formats = dict(dst._formats)
         for plane in planes:
             self._check_fits(plane, dst)
-            formats[plane.direction] = self.encoding(plane.direction).format
-        self._write(src, dst, [replace(plane, format=formats[plane.direction]) for plane in planes])
-        dst._formats.update(formats)  # in place: aliases read the same bytes
+        self._write(src, dst, self._in_own_formats(planes))
+        self._note_formats(dst, planes)
+
+    def _in_own_formats(self, planes: Sequence[Plane]) -> list[Plane]:
+        return [replace(plane, format=self.encoding(plane.direction).format) for plane in planes]
+
+    def _note_formats(self, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+        """The planes are in this quantizer's formats now; aliases read the same bytes, so in place."""
+        dst._formats.update({plane.direction: self.encoding(plane.direction).format for plane in planes})
 
     def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
         """Measure, reduce, encode: planes are in the formats of this quantizer."""

@@ -35,6 +35,10 @@ class PlaneBuffers(NamedTuple):
 _write_numbers = itertools.count(1)
 
 
+def next_write_number() -> int:
+    return next(_write_numbers)
+
+
 class Epoch:
     """When a plane was last written; shared by all objects that hold its buffers."""
 
@@ -170,6 +174,28 @@ class PlaneHolder:
         """All attributes that make up the storage."""
         return cls._buffer_names + cls._attribute_names
 
+    @classmethod
+    def _shared_names(cls) -> tuple[str, ...]:
+        """All attributes that aliases have in common."""
+        return (*cls._state_names(), "_epochs")
+
+    def _plain_state(self) -> dict[str, Any]:
+        """The state in types that ``torch.load(weights_only=True)`` knows."""
+        state = {name: getattr(self, name) for name in self._state_names()}
+        return {**state, "_formats": tuple(self._formats.items()), "_shape": tuple(self._shape)}
+
+    def _take_plain_state(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._formats = dict(state["_formats"])
+        self._shape = torch.Size(state["_shape"])
+        self._epochs = {direction: Epoch() for direction in Direction}
+
+    def _share_history(self, other: PlaneHolder) -> None:
+        """This object was built over the buffers of ``other``: writes to one are seen by both."""
+        self._cut_axes = other._cut_axes
+        self._epochs, self._formats = other._epochs, other._formats
+
     def _stores_transposed(self, direction: Direction) -> bool:
         return direction is COLUMNWISE and self._formats[direction].transposes
 
@@ -183,17 +209,19 @@ class PlaneHolder:
 
     def _adopt_plane(self, plane: Plane) -> None:
         """Take a plane in buffers of its own that agrees with what is here."""
-        newest = max(epoch.number for epoch in self._epochs.values())
-        self._epochs = {**self._epochs, plane.direction: Epoch(newest)}
+        self._epochs = {**self._epochs, plane.direction: Epoch(self._last_write())}
         self._set_plane(plane.direction, plane)
 
-    def _mark_written(self) -> None:
-        """Every plane here was written just now.
+    def _last_write(self) -> int:
+        return max(epoch.number for epoch in self._epochs.values())
+
+    def _mark_written(self, number: int | None = None) -> None:
+        """Every plane here was written just now, in the write of that ``number`` if it is part of a larger one.
 
         Aliases that hold a plane which is not here find it stale. Autograd is told that the buffers
         changed, so that what was saved for backward does not go stale unseen.
         """
-        number = next(_write_numbers)
+        number = next_write_number() if number is None else number
         epochs = dict(self._epochs)
         stale = {direction: self._is_stale(direction) for direction in Direction}
         for direction, names in self._plane_buffers.items():

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .holder import Epoch
 from .storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
@@ -19,10 +18,7 @@ def reduce_tensor(tensor: QuantizedTensor) -> tuple[Any, ...]:
         plane.check_fresh()
     if tensor._cut_axes:
         tensor = tensor._clone()  # a slice on its own does not need the rest of its buffers
-    state = {name: getattr(tensor, name) for name in tensor._state_names()}
-    state["_formats"] = tuple(tensor._formats.items())
-    state["_shape"] = tuple(tensor.shape)
-    return make_tensor, (type(tensor), state, tensor.requires_grad, tensor._is_param)
+    return make_tensor, (type(tensor), tensor._plain_state(), tensor.requires_grad, tensor._is_param)
 
 
 def make_tensor(
@@ -35,11 +31,7 @@ def make_tensor(
         raise ValueError(f"the pickled state of a {cls.__name__} has other fields than this version knows")
     device = next((value.device for value in state.values() if isinstance(value, torch.Tensor)), torch.device("cpu"))
     tensor = cls._wrapper(state["_shape"], state["_dtype"], device, requires_grad)
-    for name, value in state.items():
-        setattr(tensor, name, value)
-    tensor._formats = dict(state["_formats"])
-    tensor._shape = torch.Size(state["_shape"])
-    tensor._epochs = {direction: Epoch() for direction in tensor._formats}
+    tensor._take_plain_state(state)
     if is_param:
         tensor._is_param = True
     return tensor

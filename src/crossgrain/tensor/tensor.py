@@ -155,8 +155,9 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             raise TypeError(f"cannot assign a {type(value).__name__} to the data of a {type(self).__name__}")
         # torch's setter moves shape, dtype and device, but knows nothing of our buffers.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        for name in (*self._state_names(), "_epochs"):
-            setattr(self, name, getattr(value, name))
+        alias = value._rewrap()
+        for name in self._shared_names():
+            setattr(self, name, getattr(alias, name))
 
     def _check_assignable(self, value: Tensor) -> None:
         if value.shape != self.shape or value.device != self.device:
@@ -165,8 +166,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
                 f"shape {list(self.shape)} on {self.device}"
             )
 
-    def _mark_written(self) -> None:
-        super()._mark_written()
+    def _mark_written(self, number: int | None = None) -> None:
+        super()._mark_written(number)
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)  # ordinary operations save the wrapper
 
@@ -187,8 +188,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         dtype = tensor.dtype if dtype is None else dtype
         metadata.pop("fake_dtype", None)
         new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
-        new._cut_axes = tensor._cut_axes
-        new._epochs, new._formats = tensor._epochs, tensor._formats
+        new._share_history(tensor)
         new._matrix = tensor._matrix if shape is None else new._matrix
         return new
 
@@ -203,7 +203,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
-            if name not in (*self._state_names(), "_epochs"):  # what the user hung on the tensor
+            if name not in self._shared_names():  # what the user hung on the tensor
                 setattr(new, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             new.grad = self.grad.clone()

@@ -1,0 +1,318 @@
+"""Hybrid quantization: one quantizer for each direction of a tensor.
+
+What the columnwise child quantizes is the input itself (``"original"``) or what the rowwise plane decodes
+to (``"rowwise_dequantized"``), so that forward and backward see the same rounded numbers. From the
+original, both planes are made in one pass over the input where there is a kernel for the pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .encoding import Encoding
+from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage
+from .identity import IdentityQuantizer
+from .kernels import Target
+from .nvfp4 import NVFP4Quantizer
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane
+from .quantizer import Quantizer, draw_seed
+from .request import QuantizerRequest
+from .settings import settings
+from .tensor import QuantizedTensorStorage
+
+__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
+
+ColumnwiseSource = Literal["original", "rowwise_dequantized"]
+
+
+class _Job(NamedTuple):
+    """One child's share of a write."""
+
+    quantizer: Quantizer
+    storage: QuantizedTensorStorage
+    planes: Sequence[Plane]
+
+
+class HybridQuantizer(Quantizer):
+    """Owns two quantizers and pins each to its direction.
+
+    The hybrid's own usages say which of them run. A child may be a `QuantizerRequest` until a recipe
+    state resolves it.
+    """
+
+    _tensor_class = HybridQuantizedTensor
+    _value_fields = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
+
+    rowwise_quantizer: Any
+    columnwise_quantizer: Any
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer | QuantizerRequest,
+        columnwise_quantizer: Quantizer | QuantizerRequest,
+        columnwise_source: ColumnwiseSource = "original",
+    ) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        children = {ROWWISE: rowwise_quantizer, COLUMNWISE: columnwise_quantizer}
+        accepted = (Quantizer,) if settings.strict else (Quantizer, QuantizerRequest)
+        for direction, child in children.items():
+            if not isinstance(child, accepted):
+                raise TypeError(f"the {direction.value} child of a hybrid is a quantizer, not {type(child).__name__}")
+        if rowwise_quantizer is columnwise_quantizer and isinstance(rowwise_quantizer, Quantizer):
+            raise ValueError("the two children of a hybrid must be two objects: each is pinned to its direction")
+        if columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(f"columnwise_source is 'original' or 'rowwise_dequantized', not {columnwise_source!r}")
+        self.columnwise_source = columnwise_source
+        for direction, child in children.items():
+            self._set_child(direction, child)
+
+    # ---- children ------------------------------------------------------------------------------
+
+    def child(self, direction: Direction) -> Any:
+        """The quantizer (or the pending request) of one direction."""
+        return self.rowwise_quantizer if direction is ROWWISE else self.columnwise_quantizer
+
+    def _set_child(self, direction: Direction, child: Quantizer | QuantizerRequest) -> None:
+        if isinstance(child, Quantizer):
+            child.set_usage(rowwise=direction is ROWWISE, columnwise=direction is COLUMNWISE)
+        setattr(self, f"{direction.value}_quantizer", child)
+
+    def pending(self) -> dict[Direction, QuantizerRequest]:
+        """The children that are still requests."""
+        return {
+            direction: child for direction in Direction if isinstance(child := self.child(direction), QuantizerRequest)
+        }
+
+    def resolved(self, children: Mapping[Direction, Quantizer]) -> HybridQuantizer:
+        """The same hybrid with ``children`` in place of its requests."""
+        new = self.copy()
+        for direction, child in children.items():
+            new._set_child(direction, child)
+        return new
+
+    def _wanted(self) -> list[Direction]:
+        if self.pending():
+            waiting = ", ".join(direction.value for direction in self.pending())
+            raise RuntimeError(f"this HybridQuantizer waits for a recipe state to make its {waiting} quantizer")
+        return super()._directions_to_make()
+
+    def _derives_columns(self) -> bool:
+        return self.columnwise_source == "rowwise_dequantized"
+
+    def encoding(self, direction: Direction) -> Encoding:
+        return self.child(direction).encoding(direction)  # type: ignore[no-any-return]
+
+    # ---- quantizing ----------------------------------------------------------------------------
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        wanted = self._wanted()
+        tensor = self._checked_by_children(tensor, wanted)
+        children: dict[Direction, Any] = {}
+        if self._derives_columns() and COLUMNWISE in wanted:
+            row = self._made_child(ROWWISE).quantize_impl(tensor)
+            children[ROWWISE] = row if ROWWISE in wanted else None  # else it was only a way to get there
+            children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, tensor))
+        else:
+            children = self._made_together(tensor, wanted)
+        return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
+
+    def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
+        """Children of the same input: their planes are written by one call."""
+        children: dict[Direction, Any] = {}
+        jobs = []
+        for direction in wanted:
+            quantizer = self._made_child(direction)
+            if _writes_planes(quantizer):
+                storage = quantizer._made(tensor.shape, tensor.dtype, tensor.device)
+                jobs.append(_Job(quantizer, storage, storage.planes()))
+            else:
+                storage = quantizer.quantize_impl(tensor)
+            children[direction] = storage
+        _write_jobs(tensor, jobs)
+        return children
+
+    def _made_child(self, direction: Direction) -> Quantizer:
+        """The child, set to make a bare storage if the hybrid makes one."""
+        child: Quantizer = self.child(direction)
+        if self.internal and not child.internal:
+            child = child.copy()
+            child.internal = True
+        return child
+
+    def _wrap(self, children: Mapping[Direction, Any], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
+        row, column = children.get(ROWWISE), children.get(COLUMNWISE)
+        storage: dict[str, Any] = {"rowwise_storage": row, "columnwise_storage": column, "quantizer": self}
+        if self.internal:
+            made: Any = HybridQuantizedTensorStorage(**storage, fake_dtype=dtype, shape=shape)
+        else:
+            made = HybridQuantizedTensor(shape, dtype, device=device, **storage)
+        for child in children.values():
+            if child is not None and child._quantizer is not None:
+                child._quantizer._leave_group()
+        made._mark_written()
+        return made
+
+    def _checked_by_children(self, tensor: Any, wanted: Sequence[Direction]) -> Tensor:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.dequantize()
+        needed = Direction if self._derives_columns() and COLUMNWISE in wanted else wanted
+        for direction in needed:
+            child = self.child(direction)
+            if not child.custom:
+                tensor = child._checked(tensor, child._directions_to_make())
+        return tensor  # type: ignore[no-any-return]
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Requantize every child that is present, whatever the usages: none is left as it was."""
+        if not isinstance(dst, HybridQuantizedTensorStorage):
+            raise ValueError(f"HybridQuantizer writes hybrid tensors, it cannot write to a {type(dst).__name__}")
+        if noop_flag is not None and noop_flag.item() != 0:
+            return dst
+        children = dst._children()
+        if not children:
+            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
+        self._wanted()
+        src = self._checked_by_children(src, list(children))
+        if src.shape != dst.shape or src.device != dst.device:
+            raise ValueError(
+                f"HybridQuantizer: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
+                f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
+            )
+        self.check_writable(dst)
+        if self._derives_columns() and COLUMNWISE in children:
+            row = children.get(ROWWISE)
+            if row is None:
+                row = self.child(ROWWISE).quantize_impl(src)
+            else:
+                self.child(ROWWISE).update_quantized(src, row)
+            self.child(COLUMNWISE).update_quantized(_decoded_like(row, src), children[COLUMNWISE])
+        else:
+            self._update_together(src, children)
+        dst._mark_written()
+        return dst
+
+    def _update_together(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        jobs = []
+        for direction, storage in children.items():
+            quantizer = self.child(direction)
+            if _writes_planes(quantizer):
+                jobs.append(_Job(quantizer, storage, quantizer._in_own_formats(storage.planes())))
+            else:
+                quantizer.update_quantized(src, storage)
+        _write_jobs(src, jobs)
+        for job in jobs:
+            job.quantizer._note_formats(job.storage, job.planes)
+
+    def check_writable(self, dst: QuantizedTensorStorage) -> None:
+        for direction, storage in dst._children().items():  # type: ignore[attr-defined]
+            child = self.child(direction)
+            if not child.custom and not isinstance(storage, child._tensor_class._storage_class()):
+                raise ValueError(
+                    f"the {direction.value} child of this hybrid of shape {list(dst.shape)} is a "
+                    f"{type(storage).__name__}, which {type(child).__name__} cannot write to"
+                )
+            child.check_writable(storage)
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
+        children = {
+            direction: self._made_child(direction)._made(shape, dtype, device, pin_memory)
+            for direction in self._wanted()
+        }
+        return self._wrap(children, shape, dtype, device)
+
+    def _directions_to_make(self) -> list[Direction]:
+        return self._wanted()
+
+    def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
+        for direction in directions:
+            self.child(direction)._check_shape(shape, [direction])
+
+    # ---- properties ----------------------------------------------------------------------------
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether a child reduces its amax; setting it sets those that can."""
+        return any(child.with_amax_reduction for child in self._reducing_children())
+
+    @with_amax_reduction.setter
+    def with_amax_reduction(self, value: bool) -> None:
+        for child in self._reducing_children():
+            child.with_amax_reduction = value
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        groups = [child.amax_reduction_group for child in self._reducing_children()]
+        if any(group is not groups[0] for group in groups):
+            raise RuntimeError("the children of this hybrid reduce their amaxes over different groups; ask each child")
+        return groups[0] if groups else None
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        for child in self._reducing_children():
+            child.amax_reduction_group = group
+
+    def _reducing_children(self) -> list[Any]:
+        return [child for direction in Direction if hasattr(child := self.child(direction), "amax_reduction_group")]
+
+    def _leave_group(self) -> None:
+        for direction in Direction:
+            child = self.child(direction)
+            if isinstance(child, Quantizer):
+                child._leave_group()
+
+    def copy(self) -> Self:
+        new = super().copy()
+        for direction in Direction:
+            child = self.child(direction)
+            if isinstance(child, Quantizer):
+                setattr(new, f"{direction.value}_quantizer", child.copy())
+        return new
+
+    def calibrate(self, tensor: Tensor) -> None:
+        for direction in self._wanted():
+            self.child(direction).calibrate(tensor)
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return all(self.child(direction).is_quantizable(tensor) for direction in Direction)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        row: Quantizer = self.rowwise_quantizer
+        return row.supports_only_rowwise_all_gather() or isinstance(self.columnwise_quantizer, NVFP4Quantizer)
+
+    def is_requantization_safe(self) -> bool:
+        needed = set(super()._directions_to_make())
+        if self._derives_columns() and COLUMNWISE in needed:
+            needed.add(ROWWISE)
+        return all(self.child(direction).is_requantization_safe() for direction in needed)
+
+
+def _writes_planes(quantizer: Quantizer) -> bool:
+    """Whether the quantizer's result is planes that kernels write, and not something of its own."""
+    return not quantizer.custom and not isinstance(quantizer, (IdentityQuantizer, HybridQuantizer))
+
+
+def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor) -> Tensor:
+    return row.dequantize(dtype=tensor.dtype).detach()
+
+
+def _write_jobs(src: Tensor, jobs: Sequence[_Job]) -> None:
+    """Measure all, reduce and observe each child's own, encode all with one seed, as one quantizer would."""
+    if not jobs:
+        return
+    with torch.no_grad():
+        src = src.detach().reshape(jobs[0].storage._matrix)
+        asked = [job.quantizer._targets(job.planes) for job in jobs]
+        measured = iter(kernels.measure(src, [target for targets in asked for target in targets]))
+        ready: list[Target] = []
+        for job, targets in zip(jobs, asked, strict=True):
+            own = job.quantizer._reduced([next(measured) for _ in targets])
+            job.quantizer._observe(own)
+            ready.extend(own)
+        stochastic = any(target.encoding.stochastic for target in ready)
+        kernels.encode(src, ready, draw_seed() if stochastic else None)

@@ -1,0 +1,367 @@
+"""A tensor of two formats: one child holds its rowwise plane, another its columnwise plane.
+
+Each child is a quantized tensor of its own format, of which one direction is used. Whatever moves
+tensors about is done child by child; what must hold for both together is here: a write reaches every
+child or none, and a child that missed a write is stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from .formats import Format
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
+from .tensor import QuantizedTensor, QuantizedTensorStorage
+from .tensor.holder import PlaneHolder, next_write_number
+
+if TYPE_CHECKING:
+    from .quantizer import Quantizer
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """``_rowwise_storage`` and ``_columnwise_storage``; either may be None."""
+
+    _buffer_names = ()
+    _plane_buffers: ClassVar = {}
+    _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
+
+    _rowwise_storage: QuantizedTensorStorage | None
+    _columnwise_storage: QuantizedTensorStorage | None
+
+    def _init_fields(
+        self,
+        rowwise_storage: QuantizedTensorStorage | None,
+        columnwise_storage: QuantizedTensorStorage | None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        if quantizer is not None and not (
+            hasattr(quantizer, "rowwise_quantizer") and hasattr(quantizer, "columnwise_quantizer")
+        ):
+            raise TypeError(
+                f"{type(self).__name__} needs a quantizer with two children, not {type(quantizer).__name__}"
+            )
+        self._rowwise_storage = rowwise_storage
+        self._columnwise_storage = columnwise_storage
+        if shape is None:
+            shape = next((child.shape for child in self._children().values()), None)
+            if shape is None:
+                raise ValueError(f"{type(self).__name__} without any data needs its shape to be given")
+        self._init_shape(shape, torch.float32 if fake_dtype is None else fake_dtype)
+        self._quantizer = None if quantizer is None else quantizer.copy()
+
+    def _init_shape(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._shape, self._dtype = torch.Size(shape), dtype
+        self._matrix = matrix_shape(self._shape)
+
+    # ---- what is there -------------------------------------------------------------------------
+
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        return self._fresh_child(ROWWISE)
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        return self._fresh_child(COLUMNWISE)
+
+    def _fresh_child(self, direction: Direction) -> QuantizedTensorStorage | None:
+        plane = self.plane(direction)
+        if plane is not None:
+            plane.check_fresh()
+        return self._children().get(direction)
+
+    def _children(self) -> dict[Direction, QuantizedTensorStorage]:
+        """The children that are there, rowwise first."""
+        both = {ROWWISE: self._rowwise_storage, COLUMNWISE: self._columnwise_storage}
+        return {direction: child for direction, child in both.items() if child is not None}
+
+    def plane(self, direction: Direction) -> Plane | None:
+        child = self._children().get(direction)
+        plane = None if child is None else child.plane(direction)
+        return plane and replace(plane, stale=plane.stale or self._is_stale(direction))
+
+    def planes(self) -> list[Plane]:
+        """The planes with buffers of their own. A child may serve its direction with a rowwise plane."""
+        return [
+            replace(plane, stale=plane.stale or self._is_stale(direction))
+            for direction, child in self._children().items()
+            for plane in child.planes()
+        ]
+
+    def _is_stale(self, direction: Direction) -> bool:
+        children = self._children()
+        return len(children) == 2 and children[direction]._last_write() < children[direction.other]._last_write()
+
+    @property
+    def _formats(self) -> dict[Direction, Format]:  # type: ignore[override]
+        return {direction: child._formats[direction] for direction, child in self._children().items()}
+
+    @property
+    def _cut_axes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple({axis for child in self._children().values() for axis in child._cut_axes})
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for direction, child in self._children().items():
+            for name, buffer in child._buffers():
+                yield f"{direction.value}{name}", buffer
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        if not (rowwise_data or columnwise_data):
+            raise ValueError("get_data_tensors: neither rowwise nor columnwise data was asked for")
+        wanted = {ROWWISE: rowwise_data, COLUMNWISE: columnwise_data}
+        planes = [self.plane(direction) for direction in Direction if wanted[direction]]
+        data = tuple(None if plane is None else plane.data for plane in planes)
+        return data if len(data) == 2 else data[0]
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {
+            "rowwise_storage": self._rowwise_storage,
+            "columnwise_storage": self._columnwise_storage,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+        }
+
+    # ---- child by child ------------------------------------------------------------------------
+
+    @classmethod
+    def _shared_names(cls) -> tuple[str, ...]:
+        return cls._state_names()  # the history of writes is with the children
+
+    def _share_history(self, other: PlaneHolder) -> None:
+        for direction, child in self._children().items():
+            self._set_child(direction, child._rewrap())  # so that emptying one leaves the other
+
+    def _plain_state(self) -> dict[str, Any]:
+        for direction, child in self._children().items():
+            if not isinstance(child, QuantizedTensor):
+                raise TypeError(
+                    f"{type(self).__name__}: its {direction.value} child is a bare storage; pickle a tensor"
+                )
+        return {**{name: getattr(self, name) for name in self._state_names()}, "_shape": tuple(self._shape)}
+
+    def _take_plain_state(self, state: Mapping[str, Any]) -> None:
+        for direction in Direction:
+            child = state[f"_{direction.value}_storage"]
+            if child is not None and not isinstance(child, QuantizedTensorStorage):
+                raise TypeError(f"the {direction.value} child of a pickled {type(self).__name__} is a {type(child)}")
+            self._set_child(direction, child)
+        self._quantizer = state["_quantizer"]
+        self._init_shape(state["_shape"], state["_dtype"])
+
+    def _set_child(self, direction: Direction, child: QuantizedTensorStorage | None) -> None:
+        setattr(self, f"_{direction.value}_storage", child)
+
+    def _mapped(
+        self,
+        change: Callable[[QuantizedTensorStorage], Any],
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A new hybrid of the same class whose children are ``change(child)``."""
+        children = {direction: change(child) for direction, child in self._children().items()}
+        if shape is None:
+            shape = self._shape
+        dtype = self._dtype if dtype is None else dtype
+        buffers = {name: buffer for child in children.values() for name, buffer in child._buffers()}
+        new = self._blank(torch.Size(shape), dtype, buffers)
+        for direction in Direction:
+            new._set_child(direction, children.get(direction))
+        new._init_shape(shape, dtype)
+        new._quantizer = None if self._quantizer is None else self._quantizer.copy()
+        return new
+
+    def _rewrap(self, *, shape: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> Self:
+        return self._mapped(lambda child: child._rewrap(shape=shape, dtype=dtype, **changes), shape=shape, dtype=dtype)
+
+    def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        return self._mapped(lambda child: child._map_buffers(change, **changes), **changes)
+
+    def _empty_like(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Self:
+        new = self._mapped(lambda child: child._empty_like(shape, dtype, device), shape=shape, dtype=dtype)
+        if new._quantizer is not None:
+            new._quantizer.set_usage(**new.get_usages())
+        return new
+
+    def _viewed(self, shape: Sequence[int]) -> Self:
+        return self._mapped(lambda child: child._viewed(shape), shape=shape)
+
+    def _sliced(self, dim: int, start: int, stop: int) -> Self:
+        shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
+        return self._mapped(lambda child: child._sliced(dim, start, stop), shape=shape)
+
+    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
+        return self._mapped(lambda child: child._strided(size, stride, offset), shape=size)
+
+    def _clone(self) -> Self:
+        self._check_fresh()
+        clone = self._mapped(lambda child: child._clone())
+        clone._mark_written()
+        return clone
+
+    def _check_fresh(self) -> None:
+        for plane in self.planes():
+            plane.check_fresh()
+
+    def _last_write(self) -> int:
+        return max((child._last_write() for child in self._children().values()), default=0)
+
+    def _mark_written(self, number: int | None = None) -> None:
+        number = next_write_number() if number is None else number
+        for child in self._children().values():
+            child._mark_written(number)
+
+    def clear(self) -> None:
+        for child in self._children().values():
+            child.clear()
+
+    def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
+        children = self._children()
+        child = next(iter(children.values()), None) if direction is None else children.get(direction)
+        if child is None:
+            return super()._decoded(dtype, direction)  # which says what is missing
+        chosen = next(found for found in children if children[found] is child)
+        plane = self.plane(chosen)
+        if plane is not None:
+            plane.check_fresh()
+        return child._decoded(dtype, direction)
+
+    # ---- usages and writing --------------------------------------------------------------------
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop children. A missing direction cannot be made: it has a format of its own."""
+        wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
+        for direction, want in wanted.items():
+            if want and self.plane(direction) is None:
+                raise RuntimeError(
+                    f"{type(self).__name__} of shape {list(self._shape)}: {direction.value} usage requested, but there "
+                    "is no such child, and its format cannot be made from the other. Request it when quantizing."
+                )
+        for direction, want in wanted.items():
+            if want is False:
+                self._set_child(direction, None)
+
+    def _derivable(self, direction: Direction) -> Plane | None:
+        return None
+
+    def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
+        if not isinstance(src, HybridQuantizedTensorStorage):
+            raise TypeError(f"copy_from_storage: cannot copy {type(src).__name__} to {type(self).__name__}")
+        if not self._copy_bytes_from(src):
+            raise RuntimeError(f"copy_from_storage: {src!r} does not hold what {self!r} needs")
+
+    def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
+        """All children as bytes, or False: no child is ever left as it was."""
+        if not isinstance(src, HybridQuantizedTensorStorage):
+            return False
+        mine, theirs = self._children(), src._children()
+        src._check_fresh()
+        if not all(direction in theirs and _same_kind(child, theirs[direction]) for direction, child in mine.items()):
+            return False
+        for direction, child in mine.items():  # before anything is written
+            pairs = list(zip(child.planes(), theirs[direction].planes(), strict=True))
+            child._check_scales_shared(pairs)
+        for direction, child in mine.items():
+            child._copy_planes(list(zip(child.planes(), child._apart(theirs[direction]).planes(), strict=True)))
+        self._mark_written()
+        return bool(mine)
+
+    # ---- saving, shards ------------------------------------------------------------------------
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], Self]:
+        buffers: list[Tensor | None] = []
+        for child in self._children().values():
+            buffers.extend(child.prepare_for_saving()[0])
+        return buffers, self
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        for child in self._children().values():
+            tensors = child.restore_from_saved(tensors)
+        return tensors
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        return tuple(
+            f"{direction.value}{field}"
+            for direction, child in self._children().items()
+            for field in child.fsdp_buffer_fields()
+        )
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        self._check_fresh()
+        buffers: list[Tensor] = []
+        metas = {}
+        for direction, child in self._children().items():
+            own, metas[direction] = child.fsdp_extract_buffers()
+            buffers.extend(own)
+        return tuple(buffers), {"field_names": self.fsdp_buffer_fields(), "children": metas}
+
+    def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
+        names = meta["field_names"]
+        if len(buffers) != len(names):
+            raise RuntimeError(f"{type(self).__name__}: {len(buffers)} gathered buffers for the fields {list(names)}")
+        children = self._children()
+        if set(children) != set(meta["children"]):
+            raise RuntimeError(f"{type(self).__name__}: the gathered shards hold other directions than this tensor")
+        rest = list(buffers)
+        for direction, child_meta in meta["children"].items():
+            count = len(child_meta["field_names"])
+            children[direction].fsdp_assign_gathered(rest[:count], child_meta)
+            rest = rest[count:]
+        self._mark_written()
+
+    def _build_default_quantizer(self) -> Quantizer:
+        from .hybrid import HybridQuantizer  # which builds on this module
+
+        missing = [direction.value for direction in Direction if direction not in self._children()]
+        if missing:
+            raise RuntimeError(f"{type(self).__name__} has no quantizer, and no {missing[0]} child to make one from")
+        row, column = (child._get_quantizer().copy() for child in self._children().values())
+        return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
+
+    def __repr__(self) -> str:
+        held = [f"{direction.value}={type(child).__name__}" for direction, child in self._children().items()]
+        return f"{type(self).__name__}({', '.join(held) or 'no data'}, shape={list(self._shape)}, dtype={self._dtype})"
+
+
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+    """A tensor whose two directions are in two formats."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        self._check_fresh()
+        names = [f"_{direction.value}_storage" for direction in self._children()]
+        for name in names:
+            if not isinstance(getattr(self, name), QuantizedTensor):
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {name[1:]} is a bare storage, which cannot be traced"
+                )
+        return names, {"_quantizer": self._quantizer, "_dtype": self._dtype}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Any], context: Mapping[str, Any], outer_size: Any, outer_stride: Any
+    ) -> Self:
+        device = next((child.device for child in inner.values()), torch.device("cpu"))
+        new = cls._wrapper(outer_size, context["_dtype"], device)
+        for direction in Direction:
+            new._set_child(direction, inner.get(f"_{direction.value}_storage"))
+        new._init_shape(outer_size, context["_dtype"])
+        new._quantizer = context["_quantizer"]
+        return new
+
+
+def _same_kind(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage) -> bool:
+    """Whether the bytes of one can be copied to the other."""
+    if mine._storage_class() is not theirs._storage_class() or mine.shape != theirs.shape:
+        return False
+    pairs = list(zip(mine.planes(), theirs.planes(), strict=False))
+    layouts = [(a.format, a.direction, a.transposed) == (b.format, b.direction, b.transposed) for a, b in pairs]
+    return len(mine.planes()) == len(theirs.planes()) and all(layouts)
