@@ -138,7 +138,8 @@ class FormatSpec:
 
     def without(self, names: Iterable[str]) -> FormatSpec:
         """This format with the options of these fields at their defaults."""
-        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in set(names)}
+        names = set(names)
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in names}
         return replace(self, **defaults)
 
     # ---- text ----------------------------------------------------------------------------------
