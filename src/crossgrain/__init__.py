@@ -22,6 +22,7 @@ from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQ
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from .nn import Linear, name_layers
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
@@ -61,6 +62,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
@@ -78,6 +80,7 @@ __all__ = [
     "get_device_compute_capability",
     "get_format",
     "is_non_tn_fp8_gemm_supported",
+    "name_layers",
     "prepare_for_saving",
     "quantize",
     "quantizer_for",

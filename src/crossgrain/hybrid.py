@@ -308,11 +308,10 @@ def _write_jobs(src: Tensor, jobs: Sequence[_Job]) -> None:
     with torch.no_grad():
         src = src.detach().reshape(jobs[0].storage._matrix)
         asked = [job.quantizer._targets(job.planes) for job in jobs]
-        measured = iter(kernels.measure(src, [target for targets in asked for target in targets]))
-        ready: list[Target] = []
-        for job, targets in zip(jobs, asked, strict=True):
-            own = job.quantizer._reduced([next(measured) for _ in targets])
-            job.quantizer._observe(own)
-            ready.extend(own)
-        stochastic = any(target.encoding.stochastic for target in ready)
-        kernels.encode(src, ready, draw_seed() if stochastic else None)
+
+        def settle(measured: list[Target]) -> list[Target]:
+            rest = iter(measured)
+            own = [(job.quantizer, [next(rest) for _ in targets]) for job, targets in zip(jobs, asked, strict=True)]
+            return [target for quantizer, targets in own for target in quantizer._settled(targets)]
+
+        kernels.write(src, [target for targets in asked for target in targets], settle, draw_seed)

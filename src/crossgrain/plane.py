@@ -18,7 +18,8 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,34 +69,32 @@ class Plane:
 
     def check_buffers(self) -> None:
         """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
-        fmt, (rows, length) = self.format, self.operand_shape
-        if fmt.is_identity:
+        if self.format.is_identity:
             return
-        codes = rows * bytes_per_row(fmt, length)
-        self._check_buffer("codes", self.data, torch.uint8, self.data.numel() == codes, f"{codes} bytes")
-        scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
-        if fmt.block is None:
-            fits, needed = self.scale is not None and self.scale.numel() == 1, "one number"
-        else:
-            grid = scale_grid(fmt, self.operand_shape)
-            needed = f"[{grid[0]}, {grid[1]}] and padding"
-            fits = False
-            if self.scale is not None and self.scale.dim() == 2:
-                stored = self.scale.shape if self._scales_operand_major else self.scale.shape[::-1]
-                fits = stored[0] >= grid[0] and stored[1] >= grid[1]
-        self._check_buffer("scales", self.scale, scale_dtype, fits, needed)
-        if fmt.global_amax is not None:
-            count = 1 if fmt.global_amax == "tensor" else rows
-            fits = self.amax is not None and self.amax.numel() == count
-            self._check_buffer("amax", self.amax, torch.float32, fits, f"{count} numbers")
+        needed = _needed_buffers(self.format, self.operand_shape)
+        data, scale, amax = self.data, self.scale, self.amax
+        if data.numel() != needed.codes or data.dtype != torch.uint8:
+            self._refuse_buffer("codes", data, torch.uint8, f"{needed.codes} bytes")
+        if scale is None or scale.dtype != needed.scale_dtype or not self._scale_fits(scale, needed.scale_grid):
+            grid = "one number" if needed.scale_grid is None else f"{list(needed.scale_grid)} and padding"
+            self._refuse_buffer("scales", scale, needed.scale_dtype, grid)
+        if needed.amaxes and (amax is None or amax.numel() != needed.amaxes or amax.dtype != torch.float32):
+            self._refuse_buffer("amax", amax, torch.float32, f"{needed.amaxes} numbers")
 
-    def _check_buffer(self, name: str, buffer: Tensor | None, dtype: torch.dtype, fits: bool, needed: str) -> None:
-        if buffer is None or not fits or buffer.dtype != dtype:
-            have = "nothing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
-            raise ValueError(
-                f"the {self.direction.value} {self.format.name} plane of {list(self.shape)} needs {name} of {dtype}, "
-                f"{needed}; it has {have}"
-            )
+    def _scale_fits(self, scale: Tensor, grid: tuple[int, int] | None) -> bool:
+        if grid is None:
+            return scale.numel() == 1
+        if scale.dim() != 2:
+            return False
+        rows, blocks = grid if self._scales_operand_major else grid[::-1]
+        return scale.shape[0] >= rows and scale.shape[1] >= blocks
+
+    def _refuse_buffer(self, name: str, buffer: Tensor | None, dtype: torch.dtype, needed: str) -> None:
+        have = "nothing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+        raise ValueError(
+            f"the {self.direction.value} {self.format.name} plane of {list(self.shape)} needs {name} of {dtype}, "
+            f"{needed}; it has {have}"
+        )
 
     @property
     def operand_shape(self) -> tuple[int, int]:
@@ -139,6 +138,25 @@ class Plane:
     @property
     def _scales_operand_major(self) -> bool:
         return self._is_operand_major != self.format.layout.transposed
+
+
+class _NeededBuffers(NamedTuple):
+    codes: int  # bytes
+    scale_dtype: torch.dtype
+    scale_grid: tuple[int, int] | None  # of the operand; None: one scale
+    amaxes: int
+
+
+@lru_cache(maxsize=4096)
+def _needed_buffers(fmt: Format, operand_shape: tuple[int, int]) -> _NeededBuffers:
+    rows, length = operand_shape
+    grid = None if fmt.block is None else scale_grid(fmt, operand_shape)
+    amaxes = {None: 0, "tensor": 1, "row": rows}[fmt.global_amax]
+    return _NeededBuffers(rows * bytes_per_row(fmt, length), _scale_dtype(fmt), grid, amaxes)
+
+
+def _scale_dtype(fmt: Format) -> torch.dtype:
+    return torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
 
 
 def bytes_per_row(fmt: Format, length: int) -> int:
@@ -206,17 +224,33 @@ def empty_plane(
     """
     if transposed is None:
         transposed = fmt.transposes and direction is COLUMNWISE
-    options: Any = {"device": device, "pin_memory": pin_memory}
+    options: Any = {"device": device, "pin_memory": True} if pin_memory else {"device": device}
     if fmt.is_identity:
         if dtype is None:
             raise ValueError("an identity plane needs the dtype of its numbers")
         return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
-    data = torch.empty(data_shape(fmt, direction, shape, transposed), dtype=torch.uint8, **options)
-    scale_dtype = torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
-    scale = torch.zeros(scale_shape(fmt, direction, shape, transposed), dtype=scale_dtype, **options)
-    amax_size = amax_shape(fmt, direction, shape)
-    amax = None if amax_size is None else torch.zeros(amax_size, dtype=torch.float32, **options)
-    return Plane(fmt, direction, matrix_shape(shape), data, scale, amax, transposed)
+    sizes = _buffer_shapes(fmt, direction, tuple(shape), transposed)
+    data = torch.empty(sizes.data, dtype=torch.uint8, **options)
+    scale = torch.zeros(sizes.scale, dtype=_scale_dtype(fmt), **options)
+    amax = None if sizes.amax is None else torch.zeros(sizes.amax, dtype=torch.float32, **options)
+    return Plane(fmt, direction, sizes.matrix, data, scale, amax, transposed)
+
+
+class _BufferShapes(NamedTuple):
+    matrix: tuple[int, int]
+    data: tuple[int, ...]
+    scale: tuple[int, ...]
+    amax: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=4096)
+def _buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], transposed: bool) -> _BufferShapes:
+    return _BufferShapes(
+        matrix_shape(shape),
+        data_shape(fmt, direction, shape, transposed),
+        scale_shape(fmt, direction, shape, transposed),
+        amax_shape(fmt, direction, shape),
+    )
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -225,6 +259,11 @@ def round_up(n: int, multiple: int) -> int:
 
 def shape_problem(fmt: Format, direction: Direction, shape: Sequence[int]) -> str | None:
     """Why a tensor of ``shape`` has no plane of this format and direction; None if it has."""
+    return _shape_problem(fmt, direction, tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _shape_problem(fmt: Format, direction: Direction, shape: tuple[int, ...]) -> str | None:
     least = 1 if fmt.block is None else 2
     if len(shape) < least and not fmt.is_identity:
         return f"it has {len(shape)} dimensions and needs at least {least}"

@@ -6,7 +6,6 @@ classes hold the result; measuring, reducing, encoding, checking and allocating 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -147,6 +146,7 @@ class Quantizer:
         for plane in planes:
             self._check_fits(plane, dst)
         self._write(src, dst, self._in_own_formats(planes))
+        dst._mark_written()
         self._note_formats(dst, planes)
 
     def _in_own_formats(self, planes: Sequence[Plane]) -> list[Plane]:
@@ -160,11 +160,13 @@ class Quantizer:
         """Measure, reduce, encode: planes are in the formats of this quantizer."""
         with torch.no_grad():
             src = src.detach().reshape(dst._matrix)
-            targets = self._reduced(kernels.measure(src, self._targets(planes)))
-            self._observe(targets)
-            stochastic = any(target.encoding.stochastic for target in targets)
-            kernels.encode(src, targets, draw_seed() if stochastic else None)
-        dst._mark_written()
+            kernels.write(src, self._targets(planes), self._settled, draw_seed)
+
+    def _settled(self, targets: list[Target]) -> list[Target]:
+        """Measured targets, reduced over ranks and noted."""
+        targets = self._reduced(targets)
+        self._observe(targets)
+        return targets
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
         """Raise if `update_quantized` could not write to every plane of ``dst``."""
@@ -201,7 +203,7 @@ class Quantizer:
         packed = torch.cat(amaxes)
         torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
         pieces = iter(packed.split([amax.numel() for amax in amaxes]))
-        return [replace(target, amax=next(pieces)) if target.amax is not None else target for target in targets]
+        return [target.with_amax(next(pieces)) if target.amax is not None else target for target in targets]
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """Shape of the scale buffer of one direction, padding included."""
@@ -308,7 +310,9 @@ class Quantizer:
 
     def copy(self) -> Self:
         """A shallow copy with its own usages."""
-        return copy.copy(self)
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return False
@@ -316,6 +320,12 @@ class Quantizer:
     def is_requantization_safe(self) -> bool:
         """Whether quantizing the same input again gives the same bytes."""
         return False
+
+    def _get_compatible_recipe(self) -> type[Any]:
+        """The recipe class whose autocast may use weights of this quantizer."""
+        from .recipe.compatibility import compatible_recipe  # recipes stand on quantizers
+
+        return compatible_recipe(type(self))
 
     def __eq__(self, other: object) -> bool:
         if self._value_fields is None or type(other) is not type(self):

@@ -6,8 +6,7 @@ are chosen by device type; each must match the reference bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ __all__ = [
     "transposed_plane",
     "unswizzle_scales",
     "workspace",
+    "write",
 ]
 
 
@@ -48,9 +48,33 @@ def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:
     """The targets with the global amax of ``x`` filled in, for those that need one and have none."""
     _refuse_flush_to_zero()
     _check_targets(x, targets)
-    missing = [target for target in targets if target.amax is None]
-    found = dict(zip(map(id, missing), _backend(x).measure(x, missing), strict=True))
-    return [replace(target, amax=found[id(target)]) if id(target) in found else target for target in targets]
+    return _measured(_backend(x), x, targets)
+
+
+def _measured(backend: Backend, x: Tensor, targets: Sequence[Target]) -> list[Target]:
+    missing = [target for target in targets if target.amax is None and target.needs_amax]
+    if not missing:
+        return list(targets)
+    found = dict(zip(map(id, missing), backend.measure(x, missing), strict=True))
+    return [target.with_amax(found[id(target)]) if id(target) in found else target for target in targets]
+
+
+def write(
+    x: Tensor,
+    targets: Sequence[Target],
+    settle: Callable[[list[Target]], list[Target]],
+    draw_seed: Callable[[], int],
+) -> None:
+    """`measure`, ``settle`` (reduce amaxes over ranks, note them), `encode`: checked once.
+
+    The seed is drawn only if a target rounds stochastically.
+    """
+    _refuse_flush_to_zero()
+    _check_targets(x, targets)
+    backend = _backend(x)
+    ready = settle(_measured(backend, x, targets))
+    stochastic = any(target.encoding.stochastic for target in ready)
+    backend.encode(x, ready, draw_seed() if stochastic else None)
 
 
 def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> None:
@@ -59,7 +83,7 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> Non
     _check_targets(x, targets)
     for target in targets:
         fmt = target.encoding.format
-        if target.amax is None and (fmt.global_amax or (fmt.block is None and not fmt.is_identity)):
+        if target.amax is None and target.needs_amax:
             raise ValueError(f"the amax of a {fmt.name} target has to be measured before it is encoded")
         if target.encoding.stochastic and seed is None:
             raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")

@@ -22,3 +22,12 @@ class Target:
     encoding: Encoding
     amax: Tensor | None = None
     scale: Tensor | None = None
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether the bytes depend on the largest magnitude of the whole input."""
+        fmt = self.encoding.format
+        return fmt.global_amax is not None or (fmt.block is None and not fmt.is_identity)
+
+    def with_amax(self, amax: Tensor | None) -> Target:
+        return Target(self.plane, self.encoding, amax, self.scale)
