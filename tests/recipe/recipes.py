@@ -3,10 +3,10 @@
 from hypothesis import strategies as st
 from torch import nn
 
+from crossgrain.operands import GEMMS, TENSORS
 from crossgrain.recipe.format_spec import FormatSpec
 from crossgrain.recipe.gemm_recipe import GemmRecipe
-from crossgrain.recipe.pairing import GEMMS, TENSORS
-from crossgrain.recipe.plan import ATTENTION, make_setting
+from crossgrain.recipe.plan import ATTENTION, make_setting, make_settings
 from crossgrain.recipe.rules import Blocks, Glob, Matcher, ModuleType, Rule
 
 from .specs import any_spec
@@ -47,8 +47,6 @@ def matchers() -> st.SearchStrategy[Matcher]:
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rule:
-    from crossgrain.recipe.plan import make_settings
-
     settings = {**draw(some(["all", *GEMMS])), **draw(some(OPERANDS, 1))}
     if draw(st.booleans()) or not settings:
         settings["weight.source"] = draw(SOURCES)

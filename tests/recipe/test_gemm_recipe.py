@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 import crossgrain as cg
-import crossgrain.recipe
 from crossgrain.hybrid import HybridQuantizer
+from crossgrain.recipe import DelayedScalingRequest, Format
 from crossgrain.recipe.base import Recipe
 from crossgrain.recipe.format_spec import FormatSpec
 from crossgrain.recipe.gemm_recipe import GemmRecipe
@@ -21,9 +21,6 @@ from .recipes import recipes
 
 TENSORS = ("input", "weight", "grad_output")
 RHT = {"with_rht": True, "with_post_rht_amax": True}
-needs_requests = pytest.mark.skipif(
-    not hasattr(crossgrain.recipe, "DelayedScalingRequest"), reason="there are no requests yet"
-)
 
 
 def quantizers(recipe: GemmRecipe | str, name: str = "fc", module_type: str = "linear") -> tuple:
@@ -162,10 +159,7 @@ def test_compiled_quantizers_quantize(x: torch.Tensor) -> None:
 # ---- delayed scaling -------------------------------------------------------------------------------
 
 
-@needs_requests
 def test_delayed_scaling_is_requested() -> None:
-    from crossgrain.recipe import DelayedScalingRequest, Format
-
     assert quantizers("fp8-delayed") == (DelayedScalingRequest(fp8_format=Format.HYBRID),) * 3
     line = "all: fp8(delayed(history=16, algo=most_recent, margin=1, reduce=false))"
     input, _, grad_output = quantizers(line)
@@ -174,10 +168,7 @@ def test_delayed_scaling_is_requested() -> None:
     assert grad_output == DelayedScalingRequest(fp8_format=Format.E4M3, **options)
 
 
-@needs_requests
 def test_a_request_may_be_the_child_of_a_hybrid() -> None:
-    from crossgrain.recipe import DelayedScalingRequest
-
     input, weight, grad_output = quantizers("fprop: fp8(delayed), dgrad: mxfp8, wgrad: mxfp8")
     assert input.rowwise_quantizer == weight.rowwise_quantizer == DelayedScalingRequest()
     assert input.columnwise_quantizer.encoding(cg.COLUMNWISE).format.name == "mxfp8"

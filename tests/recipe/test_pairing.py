@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 import crossgrain as cg
-from crossgrain.recipe.pairing import check_pairs, scaling_family
+from crossgrain.operands import scaling_family
+from crossgrain.recipe.pairing import check_pairs
 from crossgrain.request import QuantizerRequest
 
 E4M3, E5M2 = cg.DType.kFloat8E4M3, cg.DType.kFloat8E5M2

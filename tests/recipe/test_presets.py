@@ -5,15 +5,14 @@ import re
 import pytest
 
 import crossgrain as cg
-import crossgrain.recipe
 from crossgrain.hybrid import HybridQuantizer
+from crossgrain.recipe import DelayedScalingRequest
 from crossgrain.recipe.gemm_recipe import GemmRecipe
 from crossgrain.recipe.pairing import check_pairs
 from crossgrain.recipe.presets import PRESETS, preset_table
 from crossgrain.recipe.roles import QuantizerRole
 
 E4M3, E5M2 = cg.DType.kFloat8E4M3, cg.DType.kFloat8E5M2
-HAS_REQUESTS = hasattr(crossgrain.recipe, "DelayedScalingRequest")
 
 
 def hp() -> cg.Quantizer:
@@ -96,8 +95,6 @@ def same(a: cg.Quantizer, b: cg.Quantizer) -> bool:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_compile_and_pair(name: str) -> None:
-    if "delayed" in name and not HAS_REQUESTS:
-        pytest.skip("there are no requests yet")
     check_pairs(made(name))
 
 
@@ -115,10 +112,7 @@ def test_presets_ask_for_what_their_factories_make(name: str) -> None:
         assert same(quantizer, wanted)
 
 
-@pytest.mark.skipif(not HAS_REQUESTS, reason="there are no requests yet")
 def test_attention_in_fp8_keeps_a_history_of_one_for_the_scores() -> None:
-    from crossgrain.recipe import DelayedScalingRequest
-
     recipe = GemmRecipe.load("nvfp4-fp8-attention")
     request = DelayedScalingRequest(amax_history_len=1, amax_compute_algo="most_recent")
     expected = {"qkv": fp8(), "s": request, "do": fp8(E5M2), "dp": request}

@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from crossgrain.recipe.binding import Layer, layers_of, name_modules
+from crossgrain.nn import Linear, name_layers
+from crossgrain.recipe.binding import Layer, layers_of
 from crossgrain.recipe.gemm_recipe import GemmRecipe
 from crossgrain.recipe.roles import QuantizerRole
 from crossgrain.recipe.rules import Blocks, Glob, ModuleType, parse_matcher
@@ -193,7 +194,8 @@ def test_modules_with_roles_are_layers() -> None:
     model = nn.ModuleDict({"moe": Experts(), "mlp": Experts("fc1", "fc2", module_type="linear"), "act": nn.ReLU()})
     expected = [Layer("moe", "grouped_linear"), Layer("mlp.fc1"), Layer("mlp.fc2")]
     assert layers_of(model) == expected
-    name_modules(model)
+    for name in model:
+        model[name].name = name
     assert layers_of(model) == expected
     recipe = GemmRecipe.load("mxfp8; type=grouped_linear: hp; *.fc2: nvfp4").for_model(model)
     role = model["mlp"].get_quantizer_roles(fwd=True, num_quantizers=6)[-2]
@@ -202,6 +204,15 @@ def test_modules_with_roles_are_layers() -> None:
 
 def test_a_module_that_is_not_called_by_its_path_is_refused() -> None:
     model = nn.ModuleDict({"moe": Experts()})
-    with pytest.raises(ValueError, match=r"Experts at 'moe' is called None, .*name_modules\(model\)"):
+    with pytest.raises(ValueError, match=r"Experts at 'moe' is called None, .*name_layers\(model\)"):
         GemmRecipe.load("mxfp8; moe: hp").for_model(model)
-    GemmRecipe.load("mxfp8").for_model(model)  # without rules names do not matter
+    GemmRecipe.load("mxfp8; type=grouped_linear: hp").for_model(model)  # where paths do not matter
+
+
+def test_layers_of_this_library_are_found_and_named() -> None:
+    model = nn.Sequential(Linear(32, 32), nn.GELU(), Linear(32, 32))
+    assert layers_of(model) == [Layer("0"), Layer("2")]
+    name_layers(model)
+    recipe = GemmRecipe.load("mxfp8; 2: hp").for_model(model)
+    role = model[2].get_quantizer_roles(fwd=True, num_quantizers=3)[0]
+    assert recipe.qfactory(role) == GemmRecipe.load("hp").qfactory(role)

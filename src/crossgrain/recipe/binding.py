@@ -37,9 +37,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
 def _layers_of_roles(path: str, module: nn.Module) -> list[Layer]:
     """One module may hold several layers (``mlp.fc1`` and ``mlp.fc2``): each role says of which it is."""
     get: Any = module.get_quantizer_roles
-    by_mode = "mode" in inspect.signature(get).parameters
-    # No module has more than 9 forward slots before they repeat.
-    roles = get("forward") if by_mode else get(fwd=True, num_quantizers=9)
+    if "mode" in inspect.signature(get).parameters:
+        roles = get("forward")
+    else:
+        counts: Any = getattr(module, "_slot_counts", lambda: {"forward": 3})
+        roles = get(fwd=True, num_quantizers=counts()["forward"])
     own_name = getattr(module, "name", None) or ""
     layers = []
     for role in roles or ():
@@ -154,22 +156,12 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 # ---- names -----------------------------------------------------------------------------------------
 
 
-def name_modules(model: nn.Module) -> None:
-    """Give every module with roles its path as its name, which is what the patterns of a recipe match."""
-    for path, module in _modules_with_roles(model):
-        module.name = path  # type: ignore[assignment]
-
-
 def check_names(model: nn.Module) -> None:
     """Raise if a module with roles goes by another name than its path: rules would pass it by."""
-    for path, module in _modules_with_roles(model):
+    for path, module in model.named_modules():
         name = getattr(module, "name", None)
-        if name != path:
+        if path and hasattr(module, "get_quantizer_roles") and name != path:
             raise ValueError(
                 f"{type(module).__name__} at {path!r} is called {name!r}, so rules for {path!r} would not reach it; "
-                "crossgrain.recipe.binding.name_modules(model) names all modules by their paths"
+                "crossgrain.nn.name_layers(model) names all modules that have no name by their paths"
             )
-
-
-def _modules_with_roles(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(path, module) for path, module in model.named_modules() if path and hasattr(module, "get_quantizer_roles")]

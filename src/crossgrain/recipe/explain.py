@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..operands import GEMMS
 from .binding import layers_of
-from .pairing import GEMMS
 from .plan import ATTENTION, LayerPlan, make_plan
 
 if TYPE_CHECKING:

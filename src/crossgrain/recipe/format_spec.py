@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, replace
@@ -22,6 +21,8 @@ from ..plane import Direction
 from ..quantize import quantizer_for
 from ..quantizer import Quantizer
 from ..request import QuantizerRequest
+from .params import Format as Elements
+from .requests import DelayedScalingRequest
 from .syntax import Call, RecipeSyntaxError, did_you_mean, parse_call
 
 
@@ -252,19 +253,17 @@ class FormatSpec:
             raise ValueError(f"{self}: pow2 and eps are options of current scaling, not of delayed scaling")
 
     def _delayed_request(self, delayed: Delayed, tensor: str | None) -> QuantizerRequest:
-        recipes: Any = importlib.import_module(__package__)  # which uses this module
         self._refuse_options_of_current_scaling()
         # All requests of a module's pass have to be equal, and other recipes request the hybrid pair.
         usual = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
         name = "HYBRID" if usual.get(tensor or "") == self.element else self.element.upper()
-        request: QuantizerRequest = recipes.DelayedScalingRequest(
-            fp8_format=recipes.Format[name],
+        return DelayedScalingRequest(
+            fp8_format=Elements[name],
             margin=delayed.margin,
             amax_history_len=delayed.history,
-            amax_compute_algo=delayed.algo,
+            amax_compute_algo="max" if delayed.algo == "max" else "most_recent",
             reduce_amax=delayed.reduce,
         )
-        return request
 
 
 def format_names() -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 from torch import nn
 
 from ..identity import IdentityQuantizer
+from ..operands import GEMMS, TENSORS
 from ..quantizer import Quantizer
 from ..request import QuantizerRequest
 from .base import BackwardOverride, Recipe
@@ -18,11 +19,11 @@ from .binding import bound, check_names, layers_of
 from .document import OPTIONS, Document, document_of, make_option, make_rule, mapping_of
 from .files import is_recipe_path, read_mapping, write_mapping
 from .format_spec import FormatSpec
-from .pairing import GEMMS, TENSORS
+from .params import Format
 from .plan import ATTENTION, LayerPlan, Settings, gemms_of, make_plan, make_settings
 from .presets import PRESETS
 from .roles import QuantizerRole
-from .rules import Rule
+from .rules import ModuleType, Rule
 from .syntax import did_you_mean
 from .text import format_line, parse_line, parse_rule
 
@@ -48,6 +49,7 @@ class GemmRecipe(Recipe):
 
     _kind: ClassVar[str] = "custom"
     quantization_alignment: ClassVar[int] = 128
+    fp8_format: ClassVar[Format] = Format.HYBRID
 
     settings: Settings
     rules: tuple[Rule, ...]
@@ -103,7 +105,7 @@ class GemmRecipe(Recipe):
         return self._spec("attention")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def set_options(self) -> dict[str, Any]:
         """The options of the whole recipe that are not at their defaults."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) != _DEFAULTS[key]}
 
@@ -132,7 +134,7 @@ class GemmRecipe(Recipe):
     # ---- text and files ------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return format_line(self.settings, self.rules, self.options)
+        return format_line(self.settings, self.rules, self.set_options)
 
     def __repr__(self) -> str:
         return f"GemmRecipe.load({str(self)!r})"
@@ -161,7 +163,7 @@ class GemmRecipe(Recipe):
 
     def to_dict(self) -> dict[str, Any]:
         """Strings, lists and dicts, as in a file."""
-        return mapping_of(self.settings, self.rules, self.options)
+        return mapping_of(self.settings, self.rules, self.set_options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """To a .yaml, .yml or .json file."""
@@ -177,7 +179,7 @@ class GemmRecipe(Recipe):
                 raise ValueError(f"no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
             base = cls._from_document(parse_line(PRESETS[document.preset].line))
             settings = {key: value for key, value in base.settings if key.partition(".")[0] not in document.settings}
-            rules, options = [*base.rules, *rules], {**base.options, **options}
+            rules, options = [*base.rules, *rules], {**base.set_options, **options}
         settings.update(document.settings)
         if isinstance(everything := settings.pop("all", None), FormatSpec):
             settings = {**gemms_of(everything), **settings}
@@ -208,13 +210,13 @@ class GemmRecipe(Recipe):
     def plan(self, name: str, module_type: str = "linear") -> LayerPlan:
         """What the layer of this name does with each direction of its tensors."""
         matching = [i for i, rule in enumerate(self.rules) if rule.matcher.matches(name, module_type)]
-        return _checked_plan(self._stages(matching), self.allow_mixed, name)
+        return _checked_plan(self._stages(matching), self._gemms_to_check(), name)
 
     def for_model(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
         """This recipe with its blocks known; ValueError if a pattern matches no layer, or formats do not pair."""
         blocks = blocks if blocks is not None else self.blocks
         layers = layers_of(model)
-        if self.rules:
+        if any(not isinstance(rule.matcher, ModuleType) for rule in self.rules):
             check_names(model)
         rules = [Rule(bound(rule.matcher, model, layers, blocks), rule.settings) for rule in self.rules]
         recipe = self._with(rules=tuple(rules), blocks=blocks)
@@ -245,12 +247,18 @@ class GemmRecipe(Recipe):
         vars(new).update({**vars(self), **changes})
         return new
 
+    def _gemms_to_check(self) -> tuple[str, ...]:
+        """Those that multiply operands as they are; a ``backward_override`` decodes them in backward."""
+        if self.allow_mixed:
+            return ()
+        return ("fprop",) if self.backward_override else tuple(GEMMS)
+
     def _check_rules(self) -> None:
         """Raise if the default does not pair, or if a rule does not with any of the rules before it.
 
         Which rules meet in a layer is known only with a model; a rule may complete one before it.
         """
-        _checked_plan(self._stages([]), self.allow_mixed, "")
+        _checked_plan(self._stages([]), self._gemms_to_check(), "")
         for i in range(len(self.rules)):
             before = [[], *([j] for j in range(i)), list(range(i))]
             problems = [self._problem([*others, i]) for others in before]
@@ -259,17 +267,16 @@ class GemmRecipe(Recipe):
 
     def _problem(self, rules: list[int]) -> str | None:
         try:
-            _checked_plan(self._stages(rules), self.allow_mixed, "")
+            _checked_plan(self._stages(rules), self._gemms_to_check(), "")
         except ValueError as error:
             return str(error)
         return None
 
 
 @lru_cache(maxsize=4096)
-def _checked_plan(stages: tuple[tuple[str, Settings], ...], allow_mixed: bool, layer: str) -> LayerPlan:
+def _checked_plan(stages: tuple[tuple[str, Settings], ...], gemms: tuple[str, ...], layer: str) -> LayerPlan:
     plan = make_plan(stages)
-    if not allow_mixed:
-        plan.check_pairs(layer)
+    plan.check_pairs(layer, gemms)
     return plan
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ..hybrid import HybridQuantizer
+from ..operands import GEMMS, TENSORS, check_operands
 from ..plane import COLUMNWISE, ROWWISE, Direction
 from ..quantizer import Quantizer
 from ..request import QuantizerRequest
 from .format_spec import FormatSpec, option_name
-from .pairing import GEMMS, TENSORS, check_operands
 from .syntax import RecipeSyntaxError, did_you_mean
 
 ATTENTION = ("qkv", "s", "o", "do", "dp", "dqkv")
@@ -175,18 +176,17 @@ class LayerPlan:
         unrotated = column.without(["rht"])  # a quantizer rotates its columnwise data only
         if row == unrotated and (not dequantized or row.format == "hp"):
             return column.quantizer(tensor)
-        from ..hybrid import HybridQuantizer
-
         return HybridQuantizer(
             rowwise_quantizer=row.quantizer(tensor),
             columnwise_quantizer=column.quantizer(tensor),
             columnwise_source="rowwise_dequantized" if dequantized else "original",
         )
 
-    def check_pairs(self, layer: str) -> None:
-        """Raise ValueError unless the two operands of every GEMM can be multiplied as they are."""
-        for gemm, operands in GEMMS.items():
-            check_operands(gemm, [(t, d, self._spec(gemm, t).stored_format(d)) for t, d in operands.items()], layer)
+    def check_pairs(self, layer: str, gemms: Iterable[str] = GEMMS) -> None:
+        """Raise ValueError unless the two operands of every one of these GEMMs can be multiplied as they are."""
+        for gemm in gemms:
+            operands = GEMMS[gemm].items()
+            check_operands(gemm, [(t, d, self._spec(gemm, t).stored_format(d)) for t, d in operands], layer)
 
     def _spec(self, place: str, tensor: str) -> FormatSpec:
         spec = self.format(place, tensor).value
