@@ -126,6 +126,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             "columnwise_storage": self._columnwise_storage,
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
+            "alias_of": self,
         }
 
     # ---- child by child ------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _shared_names(cls) -> tuple[str, ...]:
         return cls._state_names()  # the history of writes is with the children
 
-    def _share_history(self, other: PlaneHolder) -> None:
+    def _join(self, other: PlaneHolder) -> None:
         for direction, child in self._children().items():
             self._set_child(direction, child._rewrap())  # so that emptying one leaves the other
 

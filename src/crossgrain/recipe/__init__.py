@@ -1,5 +1,6 @@
 """What the user asks for: recipes, roles, factories, the per-GEMM language."""
 
+from . import factories, zoo
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .coerce import as_recipe
@@ -9,6 +10,7 @@ from .context import (
     active,
     active_recipe,
     autocast,
+    forward_step,
     fp8_autocast,
     fp8_model_init,
     quantized_model_init,
@@ -19,6 +21,7 @@ from .custom import CustomRecipe
 from .custom_state import CustomRecipeState
 from .delayed_state import DelayedScalingRecipeState
 from .explain import Explanation
+from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
@@ -85,9 +88,13 @@ __all__ = [
     "active_recipe",
     "as_recipe",
     "autocast",
+    "check_extra_state",
     "check_pairs",
     "check_recipe_support",
     "check_weight_matches_recipe",
+    "extra_state_of",
+    "factories",
+    "forward_step",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
@@ -102,8 +109,10 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "keep_high_precision_init_val",
+    "load_extra_state",
     "preset_table",
     "quantized_model_init",
     "ran_in_backward",
     "ran_in_forward",
+    "zoo",
 ]

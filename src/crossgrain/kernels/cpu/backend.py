@@ -109,7 +109,7 @@ class CpuBackend(ReferenceBackend):
             return
         # fp16 goes through fp32, but for the scales that depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
-        slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_every_amax(t)]
+        slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_usable_amax(t)]
         source, left = readable_memory(x), [target for target in targets if target not in slow]
         left = self._encode_nvfp4_columns(source, left, seed)
         left = self._encode_mx_together(source, left)
@@ -365,8 +365,10 @@ class CpuBackend(ReferenceBackend):
         return out
 
 
-def _has_every_amax(target: Target) -> bool:
-    """One amax for each row of a row-scaled plane; the reference would spread a single one."""
-    return target.encoding.format.global_amax != "row" or (
-        target.amax is not None and target.amax.numel() == target.plane.operand_shape[0]
-    )
+def _has_usable_amax(target: Target) -> bool:
+    """One amax for each row of a row-scaled plane, and no NaN: the reference would spread what is there."""
+    amax, kind = target.amax, target.encoding.format.global_amax
+    if kind is None:
+        return True
+    count = target.plane.operand_shape[0] if kind == "row" else 1
+    return amax is not None and amax.numel() == count and not amax.isnan().any()

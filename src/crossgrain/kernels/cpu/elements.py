@@ -7,11 +7,15 @@ are consecutive integers, so the count and the exponent add up to the code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numba.extending import overload
 
 from ...formats import Element, get_element
+from .disk_cache import cached_on_disk
 from .simd import (
     as_float,
     as_int,
@@ -26,11 +30,14 @@ from .simd import (
 )
 from .tags import Tag, TagType
 
-kernel = njit(nogil=True, error_model="numpy", cache=True)
-"""For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
-
 inner = njit(nogil=True, error_model="numpy")
 """For what kernels call; compiled into them."""
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
+    return cached_on_disk(inner(function))
+
 
 INFINITY_BITS = 0x7F800000
 FP32_MAX = np.float32(np.finfo(np.float32).max)

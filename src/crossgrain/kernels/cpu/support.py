@@ -24,7 +24,8 @@ def from_bits(bits: int) -> Tensor:
 
 
 def reciprocal(factor: float) -> float:
-    return float(np.float32(1.0) / np.float32(factor))
+    with np.errstate(divide="ignore", over="ignore"):
+        return float(np.float32(1.0) / np.float32(factor))
 
 
 def yes_or_no(condition: bool) -> Tag:
@@ -47,11 +48,17 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the numbers are where the address says; traced, transformed and lazy tensors only look so."""
     return (
         type(tensor) is Tensor
+        and not _new_tensors_are_fake()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
         and tensor.data_ptr() != 0
     )
+
+
+def _new_tensors_are_fake() -> bool:
+    """Whether a mode is on under which scratch and results would have no memory either."""
+    return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def is_readable(x: Tensor) -> bool:
