@@ -34,6 +34,7 @@ class Float8TensorStorage(FP8Storage):
         ROWWISE: PlaneBuffers("_data", "_scale_inv"),
         COLUMNWISE: PlaneBuffers("_transpose", "_scale_inv"),
     }
+    _shares_scale = True
     _strict_decodes_rowwise_only = True
 
     _data: Tensor | None
@@ -203,7 +204,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         self.amax = amax
         self.dtype = as_fp8_dtype(fp8_dtype)
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(fp8_format(self.dtype.element))
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
@@ -260,7 +261,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.amax_epsilon = amax_epsilon
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         fmt = fp8_format(self.dtype.element)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 

@@ -93,7 +93,7 @@ class Float8BlockQuantizer(Quantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         fmt = fp8_block_format(self.dtype.element, two_d=self.block_scaling_dim == 2)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 

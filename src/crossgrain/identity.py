@@ -134,7 +134,7 @@ class IdentityQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = dtype
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(IDENTITY)
 
     def quantize_impl(self, tensor: Tensor) -> Any:

@@ -75,7 +75,7 @@ class MXFP8Quantizer(Quantizer):
         self.dtype = as_fp8_dtype(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(mxfp8_format(self.dtype.element, two_d=self.with_2d_quantization))
 
     def is_requantization_safe(self) -> bool:

@@ -57,6 +57,7 @@ class PlaneHolder:
 
     _buffer_names: ClassVar[tuple[str, ...]]  # in the order they are saved for backward
     _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]]
+    _shares_scale: ClassVar[bool] = False  # whether one scale buffer serves both planes
     _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_cut_axes")
 
     _shape: torch.Size
@@ -86,8 +87,7 @@ class PlaneHolder:
         buffers: Sequence[Tensor | None],
     ) -> None:
         """``buffers`` are in the order of `_buffer_names`."""
-        for name, buffer in zip(self._buffer_names, buffers, strict=True):
-            setattr(self, name, buffer)
+        self.__dict__.update(zip(self._buffer_names, buffers, strict=True))
         self._formats = dict(formats)
         self._quantizer = None if quantizer is None else quantizer.copy()
         self._dtype = torch.float32 if fake_dtype is None else fake_dtype
