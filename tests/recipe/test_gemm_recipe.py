@@ -202,6 +202,11 @@ def test_attention_has_an_entry_of_its_own() -> None:
     assert recipe.qfactory(QuantizerRole(name="core.dpa_grad_input")) == e5m2
 
 
+def test_whether_attention_is_quantized_at_all() -> None:
+    assert GemmRecipe.load("mxfp8; *.core: attention: fp8").fp8_dpa
+    assert not GemmRecipe.load("mxfp8, attention.s: hp").fp8_dpa
+
+
 # ---- pairs -----------------------------------------------------------------------------------------
 
 

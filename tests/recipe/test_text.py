@@ -84,6 +84,7 @@ def test_a_setting_on_top_of_a_preset_replaces_its_operands_too() -> None:
         ("dgrad: nvfp4(rht)", "only columnwise data is rotated", "nvfp4(rht)"),
         ("mxfp8, fprop.weight: nvfp4(rht)", "fprop reads weight rowwise: only columnwise", "nvfp4(rht)"),
         ("wgrad: nvfp4(rht, 4over6)", "cannot be combined", "nvfp4(rht, 4over6)"),
+        ("fp8, fprop.input: fp8(e5m2, delayed)", "delayed scaling in E5M2 is for gradients", "fp8(e5m2, delayed)"),
         ("mxfp8, attention: nvfp4(2d)", "attention has none", "nvfp4(2d)"),
     ],
 )

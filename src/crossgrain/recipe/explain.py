@@ -100,9 +100,10 @@ def explain(recipe: GemmRecipe, model: nn.Module | None = None, *, every_layer: 
 def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerPlan, bool]]:
     """The default and each rule on top of it, and whether attention is worth a word."""
     stages = recipe._stages(range(len(recipe.rules)))
-    yield "default", make_plan(stages[:1]), recipe.fp8_dpa
-    for stage in stages[1:]:
-        yield stage[0], make_plan((stages[0], stage)), any(key.startswith("attention") for key, _ in stage[1])
+    default = recipe._stages([])
+    yield "default", make_plan(default), recipe.fp8_dpa
+    for stage in stages[len(default) :]:
+        yield stage[0], make_plan((*default, stage)), any(key.startswith("attention") for key, _ in stage[1])
 
 
 def _rows(layer: str, plan: LayerPlan, places: Iterable[str]) -> Iterator[ExplainRow]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .explain import Explanation
 
 _NOT_SAID = {"attention": FormatSpec("hp"), **{f"{tensor}.source": "original" for tensor in TENSORS}}
+_ATTENTION_NOT_SAID: Settings = (("attention", FormatSpec("hp")),)
 _DEFAULTS = {"allow_mixed": False, "backward_override": None, "blocks": None}
 
 
@@ -83,7 +84,8 @@ class GemmRecipe(Recipe):
             rules=tuple(_as_rule(rule) for rule in rules),
             **{key: make_option(key, value) for key, value in options.items()},
         )
-        vars(self).update(fp8_dpa=any(key.startswith("attention") for key, _ in self.settings))
+        stages = (self.settings, *(rule.settings for rule in self.rules))
+        vars(self).update(fp8_dpa=any(_quantizes_attention(settings) for settings in stages))
         self._check_rules()
 
     # ---- parts ---------------------------------------------------------------------------------
@@ -154,7 +156,8 @@ class GemmRecipe(Recipe):
                 raise ValueError(f"{value}: {error}") from error
         if not isinstance(value, str):
             raise TypeError(f"a recipe is a preset's name, a line, a path or a mapping, not {type(value).__name__}")
-        return cls._from_document(parse_line(value))
+        recipe: Self = _of_line(cls, value)  # type: ignore[arg-type]  # classes are hashable
+        return recipe
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
@@ -238,9 +241,9 @@ class GemmRecipe(Recipe):
         """How explanations and errors call a rule: ``rule 1 (*.lm_head)``."""
         return f"rule {index + 1} ({str(self.rules[index].matcher).partition(' (')[0]})"
 
-    def _stages(self, rules: Iterable[int]) -> tuple[tuple[str, Settings], ...]:
-        default = make_settings({"attention": _NOT_SAID["attention"], **dict(self.settings)})
-        return (("default", default), *((self.rule_label(i), self.rules[i].settings) for i in rules))
+    def _stages(self, indices: Iterable[int]) -> tuple[tuple[str, Settings], ...]:
+        rules = [(self.rule_label(i), self.rules[i].settings) for i in indices]
+        return (("default", _ATTENTION_NOT_SAID), ("default", self.settings), *rules)
 
     def _with(self, **changes: Any) -> Self:
         new = object.__new__(type(self))
@@ -271,6 +274,16 @@ class GemmRecipe(Recipe):
         except ValueError as error:
             return str(error)
         return None
+
+
+@lru_cache(maxsize=256)
+def _of_line(cls: Any, line: str) -> Any:
+    """Autocast may be given the same line in every step."""
+    return cls._from_document(parse_line(line))
+
+
+def _quantizes_attention(settings: Settings) -> bool:
+    return any(key.startswith("attention") and value != FormatSpec("hp") for key, value in settings)
 
 
 @lru_cache(maxsize=4096)

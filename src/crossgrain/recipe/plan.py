@@ -118,6 +118,7 @@ def make_setting(key: str, value: Any) -> FormatSpec | str:
     return spec
 
 
+@lru_cache(maxsize=1024)
 def _check_spec(key: str, spec: FormatSpec) -> None:
     """Raise if a format cannot be used here, in any of the directions it stands for."""
     place, _, tensor = key.partition(".")
@@ -134,6 +135,8 @@ def _check_spec(key: str, spec: FormatSpec) -> None:
             direction = GEMMS.get(place, {}).get(tensor, ROWWISE)
             if operand.rht and direction is ROWWISE:
                 raise ValueError(f"{place} reads {tensor} rowwise: only columnwise data is rotated (rht)")
+            if operand.delayed and operand.element == "e5m2" and tensor not in _GRADIENTS:
+                raise ValueError(f"delayed scaling in E5M2 is for gradients, not for {tensor}")
             operand.stored_format(direction)
 
 
