@@ -218,6 +218,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._mapped(lambda child: child._rewrap(shape=shape, dtype=dtype, **changes), shape=shape, dtype=dtype)
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        self._check_fresh()  # the copy would not know
         return self._mapped(lambda child: child._map_buffers(change, **changes), **changes)
 
     def _empty_like(
@@ -244,8 +245,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _check_fresh(self) -> None:
         for direction in Direction:
             self._fresh_child(direction)
-        for plane in self.planes():
-            plane.check_fresh()
+        super()._check_fresh()
 
     def _last_write(self) -> int:
         return max((child._last_write() for child in self._children().values()), default=0)

@@ -144,6 +144,11 @@ class PlaneHolder:
     def _is_stale(self, direction: Direction) -> bool:
         return self._epochs[direction].number < self._epochs[direction.other].number
 
+    def _check_fresh(self) -> None:
+        """Raise rather than let old numbers travel on."""
+        for plane in self.planes():
+            plane.check_fresh()
+
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
         return [plane for direction in Direction if (plane := self.plane(direction)) is not None]
@@ -289,8 +294,7 @@ class PlaneHolder:
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         """A new object whose buffers are ``change(buffer)``, which are copies."""
-        for plane in self.planes():
-            plane.check_fresh()  # the copy would not know
+        self._check_fresh()  # the copy would not know
         return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, fresh=True, **changes)
 
     def _empty_like(

@@ -245,8 +245,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     # ---- tracing -------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        for plane in self.planes():
-            plane.check_fresh()
+        self._check_fresh()
         return [name for name, _ in self._buffers()], {name: getattr(self, name) for name in self._attribute_names}
 
     @classmethod
