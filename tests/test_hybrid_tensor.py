@@ -68,11 +68,17 @@ def test_storages_have_storages_as_children(h, x):
     assert set(storage.get_metadata()) == {"rowwise_storage", "columnwise_storage", "quantizer", "fake_dtype"}
     assert_same_bytes(rebuilt, storage)
     assert_same_bytes(storage.view(2, 64, 256).view(128, 256), storage)
+    storage.rowwise_sub_storage.clear()
+    if not isinstance(storage.rowwise_sub_storage, cg.IdentityTensorStorage):
+        assert torch.equal(storage.dequantize(), tensor.dequantize(direction=COLUMNWISE)), "what is left is decoded"
 
 
 def test_built_by_hand(x):
     """Children that were quantized one after the other belong together when they are put together."""
     row, column = cg.quantize(x, "mxfp8", columnwise=False), cg.quantize(x, "nvfp4", rowwise=False)
+    row.quantize_(x)
+    assert cg.HybridQuantizedTensorStorage(row, column, None).columnwise_sub_storage is column
+    column.quantize_(x)
     for a, b in ((row, column), (None, column), (row, None)):
         q = cg.HybridQuantizedTensor(x.shape, x.dtype, rowwise_storage=a, columnwise_storage=b)
         assert q.get_usages() == {"rowwise": a is not None, "columnwise": b is not None}

@@ -279,7 +279,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
         """Memory of its own, also from an identity child: written to, it would change one child alone."""
-        chosen = next(iter(self._children()), ROWWISE) if direction is None else direction
+        usages = self.get_usages()
+        held_directions = (found for found in Direction if usages[found.value])
+        chosen = next(held_directions, ROWWISE) if direction is None else direction
         child = self._fresh_child(chosen)
         if child is None:
             return super()._decoded(dtype, direction)  # which says what is missing
