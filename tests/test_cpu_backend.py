@@ -35,6 +35,10 @@ HYBRIDS = {
     "fp8 + nvfp4": ("fp8", "nvfp4"),
     "fp8 + nvfp4_rht": ("fp8", "nvfp4_rht"),
     "nvfp4 + mxfp8": ("nvfp4", "mxfp8"),
+    "nvfp4_rht_sr + mxfp8": ("nvfp4_rht_sr", "mxfp8"),
+    "nvfp4_row_scaled + mxfp8_e5m2": ("nvfp4_row_scaled", "mxfp8_e5m2"),
+    "mxfp4_sr + mxfp8": ("mxfp4_sr", "mxfp8"),
+    "mxfp6_e3m2 + nvfp4_rht_sr": ("mxfp6_e3m2", "nvfp4_rht_sr"),
     "nvfp4_rht_sr twice": ("nvfp4_rht_sr", "nvfp4_rht_sr"),
     "fp8_block + mxfp4": ("fp8_block", "mxfp4"),
 }

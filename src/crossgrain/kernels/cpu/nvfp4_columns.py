@@ -10,8 +10,11 @@ import numpy as np
 from numba.extending import overload
 
 from .elements import (
+    E2M1_TAG,
+    E4M3_TAG,
     INFINITY_BITS,
     at_most_fp32_max,
+    bytes_of_codes,
     decode_element,
     encode_element,
     inner,
@@ -20,8 +23,9 @@ from .elements import (
     load_input,
 )
 from .random_bits import encode_stochastically, hash_counters, lane_numbers
-from .rows import mx_block_checked
-from .simd import as_float, largest, load, maximum, narrow, splat, store
+from .rows import block_length, encode_run
+from .simd import as_float, largest, load, load_f32, maximum, splat, store
+from .tags import NO
 from .tiles import amax_of_rows, load_rows, rotate_rows, scale_rows, store_column_bytes, store_columns
 
 
@@ -83,7 +87,7 @@ def _random_words(row, col, cols, key0, key1, lanes, stochastic):
 @inner
 def _block(
     buffer, stride, codes, scales, encode_scale, decode_scale, top, col, cols, key0, key1,
-    rotation, e4m3, e2m1, stochastic, square, no,
+    rotation, stochastic, square,
 ):  # fmt: skip
     """16 rows of 16 columns: 8 bytes of codes and a scale for each column, 64 and 8 bytes apart.
 
@@ -96,16 +100,16 @@ def _block(
         return False
     if square:
         amax = splat(worst, 16, "i32")
-    stored = encode_element(at_most_fp32_max(as_float(amax) * encode_scale), e4m3, no)
+    stored = encode_element(at_most_fp32_max(as_float(amax) * encode_scale), E4M3_TAG, NO)
     unit = splat(np.float32(1.0), 16, "f32")
-    factor = at_most_fp32_max(unit / (decode_element(stored, e4m3) * decode_scale))
+    factor = at_most_fp32_max(unit / (decode_element(stored, E4M3_TAG) * decode_scale))
     r = scale_rows(rows, factor)
     r0 = random_words(top, col, cols, key0, key1, 16, stochastic)
     r1 = random_words(top + 4, col, cols, key0, key1, 16, stochastic)
     r2 = random_words(top + 8, col, cols, key0, key1, 16, stochastic)
     r3 = random_words(top + 12, col, cols, key0, key1, 16, stochastic)
-    low = _word(r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7], r0, r1, e2m1, stochastic)
-    high = _word(r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15], r2, r3, e2m1, stochastic)
+    low = _word(r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7], r0, r1, E2M1_TAG, stochastic)
+    high = _word(r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15], r2, r3, E2M1_TAG, stochastic)
     store_columns(codes, 64, low, high)
     store_column_bytes(scales, 8, stored)
     return True
@@ -114,17 +118,21 @@ def _block(
 @kernel
 def columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
-    row_codes, row_codes_stride, row_scales, row_scales_stride, row_factor,
-    first, last, height, cols, width, scratch, key0, key1,
-    square, dtype, rotation, e4m3, e2m1, stochastic, row_kind, row_element, no, yes,
+    row_codes, row_codes_stride, row_scales, row_scales_stride, row_encode_scales, row_decode_scales, row_scale_step,
+    first, last, height, cols, width, scratch, key0, key1, row_key0, row_key1,
+    square, dtype, rotation, stochastic, row_element, row_rule, row_stochastic,
 ):  # fmt: skip
-    """Tiles ``first:last`` of 128 rows; ``scratch`` is (16 * 4 + 64 + 8) * width bytes.
+    """Tiles ``first:last`` of 128 rows, with a rowwise plane of ``row_rule`` in the same pass.
+
+    ``scratch`` is (16 * 4 + 64 + 8) * width bytes and what a run needs. The row plane is told about as in
+    `encode_rows`.
 
     Returns False as soon as a NaN is met (of the input, or made by the rotation): then the caller starts
     again with the reference.
     """
     size = input_size(dtype)
     lines, bytes_ = scratch + 16 * width * 4, scratch + (16 * 4 + 64) * width
+    run_scratch = scratch + (16 * 4 + 64 + 8) * width
     for tile in range(first, last):
         top = tile * 128
         groups = min(8, (height - top) // 16)
@@ -138,22 +146,24 @@ def columns(
                     position = 0
                     while position < width:
                         col = min(position, width - 32)
-                        v = load_input(source + col * size, 32, dtype)
-                        store(scratch + (row * width + col) * 4, v)
-                        encode_row(
-                            v,
-                            row_codes + at * row_codes_stride + left + col,
-                            row_scales + at * row_scales_stride + (left + col) // 32,
-                            row_factor, row_kind, row_element, no, yes,
-                        )  # fmt: skip
+                        store(scratch + (row * width + col) * 4, load_input(source + col * size, 32, dtype))
                         position += 32
+                    encode_run(
+                        source, width,
+                        row_codes + at * row_codes_stride + bytes_of_codes(left, row_element),
+                        row_scales + at * row_scales_stride + left // block_length(row_rule),
+                        load_f32(row_encode_scales + at * row_scale_step),
+                        load_f32(row_decode_scales + at * row_scale_step),
+                        run_scratch, (at * cols + left) // 4, 1, row_key0, row_key1,
+                        dtype, row_element, row_rule, row_stochastic,
+                    )  # fmt: skip
                 position = 0
                 while position < width:
                     col = min(position, width - 16)
                     fine = _block(
                         scratch + col * 4, width * 4, lines + col * 64 + group * 8, bytes_ + col * 8 + group,
                         encode_scale, decode_scale, top + group * 16, left + col, cols, key0, key1,
-                        rotation, e4m3, e2m1, stochastic, square, no,
+                        rotation, stochastic, square,
                     )  # fmt: skip
                     if not fine:
                         return False
@@ -170,25 +180,6 @@ def columns(
                         store(scale + group, load(bytes_ + col * 8 + group, 1, "u8"))
             start += width
     return True
-
-
-def encode_row(v, codes, scale, factor, kind, element, no, yes):
-    """A rowwise plane of another format, made from what is loaded anyway."""
-
-
-@overload(encode_row)
-def _encode_row(v, codes, scale, factor, kind, element, no, yes):
-    if kind.tag == "mx":
-        return lambda v, codes, scale, factor, kind, element, no, yes: mx_block_checked(
-            v, codes, scale, element, no, yes
-        )
-    if kind.tag == "cast":
-
-        def cast(v, codes, scale, factor, kind, element, no, yes):
-            store(codes, narrow(encode_element(v * factor, element, yes)))
-
-        return cast
-    return lambda v, codes, scale, factor, kind, element, no, yes: None
 
 
 @kernel

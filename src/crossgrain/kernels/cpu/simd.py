@@ -50,8 +50,7 @@ class _VectorModel(models.PrimitiveModel):
 
 def _broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
-    first = builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    return _shuffle(builder, builder.insert_element(empty, scalar, ir.Constant(_I32, 0)), [0] * lanes)
 
 
 def _constant(vector: Vector, value: float) -> Any:
@@ -59,6 +58,12 @@ def _constant(vector: Vector, value: float) -> Any:
         return ir.Constant(vector.llvm, [float(value)] * vector.lanes)
     number = int(value)
     return ir.Constant(vector.llvm, [number - (1 << 32) if number >= 1 << 31 else number] * vector.lanes)
+
+
+def _shuffle(builder: Any, vector: Any, lanes: list[int]) -> Any:
+    """The named lanes of a vector, in this order."""
+    order = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
 def _as_vector(context: Any, builder: Any, value: Any, type_: Any, like: Vector) -> Any:
@@ -249,6 +254,49 @@ def unpack_nibbles(typing_context, packed):
         return builder.zext(builder.bitcast(halves, Vector("u8", 2 * lanes).llvm), codes.llvm)
 
     return codes(packed), generate
+
+
+@intrinsic
+def pack_sixes(typing_context, codes):
+    """4n codes of 6 bits (i32) -> 3n bytes, the first code in the lowest bits."""
+    groups = codes.lanes // 4
+    words, packed = Vector("i32", groups), Vector("u8", 3 * groups)
+
+    def generate(context, builder, signature, args):
+        word = builder.bitcast(builder.trunc(args[0], Vector("u8", codes.lanes).llvm), words.llvm)
+        together = builder.and_(word, _constant(words, 0x3F))
+        for place in (1, 2, 3):  # from 8 bits apart to 6
+            moved = builder.lshr(word, _constant(words, 2 * place))
+            together = builder.or_(together, builder.and_(moved, _constant(words, 0x3F << 6 * place)))
+        bytes_ = builder.bitcast(together, Vector("u8", codes.lanes).llvm)
+        return _shuffle(builder, bytes_, [byte for byte in range(codes.lanes) if byte % 4 != 3])
+
+    return packed(codes), generate
+
+
+@intrinsic
+def unpack_sixes(typing_context, packed):
+    """3n bytes -> 4n codes of 6 bits (i32)."""
+    groups = packed.lanes // 3
+    words, codes = Vector("i32", groups), Vector("i32", 4 * groups)
+
+    def generate(context, builder, signature, args):
+        spread = [3 * group + min(byte, 2) for group in range(groups) for byte in range(4)]
+        word = builder.bitcast(_shuffle(builder, args[0], spread), words.llvm)
+        apart = builder.and_(word, _constant(words, 0x3F))
+        for place in (1, 2, 3):  # from 6 bits apart to 8
+            moved = builder.shl(word, _constant(words, 2 * place))
+            apart = builder.or_(apart, builder.and_(moved, _constant(words, 0x3F << 8 * place)))
+        return builder.zext(builder.bitcast(apart, Vector("u8", 4 * groups).llvm), codes.llvm)
+
+    return codes(packed), generate
+
+
+@intrinsic
+def as_bytes(typing_context, words):
+    """The bytes of n i32 lanes, lowest first, in 4n u8 lanes."""
+    bytes_ = Vector("u8", 4 * words.lanes)
+    return bytes_(words), lambda context, builder, signature, args: builder.bitcast(args[0], bytes_.llvm)
 
 
 @intrinsic

@@ -10,13 +10,14 @@ from ...dtypes import HIGH_PRECISION
 from ...formats import E2M1, E4M3, E5M2, nvfp4_format
 from ...formats.format import BUILT_IN
 from ...plane import COLUMNWISE, ROWWISE, Plane
+from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
 from ..reference.scaling import global_scale
 from ..target import Target
 from .elements import element_tag
 from .tags import BF16, F32, NO, YES, Tag
 
-MOST_COUNTERS = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
+_MOST_COUNTED = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
 
 
 def from_bits(bits: int) -> Tensor:
@@ -32,11 +33,27 @@ def yes_or_no(condition: bool) -> Tag:
 
 
 def global_scales(target: Target) -> tuple[Tensor, Tensor]:
-    """Global encode scale over the largest code, and global decode scale; one, or one per row."""
+    """The scales of the whole tensor (or of each row) that kernels take: to encode with, and to decode.
+
+    Of a two-level format, the first is divided by the largest code. Of a per-tensor format, only the first
+    is read; of others, none.
+    """
+    fmt = target.encoding.format
+    if fmt.block is None:
+        factor = torch.tensor([tensor_factor(target)], dtype=torch.float32, device="cpu")
+        return factor, factor
+    if fmt.scale_rule != "two_level":
+        unit = torch.ones(1, dtype=torch.float32, device="cpu")
+        return unit, unit
     assert target.amax is not None
-    scale = global_scale(target.amax, target.encoding.format)
+    scale = global_scale(target.amax, fmt)
     sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
     return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
+
+
+def tensor_factor(target: Target) -> float:
+    """The encode scale of a per-tensor format: given, or from the current amax."""
+    return float(tensor_scale(target).factor.item())
 
 
 def keys_of(seed: int | None, target: Target) -> tuple[int, int]:
@@ -77,26 +94,46 @@ def scales_of(plane: Plane) -> Tensor:
     return plane.scale
 
 
+def is_run(target: Target) -> bool:
+    """Rowwise, with the scales of MX formats, or of NVFP4 with a scale per 16."""
+    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
+    mx = fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block == (1, 32)
+    nvfp4 = fmt.scale_rule == "two_level" and fmt.block == (1, 16)
+    return (
+        plane.direction is ROWWISE
+        and (mx or nvfp4)
+        and fmt.rotation is None
+        and encoding.four_over_six is None
+        and _is_plain(target)
+    )
+
+
+def _is_plain(target: Target) -> bool:
+    """Codes and scales lie row by row, and there are few enough numbers to count four of them in 32 bits."""
+    plane = target.plane
+    few = not target.encoding.stochastic or plane.shape[0] * plane.shape[1] < _MOST_COUNTED
+    return plane.data.is_contiguous() and scales_of(plane).stride(1) == 1 and few
+
+
 def is_mxfp8(target: Target, block: tuple[int, int]) -> bool:
-    fmt, plane = target.encoding.format, target.plane
+    fmt = target.encoding.format
     return (
         fmt.element in (E4M3, E5M2)
         and fmt.block == block
         and fmt.scale_rule == "e8m0_up"
         and not target.encoding.stochastic
-        and not plane.transposed
-        and plane.data.is_contiguous()
-        and scales_of(plane).stride(1) == 1
-        and plane.shape[1] % 32 == 0
+        and not target.plane.transposed
+        and _is_plain(target)
+        and target.plane.shape[1] % 32 == 0
     )
-
-
-def is_mxfp8_rows(target: Target) -> bool:
-    return target.plane.direction is ROWWISE and is_mxfp8(target, (1, 32))
 
 
 def is_mxfp8_columns(target: Target) -> bool:
     return target.plane.direction is COLUMNWISE and is_mxfp8(target, (1, 32))
+
+
+def is_mxfp8_tiled(target: Target) -> bool:
+    return is_mxfp8(target, (32, 32))
 
 
 def is_cast(target: Target) -> bool:
@@ -110,18 +147,15 @@ def is_cast(target: Target) -> bool:
     )
 
 
-def is_nvfp4_rows(target: Target) -> bool:
-    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
+def is_nvfp4_tile_rows(target: Target) -> bool:
+    fmt, encoding = target.encoding.format, target.encoding
     return (
-        plane.direction is ROWWISE
-        and fmt.element == E2M1
-        and (fmt.block == (1, 16) or (fmt.block == (16, 16) and not encoding.stochastic))
+        target.plane.direction is ROWWISE
+        and fmt.block == (16, 16)
         and fmt.scale_rule == "two_level"
-        and fmt.rotation is None
         and encoding.four_over_six is None
-        and plane.data.is_contiguous()
-        and scales_of(plane).stride(1) == 1
-        and plane.shape[0] * plane.shape[1] < MOST_COUNTERS
+        and not encoding.stochastic
+        and _is_plain(target)
     )
 
 
@@ -129,16 +163,13 @@ def is_nvfp4_columns(target: Target) -> bool:
     fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
     return (
         plane.direction is COLUMNWISE
-        and fmt.element == E2M1
         and fmt.block in ((1, 16), (16, 16))
         and fmt.scale_rule == "two_level"
         and fmt.global_amax == "tensor"
         and encoding.four_over_six is None
         and plane.transposed
-        and plane.data.is_contiguous()
-        and scales_of(plane).stride(1) == 1
+        and _is_plain(target)
         and plane.shape[1] >= 32
-        and plane.shape[0] * plane.shape[1] < MOST_COUNTERS
     )
 
 
