@@ -100,7 +100,8 @@ class CpuBackend(ReferenceBackend):
     # ---- decoding ------------------------------------------------------------------------------
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
-        decoded = self._decode_fast(plane)
+        direct = dtype == torch.bfloat16 and plane.format.rotation is None
+        decoded = self._decode_fast(plane, dtype=torch.bfloat16 if direct else torch.float32)
         if decoded is None:
             return super().decode(plane, dtype)
         if plane.format.rotation is not None:
@@ -113,8 +114,10 @@ class CpuBackend(ReferenceBackend):
             return super().decode_operand(plane, workspace)
         return decoded if plane.direction is ROWWISE or plane.transposed else decoded.t()
 
-    def _decode_fast(self, plane: Plane, workspace: Tensor | None = None) -> Tensor | None:
-        """The plane as it lies, in fp32: the operand, or [M, K] if it is stored so. None: there is no kernel."""
+    def _decode_fast(
+        self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        """The plane as it lies: the operand, or [M, K] if it is stored so. None: there is no kernel."""
         if not plane.data.is_contiguous() or not all(map(has_memory, plane.buffers())):
             return None
         if plane.scale is None or not is_standard(plane):
@@ -126,10 +129,10 @@ class CpuBackend(ReferenceBackend):
         if work is None:
             return None
         if workspace is None:
-            out = torch.empty(height, width, dtype=torch.float32, device="cpu")
+            out = torch.empty(height, width, dtype=dtype, device="cpu")
         else:
             out = workspace[: height * width].view(height, width)
-        aligned = width % 16 == 0 and out.data_ptr() % 64 == 0
+        aligned = width * out.element_size() % 64 == 0 and out.data_ptr() % 64 == 0
         streaming = yes_or_no(out.numel() >= _STREAM_FROM and aligned)
         flat = plane.format.block is None
         run_ranges(lambda first, last: work(out, first, last, streaming), out.numel() if flat else height, out.numel())

@@ -9,18 +9,19 @@ from torch import Tensor
 
 from ...plane import COLUMNWISE, ROWWISE, bytes_per_row
 from ..target import Target
-from . import columns, fp8_tiles, nvfp4_columns, rows
+from . import columns, fp8_tiles, nvfp4_columns, rows, transposed
 from .runtime import kernel, run_ranges
 from .support import (
     global_scales,
     is_cast,
+    is_column_run,
     is_fp8_tiled,
     is_mxfp8_columns,
     is_mxfp8_tiled,
     is_nvfp4_columns,
     is_nvfp4_tile_rows,
     is_row_cast,
-    is_run,
+    is_row_run,
     keys_of,
     one_per_direction,
     reciprocal,
@@ -34,6 +35,7 @@ from .support import (
 from .tags import YES, Tag
 
 _TILE_WIDTH = 512  # columns of a tile of the transposed planes
+_TURNED_WIDTH = 256  # columns of a tile that is turned in the second-level cache
 _STRIP_WIDTH = 512  # columns of a strip: 32 rows of them stay in the second-level cache
 
 
@@ -61,7 +63,7 @@ def _run(target: Target, seed: int | None, rule: str | None = None) -> Run:
 
 def _run_beside(column: Target, targets: list[Target], seed: int | None) -> tuple[Target | None, Run]:
     """A rowwise target to be written in the same pass; none is a run that writes nothing."""
-    row = next((target for target in targets if is_run(target) or is_row_cast(target)), None)
+    row = next((target for target in targets if is_row_run(target) or is_row_cast(target)), None)
     return row, _run(column, seed, rule="none") if row is None else _run(row, seed)
 
 
@@ -75,13 +77,13 @@ def _finish(target: Target | None) -> None:
         scales_of(target.plane).fill_(reciprocal(tensor_factor(target)))
 
 
-def encode_runs(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_rows(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
     """Rowwise planes, one after the other."""
-    for target in filter(is_run, targets):
+    height, width = targets[0].plane.shape if targets else (0, 0)
+    for target in filter(is_row_run, targets):
         run = _run(target, seed)
-        height, width = target.plane.shape
 
-        def work(first: int, last: int, run: Run = run, width: int = width) -> None:
+        def work(first: int, last: int, run: Run = run) -> None:
             scratch = torch.empty(rows.RUN_SCRATCH, dtype=torch.uint8, device="cpu")
             arguments = (
                 x.data_ptr(), width * x.element_size(), *run.place,
@@ -91,7 +93,27 @@ def encode_runs(x: Tensor, targets: list[Target], seed: int | None) -> list[Targ
 
         run_ranges(work, height, x.numel())
         _finish(target)
-    return [target for target in targets if not is_run(target)]
+    return [target for target in targets if not is_row_run(target)]
+
+
+def encode_columns(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+    """Columnwise planes that are stored transposed, one after the other."""
+    height, width = targets[0].plane.shape if targets else (0, 0)
+    strip = min(_TURNED_WIDTH, width)
+    for target in filter(is_column_run, targets):
+        run = _run(target, seed)
+
+        def work(first: int, last: int, run: Run = run) -> None:
+            scratch = torch.empty(strip * transposed.PITCH + rows.RUN_SCRATCH, dtype=torch.uint8, device="cpu")
+            arguments = (
+                x.data_ptr(), width * x.element_size(), *run.place,
+                first, last, height, width, strip, scratch.data_ptr(), *run.keys, tag_of_input(x), *run.tags,
+            )  # fmt: skip
+            kernel(transposed.encode_columns, *arguments)(*arguments)
+
+        run_ranges(work, -(-height // transposed.HEIGHT), x.numel())
+        _finish(target)
+    return [target for target in targets if not is_column_run(target)]
 
 
 def encode_casts(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
@@ -256,7 +278,8 @@ ENCODERS = (
     encode_mxfp8_columns,
     encode_mxfp8_tiles,
     encode_fp8_tiles,
-    encode_runs,
+    encode_rows,
+    encode_columns,
     encode_casts,
     encode_nvfp4_tile_rows,
 )

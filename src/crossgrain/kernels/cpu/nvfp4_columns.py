@@ -25,7 +25,7 @@ from .elements import (
 from .random_bits import encode_stochastically, hash_counters, lane_numbers
 from .rows import block_length, encode_run
 from .simd import as_float, largest, load, load_f32, maximum, splat, store
-from .tags import NO
+from .tags import F32, NO
 from .tiles import amax_of_rows, load_rows, rotate_rows, scale_rows, store_column_bytes, store_columns
 
 
@@ -93,7 +93,7 @@ def _block(
 
     ``square``: the 16x16 tile shares one scale.
     """
-    rows = rotated(load_rows(buffer, stride, 16), rotation)
+    rows = rotated(load_rows(buffer, stride, 16, F32), rotation)
     amax = amax_of_rows(rows)
     worst = largest(amax)
     if worst > INFINITY_BITS:
@@ -195,7 +195,7 @@ def rotated_amax(x, x_stride, first, last, cols, scratch, dtype, rotation):
             for row in range(16):
                 v = load_input(x + (strip * 16 + row) * x_stride + col * size, 16, dtype)
                 store(scratch + row * 64, v)
-            best = maximum(best, amax_of_rows(rotated(load_rows(scratch, 64, 16), rotation)))
+            best = maximum(best, amax_of_rows(rotated(load_rows(scratch, 64, 16, F32), rotation)))
             start += 16
         worst = max(worst, largest(best))
         if worst > INFINITY_BITS:

@@ -26,6 +26,7 @@ _LLVM: dict[str, ir.Type] = {
     "u16": ir.IntType(16),
     "u8": ir.IntType(8),
 }
+_LLVM_BYTES = {"f32": 4, "i32": 4, "u16": 2, "u8": 1}
 _I32 = _LLVM["i32"]
 
 
@@ -83,15 +84,25 @@ def _pointer(builder: Any, address: Any, type_: Any) -> Any:
     return builder.inttoptr(address, type_.as_pointer())
 
 
+def load_at(builder: Any, address: Any, vector: Vector) -> Any:
+    value = builder.load(_pointer(builder, address, vector.llvm))
+    value.align = 1
+    return value
+
+
+def load_bf16_at(builder: Any, address: Any, vector: Vector) -> Any:
+    wide = Vector("i32", vector.lanes)
+    halves = load_at(builder, address, Vector("u16", vector.lanes))
+    return builder.bitcast(builder.shl(builder.zext(halves, wide.llvm), _constant(wide, 16)), vector.llvm)
+
+
 @intrinsic(prefer_literal=True)
 def load(typing_context, address, lanes, element):
     """``lanes`` numbers from any address."""
     vector = Vector(element.literal_value, lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        value = builder.load(_pointer(builder, args[0], vector.llvm))
-        value.align = 1
-        return value
+        return load_at(builder, args[0], vector)
 
     return vector(types.intp, lanes, element), generate
 
@@ -100,12 +111,9 @@ def load(typing_context, address, lanes, element):
 def load_bf16(typing_context, address, lanes):
     """``lanes`` bfloat16 numbers, widened to f32."""
     vector = Vector("f32", lanes.literal_value)
-    wide = Vector("i32", lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        halves = builder.load(_pointer(builder, args[0], Vector("u16", vector.lanes).llvm))
-        halves.align = 1
-        return builder.bitcast(builder.shl(builder.zext(halves, wide.llvm), _constant(wide, 16)), vector.llvm)
+        return load_bf16_at(builder, args[0], vector)
 
     return vector(types.intp, lanes), generate
 
@@ -123,11 +131,11 @@ def store(typing_context, address, vector):
 
 @intrinsic
 def stream(typing_context, address, vector):
-    """Write a vector past the caches; the address is a multiple of 64."""
+    """Write a vector past the caches; the address is a multiple of its size, or of 64."""
 
     def generate(context, builder, signature, args):
         instruction = builder.store(args[1], _pointer(builder, args[0], vector.llvm))
-        instruction.align = 64
+        instruction.align = min(64, vector.lanes * _LLVM_BYTES[vector.element])
         instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
         return context.get_dummy_value()
 
@@ -207,6 +215,29 @@ narrow = _conversion("u8", lambda builder, value, to: builder.trunc(value, to))
 widen = _conversion("i32", lambda builder, value, to: builder.zext(value, to))
 to_int = _conversion("i32", lambda builder, value, to: builder.fptosi(value, to))
 to_float = _conversion("f32", lambda builder, value, to: builder.sitofp(value, to))
+
+
+def round_to_bf16(builder: Any, value: Any, vector: Vector) -> Any:
+    """The bits of f32 numbers rounded to bf16, nearest even, the low halves zero; NaN is the one torch writes."""
+    bits = Vector("i32", vector.lanes)
+    word = builder.bitcast(value, bits.llvm)
+    odd = builder.and_(builder.lshr(word, _constant(bits, 16)), _constant(bits, 1))
+    rounded = builder.add(word, builder.add(odd, _constant(bits, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)  # rounding up could turn one into a zero
+    chosen = builder.select(is_nan, _constant(bits, 0xFFFFFFFF), rounded)
+    return builder.and_(chosen, _constant(bits, 0xFFFF0000))
+
+
+@intrinsic
+def to_bf16(typing_context, vector):
+    """f32 -> bfloat16, nearest even, as u16 lanes."""
+    wide, halves = Vector("i32", vector.lanes), Vector("u16", vector.lanes)
+
+    def generate(context, builder, signature, args):
+        word = round_to_bf16(builder, args[0], vector)
+        return builder.trunc(builder.lshr(word, _constant(wide, 16)), halves.llvm)
+
+    return halves(vector), generate
 
 
 def _scalar_bitcast(source: Any, result: Any, llvm_type: Any) -> Any:

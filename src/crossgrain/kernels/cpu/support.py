@@ -94,18 +94,21 @@ def scales_of(plane: Plane) -> Tensor:
     return plane.scale
 
 
-def is_run(target: Target) -> bool:
-    """Rowwise, with the scales of MX formats, or of NVFP4 with a scale per 16."""
-    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
+def is_row_run(target: Target) -> bool:
+    return target.plane.direction is ROWWISE and _is_run(target)
+
+
+def is_column_run(target: Target) -> bool:
+    return target.plane.transposed and _is_run(target)
+
+
+def _is_run(target: Target) -> bool:
+    """Blocks along the rows of the operand, with the scales of MX formats or of NVFP4."""
+    fmt = target.encoding.format
     mx = fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block == (1, 32)
     nvfp4 = fmt.scale_rule == "two_level" and fmt.block == (1, 16)
-    return (
-        plane.direction is ROWWISE
-        and (mx or nvfp4)
-        and fmt.rotation is None
-        and encoding.four_over_six is None
-        and _is_plain(target)
-    )
+    plain = fmt.rotation is None and target.encoding.four_over_six is None
+    return (mx or nvfp4) and plain and _is_plain(target)
 
 
 def _is_plain(target: Target) -> bool:
