@@ -26,9 +26,17 @@ from crossgrain.plane import empty_plane, shape_problem
 from .quantizers import QUANTIZERS
 
 CPU = CpuBackend()
+NVFP4_2D_256 = nvfp4_format(two_d=True, scale_bound=256)
 ENCODINGS = {
     **{name: quantizer().encoding for name, quantizer in QUANTIZERS.items() if "identity" not in name},
     "mxfp6_e2m3_sr": lambda direction: Encoding(get_format("mxfp6_e2m3"), stochastic=True),
+    "nvfp4_2d_sr": lambda direction: Encoding(nvfp4_format(two_d=True), stochastic=True),
+    "nvfp4_row_scaled_sr": lambda direction: Encoding(nvfp4_format(row_scaled=True), stochastic=True),
+    "nvfp4_row_scaled_4over6": lambda direction: Encoding(nvfp4_format(row_scaled=True), four_over_six="MAE"),
+    "nvfp4_4over6_448": lambda direction: Encoding(nvfp4_format(), four_over_six="MAE"),
+    "nvfp4_4over6_448_mse": lambda direction: Encoding(nvfp4_format(), four_over_six="MSE"),
+    "nvfp4_2d_4over6_mse": lambda direction: Encoding(NVFP4_2D_256, four_over_six="MSE"),
+    "nvfp4_2d_4over6_448": lambda direction: Encoding(nvfp4_format(two_d=True), four_over_six="MAE"),
 }
 NAMES = list(ENCODINGS)
 DIRECTIONS = {"rowwise": (ROWWISE,), "columnwise": (COLUMNWISE,), "both": (ROWWISE, COLUMNWISE)}
@@ -45,6 +53,9 @@ HYBRIDS = {
     "mxfp6_e3m2 + nvfp4_rht_sr": ("mxfp6_e3m2", "nvfp4_rht_sr"),
     "nvfp4_rht_sr twice": ("nvfp4_rht_sr", "nvfp4_rht_sr"),
     "fp8_block + mxfp4": ("fp8_block", "mxfp4"),
+    "mxfp8 + nvfp4_4over6_448": ("mxfp8", "nvfp4_4over6_448"),
+    "nvfp4_row_scaled + nvfp4_row_scaled": ("nvfp4_row_scaled", "nvfp4_row_scaled"),
+    "nvfp4_2d_sr + nvfp4_2d_sr": ("nvfp4_2d_sr", "nvfp4_2d_sr"),
 }
 SEED = 0x1234_5678_9ABC_DEF0
 
@@ -197,10 +208,7 @@ def test_large_results_are_streamed_alike(name, dtype):
         assert_bits_equal(CPU.decode(plane, dtype), REFERENCE.decode(plane, dtype), name)
 
 
-NOT_YET = ("row_scaled", "max256", "4over6")
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if not any(part in name for part in NOT_YET)])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_built_in_format_has_kernels(name, monkeypatch):
     """Nothing of an ordinary matrix is left to the reference."""
     for work in ("encode.operand_of", "decode.decode_operand"):

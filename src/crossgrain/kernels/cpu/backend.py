@@ -14,7 +14,7 @@ from ...plane import ROWWISE, Plane
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
 from ..target import Target
-from . import nvfp4_columns, rows
+from . import measure
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import ENCODERS
@@ -22,7 +22,6 @@ from .runtime import kernel, run_ranges
 from .support import (
     from_bits,
     has_memory,
-    is_nvfp4_columns,
     is_readable,
     is_standard,
     readable_memory,
@@ -50,7 +49,11 @@ class CpuBackend(ReferenceBackend):
             if of_tensor and fmt.rotation is None:
                 whole = self.amax(x) if whole is None else whole
                 measured.append(whole.clone())
-            elif is_standard(target.plane) and is_nvfp4_columns(target) and is_readable(x) and x.numel():
+            elif fmt.global_amax is None or not is_readable(x) or not x.numel() or not is_standard(target.plane):
+                measured.extend(super().measure(x, [target]))
+            elif fmt.global_amax == "row":
+                measured.append(_amax_of_each_row(readable_memory(x), target.plane))
+            elif target.plane.transposed and target.plane.shape[1] >= 16:
                 measured.append(self._rotated_amax(readable_memory(x), target))
             else:
                 measured.extend(super().measure(x, [target]))
@@ -64,7 +67,7 @@ class CpuBackend(ReferenceBackend):
 
             def work(first: int, last: int, with_nan: Tag = with_nan) -> int:
                 arguments = (source.data_ptr(), first, last, tag_of_input(source), with_nan)
-                return int(kernel(rows.amax_bits, *arguments)(*arguments))
+                return int(kernel(measure.of_all, *arguments)(*arguments))
 
             bits = max(run_ranges(work, source.numel(), source.numel()))
             if bits <= INFINITY_BITS:
@@ -75,12 +78,11 @@ class CpuBackend(ReferenceBackend):
         height, width = target.plane.shape
 
         def work(first: int, last: int) -> int:
-            scratch = torch.empty(16 * 16, dtype=torch.float32, device="cpu")
             arguments = (
-                x.data_ptr(), width * x.element_size(), first, last, width, scratch.data_ptr(),
+                x.data_ptr(), width * x.element_size(), first, last, width,
                 tag_of_input(x), Tag(str(target.plane.format.rotation)),
             )  # fmt: skip
-            return int(kernel(nvfp4_columns.rotated_amax, *arguments)(*arguments))
+            return int(kernel(measure.of_rotated, *arguments)(*arguments))
 
         bits = max(run_ranges(work, height // 16, x.numel()))
         return super().measure(x, [target])[0] if bits > INFINITY_BITS else from_bits(bits)
@@ -137,6 +139,22 @@ class CpuBackend(ReferenceBackend):
         flat = plane.format.block is None
         run_ranges(lambda first, last: work(out, first, last, streaming), out.numel() if flat else height, out.numel())
         return out
+
+
+def _amax_of_each_row(x: Tensor, plane: Plane) -> Tensor:
+    """One for each row of the operand, that is, for each row or column of ``x``."""
+    height, width = plane.shape
+    rowwise = plane.direction is ROWWISE
+    found = torch.empty(height, dtype=torch.int32, device="cpu")
+
+    def work(first: int, last: int) -> Tensor:
+        out = found if rowwise else torch.zeros(width, dtype=torch.int32, device="cpu")
+        arguments = (x.data_ptr(), width * x.element_size(), out.data_ptr(), first, last, width, tag_of_input(x))
+        kernel(measure.of_rows if rowwise else measure.of_columns, *arguments)(*arguments)
+        return out
+
+    parts = run_ranges(work, height, x.numel())
+    return (found if rowwise else torch.stack(parts).amax(dim=0)).view(torch.float32)
 
 
 def _has_every_amax(target: Target) -> bool:

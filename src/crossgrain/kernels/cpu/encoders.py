@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...formats import E2M1
 from ...plane import COLUMNWISE, ROWWISE, bytes_per_row
 from ..target import Target
-from . import columns, fp8_tiles, nvfp4_columns, rows, transposed
+from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
 from .runtime import kernel, run_ranges
 from .support import (
     global_scales,
     is_cast,
     is_column_run,
+    is_four_over_six_rows,
     is_fp8_tiled,
     is_mxfp8_columns,
     is_mxfp8_tiled,
@@ -165,7 +167,7 @@ def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
     plane = column.plane
     height, width = plane.shape
     strip = width if width < 64 else max(w for w in range(32, _TILE_WIDTH + 1, 32) if w <= width)
-    encode_scale, decode_scale = (float(scale.item()) for scale in global_scales(column))
+    spread, bound = _for_each_row(column)
     rotation = Tag("none" if plane.format.rotation is None else str(plane.format.rotation))
 
     def work(first: int, last: int) -> bool:
@@ -173,10 +175,10 @@ def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), height // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-            encode_scale, decode_scale, *run.place,
+            *(scale.data_ptr() for scale in spread), bound, *run.place,
             first, last, height, width, strip, scratch.data_ptr(), *keys_of(seed, column), *run.keys,
             plane.format.block_rows > 1,
-            tag_of_input(x), rotation, yes_or_no(column.encoding.stochastic), *run.tags,
+            tag_of_input(x), rotation, yes_or_no(column.encoding.stochastic), _four_over_six(column), *run.tags,
         )  # fmt: skip
         return bool(kernel(nvfp4_columns.columns, *arguments)(*arguments))
 
@@ -187,26 +189,42 @@ def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
     return [target for target in targets if target is not column and target is not row]
 
 
-def encode_nvfp4_tile_rows(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
-    """NVFP4 rowwise with a scale per 16x16 tile."""
-    return [target for target in targets if not (is_nvfp4_tile_rows(target) and _encode_tile_rows(x, target))]
+def _for_each_row(target: Target) -> tuple[list[Tensor], float]:
+    """Global scales and amax, one for each row of the operand, and the largest product of code and block scale."""
+    fmt, rows_ = target.plane.format, target.plane.operand_shape[0]
+    assert target.amax is not None
+    spread = [scale.reshape(-1).expand(rows_).contiguous() for scale in (*global_scales(target), target.amax)]
+    return spread, E2M1.max * fmt.scale_bound
 
 
-def _encode_tile_rows(x: Tensor, target: Target) -> bool:
+def _four_over_six(target: Target) -> Tag:
+    return Tag(target.encoding.four_over_six or "none")
+
+
+def encode_nvfp4_rows(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+    """NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
+    return [target for target in targets if not _encode_nvfp4_rows(x, target, seed)]
+
+
+def _encode_nvfp4_rows(x: Tensor, target: Target, seed: int | None) -> bool:
+    tiled = is_nvfp4_tile_rows(target)
+    if not tiled and not is_four_over_six_rows(target):
+        return False
     plane = target.plane
     height, width = plane.shape
-    encode_scale, decode_scale = (float(scale.item()) for scale in global_scales(target))
+    spread, bound = _for_each_row(target)
 
     def work(first: int, last: int) -> bool:
-        scratch = torch.empty(96, dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(nvfp4_rows.SCRATCH, dtype=torch.uint8, device="cpu")
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-            encode_scale, decode_scale, first, last, width, scratch.data_ptr(), tag_of_input(x),
+            *(scale.data_ptr() for scale in spread), bound, first, last, width, scratch.data_ptr(),
+            *keys_of(seed, target), tag_of_input(x), yes_or_no(target.encoding.stochastic), _four_over_six(target),
         )  # fmt: skip
-        return bool(kernel(rows.nvfp4_tile_rows, *arguments)(*arguments))
+        return bool(kernel(nvfp4_rows.tile_rows if tiled else nvfp4_rows.block_rows, *arguments)(*arguments))
 
-    if not all(run_ranges(work, height // 16, x.numel())):
+    if not all(run_ranges(work, height // plane.format.block_rows, x.numel())):
         return False
     _finish(target)
     return True
@@ -281,6 +299,6 @@ ENCODERS = (
     encode_rows,
     encode_columns,
     encode_casts,
-    encode_nvfp4_tile_rows,
+    encode_nvfp4_rows,
 )
 """In this order: what can take a rowwise plane along comes before what encodes rowwise planes alone."""

@@ -32,7 +32,6 @@ from .simd import (
     largest,
     load,
     load_f32,
-    maximum,
     narrow,
     pack_nibbles,
     splat,
@@ -44,22 +43,6 @@ from .tags import NO, YES
 from .tiles import amax_of_eight
 
 RUN_SCRATCH = 192  # bytes that `encode_run` needs
-
-
-@kernel
-def amax_bits(x, start, stop, dtype, with_nan):
-    """Bits of the largest magnitude of elements ``start:stop``; above those of Inf if there is a NaN unseen."""
-    size = input_size(dtype)
-    best = splat(0, 32, "i32")
-    position = start
-    while position + 32 <= stop:
-        best = maximum(best, magnitude_bits(load_input(x + position * size, 32, dtype), with_nan))
-        position += 32
-    bits = largest(best)
-    while position < stop:
-        bits = max(bits, largest(magnitude_bits(load_input(x + position * size, 1, dtype), with_nan)))
-        position += 1
-    return bits
 
 
 @kernel
@@ -254,41 +237,3 @@ def encode_rows(
             load_f32(encode_scales + row * scale_step), load_f32(decode_scales + row * scale_step),
             scratch, row * (cols // 4), 1, key0, key1, dtype, element, rule, stochastic,
         )  # fmt: skip
-
-
-@kernel
-def nvfp4_tile_rows(
-    x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
-    first, last, cols, scratch, dtype,
-):  # fmt: skip
-    """NVFP4 rowwise with a scale per 16x16 tile, stored for each of its rows; strips of 16 rows.
-
-    ``scratch`` is 96 bytes. Returns False at a NaN.
-    """
-    size = input_size(dtype)
-    for strip in range(first, last):
-        top = strip * 16
-        for left in range(0, cols, 128):
-            blocks = min(8, (cols - left) // 16)
-            store(scratch, splat(0, 8, "i32"))
-            for block in range(blocks):
-                amax = splat(0, 16, "i32")
-                for row in range(16):
-                    v = load_input(x + (top + row) * x_stride + (left + block * 16) * size, 16, dtype)
-                    amax = maximum(amax, magnitude_bits(v, NO))
-                worst = largest(amax)
-                if worst > INFINITY_BITS:
-                    return False
-                store_i32(scratch + block * 4, worst)
-            stored, factor = nvfp4_scales(load(scratch, 8, "i32"), encode_scale, decode_scale)
-            store(scratch, factor)
-            store(scratch + 64, narrow(stored))
-            for row in range(16):
-                source = x + (top + row) * x_stride + left * size
-                target = codes + (top + row) * codes_stride + left // 2
-                scale = scales + (top + row) * scales_stride + left // 16
-                for block in range(blocks):
-                    v = load_input(source + block * 16 * size, 16, dtype) * load_f32(scratch + block * 4)
-                    store(target + block * 8, pack_nibbles(encode_element(v, E2M1_TAG, NO)))
-                    store(scale + block, load(scratch + 64 + block, 1, "u8"))
-    return True

@@ -342,6 +342,21 @@ def largest(typing_context, vector):
     return types.int32(vector), generate
 
 
+@intrinsic
+def sum_of_halves(typing_context, vector):
+    """The sum of all f32 lanes: the first half plus the second, until there is one."""
+
+    def generate(context, builder, signature, args):
+        value, lanes = args[0], vector.lanes
+        while lanes > 1:
+            lanes //= 2
+            low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+            value = builder.fadd(_shuffle(builder, value, low), _shuffle(builder, value, high))
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return types.float32(vector), generate
+
+
 # ---- arithmetic --------------------------------------------------------------------------------------
 
 
@@ -385,15 +400,23 @@ minimum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_sign
 float_minimum = _binary(lambda builder, vector, x, y: builder.select(builder.fcmp_ordered("<", x, y), x, y))
 
 
-@intrinsic(prefer_literal=True)
-def where_greater(typing_context, left, right, then, otherwise):
-    """``then`` in the lanes where the integers ``left > right``, elsewhere ``otherwise``."""
-    result = then if isinstance(then, Vector) else otherwise
+def _choice(compare: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function of ``left, right, then, otherwise``: ``then`` in the lanes where the comparison holds."""
 
-    def generate(context, builder, signature, args):
-        condition = builder.icmp_signed(">", args[0], _as_vector(context, builder, args[1], right, left))
-        chosen = _as_vector(context, builder, args[2], then, result)
-        other = _as_vector(context, builder, args[3], otherwise, result)
-        return builder.select(condition, chosen, other)
+    @intrinsic(prefer_literal=True)
+    def choose(typing_context, left, right, then, otherwise):
+        result = then if isinstance(then, Vector) else otherwise
 
-    return result(left, right, then, otherwise), generate
+        def generate(context, builder, signature, args):
+            condition = compare(builder, args[0], _as_vector(context, builder, args[1], right, left))
+            chosen = _as_vector(context, builder, args[2], then, result)
+            other = _as_vector(context, builder, args[3], otherwise, result)
+            return builder.select(condition, chosen, other)
+
+        return result(left, right, then, otherwise), generate
+
+    return choose
+
+
+where_greater = _choice(lambda builder, x, y: builder.icmp_signed(">", x, y))  # integers
+where_less = _choice(lambda builder, x, y: builder.fcmp_ordered("<", x, y))  # floats

@@ -35,8 +35,8 @@ def yes_or_no(condition: bool) -> Tag:
 def global_scales(target: Target) -> tuple[Tensor, Tensor]:
     """The scales of the whole tensor (or of each row) that kernels take: to encode with, and to decode.
 
-    Of a two-level format, the first is divided by the largest code. Of a per-tensor format, only the first
-    is read; of others, none.
+    Of a two-level format, the first is divided by the largest code, unless 4-over-6 does that later. Of a
+    per-tensor format, only the first is read; of others, none.
     """
     fmt = target.encoding.format
     if fmt.block is None:
@@ -47,6 +47,8 @@ def global_scales(target: Target) -> tuple[Tensor, Tensor]:
         return unit, unit
     assert target.amax is not None
     scale = global_scale(target.amax, fmt)
+    if target.encoding.four_over_six is not None:
+        return scale.encode.contiguous(), scale.decode.contiguous()
     sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
     return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
 
@@ -151,29 +153,22 @@ def is_cast(target: Target) -> bool:
 
 
 def is_nvfp4_tile_rows(target: Target) -> bool:
-    fmt, encoding = target.encoding.format, target.encoding
-    return (
-        target.plane.direction is ROWWISE
-        and fmt.block == (16, 16)
-        and fmt.scale_rule == "two_level"
-        and encoding.four_over_six is None
-        and not encoding.stochastic
-        and _is_plain(target)
-    )
+    fmt = target.encoding.format
+    two_level = fmt.scale_rule == "two_level" and fmt.block == (16, 16)
+    return target.plane.direction is ROWWISE and two_level and _is_plain(target)
+
+
+def is_four_over_six_rows(target: Target) -> bool:
+    one_row = target.encoding.format.block_rows == 1
+    four_over_six = target.encoding.four_over_six is not None
+    return target.plane.direction is ROWWISE and one_row and four_over_six and _is_plain(target)
 
 
 def is_nvfp4_columns(target: Target) -> bool:
-    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
-    return (
-        plane.direction is COLUMNWISE
-        and fmt.block in ((1, 16), (16, 16))
-        and fmt.scale_rule == "two_level"
-        and fmt.global_amax == "tensor"
-        and encoding.four_over_six is None
-        and plane.transposed
-        and _is_plain(target)
-        and plane.shape[1] >= 32
-    )
+    """Also rotated, tiles, 4-over-6."""
+    fmt, plane = target.encoding.format, target.plane
+    two_level = fmt.scale_rule == "two_level" and fmt.block in ((1, 16), (16, 16))
+    return plane.transposed and two_level and _is_plain(target) and plane.shape[1] >= 32
 
 
 def is_fp8_tiled(target: Target, beside: Target | None = None) -> bool:
