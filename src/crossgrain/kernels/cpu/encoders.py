@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -291,7 +292,9 @@ def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: int | None) -> list
     return [target for target in targets if target not in group]
 
 
-ENCODERS = (
+Encoder = Callable[[Tensor, list[Target], int | None], list[Target]]
+
+ENCODERS: tuple[Encoder, ...] = (
     encode_nvfp4_columns,
     encode_mxfp8_columns,
     encode_mxfp8_tiles,

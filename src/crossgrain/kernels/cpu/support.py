@@ -86,6 +86,13 @@ def has_memory(tensor: Tensor) -> bool:
     )
 
 
+def all_have_memory(tensors: list[Tensor]) -> bool:
+    """`has_memory` of each. Where nothing is traced or transformed, only the addresses have to be looked at."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return all(map(has_memory, tensors))
+    return all(type(tensor) is Tensor and tensor.data_ptr() != 0 for tensor in tensors)
+
+
 def _new_tensors_are_fake() -> bool:
     """Whether a mode is on under which scratch and results would have no memory either."""
     return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device="cpu")) is not Tensor
@@ -96,6 +103,9 @@ def is_readable(x: Tensor) -> bool:
 
 
 def readable_memory(x: Tensor) -> Tensor:
+    """``x`` as a matrix that kernels can read: a copy only if it has to be."""
+    if x.dtype != torch.float16 and x.is_contiguous():
+        return x
     x = x.detach()
     return (x.to(torch.float32) if x.dtype == torch.float16 else x).contiguous()
 
