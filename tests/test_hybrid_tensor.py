@@ -65,7 +65,13 @@ def test_storages_have_storages_as_children(h, x):
     assert_same_bytes(storage, tensor)
     assert (storage.size(), storage.size(-1), storage.device) == (x.shape, 256, x.device)
     rebuilt = type(storage)(**storage.get_metadata())
-    assert set(storage.get_metadata()) == {"rowwise_storage", "columnwise_storage", "quantizer", "fake_dtype"}
+    assert set(storage.get_metadata()) == {
+        "rowwise_storage",
+        "columnwise_storage",
+        "quantizer",
+        "fake_dtype",
+        "alias_of",
+    }
     assert_same_bytes(rebuilt, storage)
     assert_same_bytes(storage.view(2, 64, 256).view(128, 256), storage)
     storage.rowwise_sub_storage.clear()

@@ -15,6 +15,7 @@ from torch import Tensor
 from .kernels.reference.scaling import quotient
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
+ScaleRule = Callable[[Tensor, Tensor], Tensor]
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -40,17 +41,19 @@ def update_history_and_scale(
     *,
     margin: int = 0,
     algorithm: AmaxAlgorithm = "max",
+    scale_rule: ScaleRule | None = None,
     reduced_amax: Tensor | None = None,
     fused: bool = True,
 ) -> None:
     """End a step, in place.
 
     By the ``fused`` rule a tensor that saw nothing this step (amax 0) keeps its history as it is. By the
-    other, and with a callable ``algorithm`` (history [length, n] -> amax [n]), the history rolls in any
-    case: a 0 is shifted into the window, older entries age out, and the last bit of a scale may differ.
+    other, and with a callable ``algorithm`` (history [length, n] -> amax [n]) or a ``scale_rule`` (amax [n],
+    old scale [n] -> scale [n]), the history rolls in any case: a 0 is shifted into the window, older entries
+    age out, and the last bit of a scale may differ.
     ``reduced_amax`` is row 0 after a reduction over ranks; where it is 0 the local row counts.
     """
-    fused = fused and not callable(algorithm)
+    fused = fused and not callable(algorithm) and scale_rule is None
     last = amax_history[0].clone()
     if reduced_amax is not None:
         last = torch.where(reduced_amax != 0, reduced_amax, last)
@@ -65,5 +68,8 @@ def update_history_and_scale(
         scale.copy_(scale_from_amax(torch.where(seen, amax, 0.0), scale, fp8_max, margin))
         amax_history.copy_(torch.where(seen, rolled, amax_history))
     else:
-        scale.copy_(scale_from_amax_reciprocal(amax, scale, fp8_max, margin))
+        if scale_rule is not None:
+            scale.copy_(scale_rule(amax, scale))
+        else:
+            scale.copy_(scale_from_amax_reciprocal(amax, scale, fp8_max, margin))
         amax_history.copy_(rolled)

@@ -160,6 +160,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             "columnwise_storage": self.columnwise_sub_storage,
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
+            "alias_of": self,
         }
 
     # ---- child by child ------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _shared_names(cls) -> tuple[str, ...]:
         return (*cls._state_names(), "_agreed")  # the history of writes is with the children
 
-    def _share_history(self, other: PlaneHolder) -> None:
+    def _join(self, other: PlaneHolder) -> None:
         for direction, child in self._children().items():
             self._set_child(direction, _shallow(child))  # so that emptying one leaves the other
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass
 class Settings:
@@ -20,11 +22,15 @@ class Settings:
     ``compute_capability``: the GPU generation whose layout rules apply; from (10, 0) on, per-tensor
     FP8 keeps one buffer for both directions, below it keeps a transposed copy for columnwise use.
     ``non_tn_fp8_gemm`` decides that directly when it is not None.
+
+    ``gemm_operand_dtype``: float32 or bfloat16, what GEMM operands are decoded to; None asks the device.
+    bfloat16 is used only where the decoded numbers are exact in it.
     """
 
     strict: bool = False
     compute_capability: tuple[int, int] = (10, 0)
     non_tn_fp8_gemm: bool | None = None
+    gemm_operand_dtype: torch.dtype | None = None
 
     @contextmanager
     def override(self, **values: object) -> Iterator[Settings]:

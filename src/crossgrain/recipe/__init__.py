@@ -1,1 +1,118 @@
 """What the user asks for: recipes, roles, factories, the per-GEMM language."""
+
+from . import factories, zoo
+from .base import Recipe
+from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from .coerce import as_recipe
+from .compatibility import check_weight_matches_recipe
+from .context import (
+    PrecisionContext,
+    active,
+    active_recipe,
+    autocast,
+    forward_step,
+    fp8_autocast,
+    fp8_model_init,
+    quantized_model_init,
+    ran_in_backward,
+    ran_in_forward,
+)
+from .custom import CustomRecipe
+from .custom_state import CustomRecipeState
+from .delayed_state import DelayedScalingRecipeState
+from .explain import Explanation
+from .extra_state import check_extra_state, extra_state_of, load_extra_state
+from .format_spec import FormatSpec
+from .gemm_recipe import GemmRecipe
+from .global_state import FP8GlobalStateManager
+from .init_values import keep_high_precision_init_val
+from .pairing import check_pairs
+from .params import Format, MMParams, QParams
+from .per_tensor import DelayedScaling, Float8CurrentScaling
+from .presets import PRESETS, preset_table
+from .requests import DelayedScalingRequest
+from .roles import QuantizerRole
+from .rules import Rule
+from .state import (
+    Float8BlockScalingRecipeState,
+    Float8CurrentScalingRecipeState,
+    MXFP8BlockScalingRecipeState,
+    NVFP4BlockScalingRecipeState,
+    RecipeState,
+)
+from .support import (
+    check_recipe_support,
+    get_align_size_for_quantization,
+    get_default_fp8_recipe,
+    get_default_recipe,
+    get_fp4_te_dtype,
+    get_fp8_max,
+    get_fp8_te_dtype,
+    get_fp8_torch_dtype,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from .syntax import RecipeSyntaxError
+
+__all__ = [
+    "PRESETS",
+    "CustomRecipe",
+    "CustomRecipeState",
+    "DelayedScaling",
+    "DelayedScalingRecipeState",
+    "DelayedScalingRequest",
+    "Explanation",
+    "FP8GlobalStateManager",
+    "Float8BlockScaling",
+    "Float8BlockScalingRecipeState",
+    "Float8CurrentScaling",
+    "Float8CurrentScalingRecipeState",
+    "Format",
+    "FormatSpec",
+    "GemmRecipe",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScaling",
+    "NVFP4BlockScalingRecipeState",
+    "PrecisionContext",
+    "QParams",
+    "QuantizerRole",
+    "Recipe",
+    "RecipeState",
+    "RecipeSyntaxError",
+    "Rule",
+    "active",
+    "active_recipe",
+    "as_recipe",
+    "autocast",
+    "check_extra_state",
+    "check_pairs",
+    "check_recipe_support",
+    "check_weight_matches_recipe",
+    "extra_state_of",
+    "factories",
+    "forward_step",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "get_fp4_te_dtype",
+    "get_fp8_max",
+    "get_fp8_te_dtype",
+    "get_fp8_torch_dtype",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "keep_high_precision_init_val",
+    "load_extra_state",
+    "preset_table",
+    "quantized_model_init",
+    "ran_in_backward",
+    "ran_in_forward",
+    "zoo",
+]

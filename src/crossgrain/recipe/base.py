@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
@@ -11,6 +12,17 @@ BackwardOverride = Literal["high_precision", "dequantized"] | None
 def backward_override_from_environment() -> BackwardOverride:
     """The default of ``backward_override``, read when a recipe is made."""
     return os.environ.get("NVTE_BACKWARD_OVERRIDE") or None  # type: ignore[return-value]
+
+
+def flag_from_environment(name: str) -> bool:
+    """Whether an environment variable is "1" now."""
+    return os.environ.get(name, "0") == "1"
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a recipe. Not an ``assert`` statement: ``python -O`` must not accept what cannot run."""
+    if not condition:
+        raise AssertionError(message)
 
 
 class Recipe:
@@ -57,7 +69,34 @@ class Recipe:
         """Whether quantizers come from a ``qfactory(role)``."""
         return cls._kind == "custom"
 
+    def options(self) -> dict[str, Any]:
+        """Everything that can be set, by name: what makes two recipes of a class the same."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         if name != "_cached_repr":
             self.__dict__.pop("_cached_repr", None)
+
+    def __repr__(self) -> str:
+        cached = self.__dict__.get("_cached_repr")
+        if cached is None:
+            options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+            cached = self.__dict__["_cached_repr"] = f"{type(self).__name__}({options})"
+        return cached
+
+
+@dataclass(repr=False, kw_only=True)
+class RecipeFields(Recipe):
+    """The fields that all recipe classes have."""
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = field(default_factory=backward_override_from_environment)
+
+    def __post_init__(self) -> None:
+        require(
+            self.backward_override in (None, "high_precision", "dequantized"),
+            "backward_override (NVTE_BACKWARD_OVERRIDE) is None, 'high_precision' or 'dequantized', not "
+            f"{self.backward_override!r}",
+        )

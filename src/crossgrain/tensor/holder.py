@@ -58,6 +58,7 @@ class PlaneHolder:
 
     _buffer_names: ClassVar[tuple[str, ...]] = ()  # in the order they are saved for backward
     _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]] = {}  # none: a custom storage, not made of planes
+    _shares_scale: ClassVar[bool] = False  # whether one scale buffer serves both planes
     _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_cut_axes")
 
     _shape: torch.Size
@@ -68,8 +69,12 @@ class PlaneHolder:
     _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
     _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, alias_of: PlaneHolder | None = None, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
+        if alias_of is not None and self._shares_buffers_with(alias_of):
+            if kwargs.get("shape") is None:
+                self._shape = alias_of._shape
+            self._join(alias_of)
 
     def _init_fields(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -83,8 +88,7 @@ class PlaneHolder:
         buffers: Sequence[Tensor | None],
     ) -> None:
         """``buffers`` are in the order of `_buffer_names`."""
-        for name, buffer in zip(self._buffer_names, buffers, strict=True):
-            setattr(self, name, buffer)
+        self.__dict__.update(zip(self._buffer_names, buffers, strict=True))
         self._formats = dict(formats)
         self._quantizer = None if quantizer is None else quantizer.copy()
         self._dtype = torch.float32 if fake_dtype is None else fake_dtype
@@ -92,6 +96,18 @@ class PlaneHolder:
         self._matrix = matrix_shape(self._shape)
         self._cut_axes = ()
         self._epochs = {direction: Epoch() for direction in Direction}
+
+    def _shares_buffers_with(self, other: PlaneHolder) -> bool:
+        theirs = [id(buffer) for _, buffer in other._buffers()]
+        return any(id(buffer) in theirs for _, buffer in self._buffers())
+
+    def _join(self, other: PlaneHolder) -> None:
+        """Know what all objects over the same buffers know: formats, writes, and what they were cut from."""
+        self._epochs, self._cut_axes = other._epochs, other._cut_axes
+        if self._formats == other._formats:
+            self._formats = other._formats
+        if self._shape == other._shape:
+            self._matrix = other._matrix
 
     def _inferred_shape(self) -> Sequence[int]:
         """The logical shape, for callers that have only buffers."""
@@ -167,7 +183,7 @@ class PlaneHolder:
         return row if rowwise_data else column
 
     def get_metadata(self) -> dict[str, Any]:
-        """Constructor arguments that rebuild the same object."""
+        """Constructor arguments that rebuild the same object, an alias of this one."""
         raise NotImplementedError
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -198,11 +214,6 @@ class PlaneHolder:
         self._formats = dict(state["_formats"])
         self._shape = torch.Size(state["_shape"])
         self._epochs = {direction: Epoch() for direction in Direction}
-
-    def _share_history(self, other: PlaneHolder) -> None:
-        """This object was built over the buffers of ``other``: writes to one are seen by both."""
-        self._cut_axes = other._cut_axes
-        self._epochs, self._formats = other._epochs, other._formats
 
     def _stores_transposed(self, direction: Direction) -> bool:
         return direction is COLUMNWISE and self._formats[direction].transposes

@@ -43,6 +43,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         device: torch.device | str | None = None,
         stride: Sequence[int] | None = None,
         storage_offset: int = 0,
+        alias_of: QuantizedTensorStorage | None = None,
         **storage: Any,
     ) -> QuantizedTensor:
         if device is None:
@@ -62,7 +63,9 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         storage_offset: int = 0,
         **storage: Any,
     ) -> None:
-        self._init_fields(**storage, fake_dtype=dtype if fake_dtype is None else fake_dtype, shape=shape)
+        QuantizedTensorStorage.__init__(
+            self, **storage, fake_dtype=dtype if fake_dtype is None else fake_dtype, shape=shape
+        )
 
     @classmethod
     def _wrapper(
@@ -187,10 +190,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         metadata = {**tensor.get_metadata(), **overrides}
         dtype = tensor.dtype if dtype is None else dtype
         metadata.pop("fake_dtype", None)
-        new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
-        new._share_history(tensor)
-        new._matrix = tensor._matrix if shape is None else new._matrix
-        return new
+        return cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:

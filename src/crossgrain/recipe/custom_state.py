@@ -1,0 +1,143 @@
+"""The state of recipes with a factory: asks it for every slot, and keeps what requests need."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from ..hybrid import HybridQuantizer
+from ..plane import Direction
+from ..quantizer import Quantizer
+from ..request import QuantizerRequest
+from .delayed_state import Column, DelayedScalingRecipeState
+from .per_tensor import DelayedScaling
+from .requests import DelayedScalingRequest
+from .roles import QuantizerRole
+from .state import RecipeState
+
+
+class CustomRecipeState(RecipeState, kind="custom"):
+    """Quantizers from ``recipe.qfactory(role)``.
+
+    Every request, also one inside a hybrid quantizer, gets a column of one delayed-scaling state of its own.
+    """
+
+    _ds_state: DelayedScalingRecipeState | None = None
+    _inherited: DelayedScalingRecipeState | None = None
+
+    @property
+    def delayed(self) -> DelayedScalingRecipeState | None:
+        return self._ds_state
+
+    def make_quantizers(self) -> list[Quantizer]:
+        answers = self._asked()
+        requests = _requests_in(answers)
+        self._refuse_unequal(requests)
+        previous, self._inherited = self._inherited or self._ds_state, None
+        self._ds_state = self._state_for(requests, previous)
+        made = iter([] if self._ds_state is None else self._ds_state.make_quantizers())
+        resolved: dict[int, dict[Direction | None, Quantizer]] = {}
+        for slot, direction in requests:
+            resolved.setdefault(slot, {})[direction] = next(made)
+        for slot, parts in resolved.items():
+            answers[slot] = parts[None] if None in parts else answers[slot].resolved(parts)
+        return answers
+
+    def _asked(self) -> list[Any]:
+        """What the factory returns for every slot, checked, each slot with an object of its own."""
+        roles: list[QuantizerRole | None]
+        if self.roles is None:
+            warnings.warn("no roles were given, so the factory is asked for QuantizerRole()", stacklevel=3)
+            roles = [QuantizerRole()] * self.num_quantizers
+        else:
+            roles = self.roles
+        answers: list[Any] = []
+        for slot, role in enumerate(roles):
+            answer = self.recipe.qfactory(role)
+            if answer is None:
+                raise ValueError(
+                    f"qfactory returned None for {self._describe_slot(slot)}; a tensor that stays in high "
+                    "precision takes an IdentityQuantizer"
+                )
+            if not isinstance(answer, (Quantizer, QuantizerRequest)):
+                raise TypeError(
+                    f"qfactory returned a {type(answer).__name__} for {self._describe_slot(slot)}; a quantizer or a "
+                    "request is needed"
+                )
+            if isinstance(answer, Quantizer) and any(answer is other for other in answers):
+                answer = answer.copy()  # usages are set per slot
+            answers.append(answer)
+        return answers
+
+    def _refuse_unequal(self, requests: dict[Column, QuantizerRequest]) -> None:
+        first: Column | None = None
+        for column, request in requests.items():
+            if not isinstance(request, DelayedScalingRequest):
+                raise TypeError(f"{self._describe(column)} asks for {request!r}, which no state can provide")
+            if first is None:
+                first = column
+            elif request != requests[first]:
+                raise ValueError(
+                    "all requests of a module in one pass have to be equal, but "
+                    f"{self._describe(first)} asks for {requests[first]!r} and {self._describe(column)} for {request!r}"
+                )
+
+    def _describe(self, column: Column) -> str:
+        slot, direction = column
+        return self._describe_slot(slot) + (f", {direction.value}" if direction is not None else "")
+
+    def _state_for(
+        self, requests: dict[Column, QuantizerRequest], previous: DelayedScalingRecipeState | None
+    ) -> DelayedScalingRecipeState | None:
+        if not requests:
+            return None
+        request = next(iter(requests.values()))
+        assert isinstance(request, DelayedScalingRequest)
+        state = DelayedScalingRecipeState(
+            request.recipe(),
+            mode=self.mode,
+            num_quantizers=len(requests),
+            device=self.device,
+            columns=list(requests),
+        )
+        if previous is not None:
+            state.inherit_state_from(previous)
+        return state
+
+    def inherit_state_from(self, other: RecipeState) -> bool:
+        """Histories are taken over by the next `make_quantizers`, if the factory then asks for the same ones."""
+        if not isinstance(other, CustomRecipeState) or other._ds_state is None:
+            return False
+        self._inherited = other._ds_state
+        return True
+
+    # ---- the delayed-scaling part ----------------------------------------------------------------
+
+    @property
+    def _has_delayed_scaling(self) -> bool:
+        return self._ds_state is not None
+
+    @property
+    def _inner_delayed_scaling_recipe(self) -> DelayedScaling | None:
+        return None if self._ds_state is None else self._ds_state.recipe
+
+    @property
+    def scale(self) -> Tensor | None:
+        return None if self._ds_state is None else self._ds_state.scale
+
+    @property
+    def amax_history(self) -> Tensor | None:
+        return None if self._ds_state is None else self._ds_state.amax_history
+
+
+def _requests_in(answers: list[Any]) -> dict[Column, QuantizerRequest]:
+    """All requests by slot and, inside a hybrid quantizer, direction."""
+    requests: dict[Column, QuantizerRequest] = {}
+    for slot, answer in enumerate(answers):
+        if isinstance(answer, QuantizerRequest):
+            requests[slot, None] = answer
+        elif isinstance(answer, HybridQuantizer):
+            requests |= {(slot, direction): request for direction, request in answer.pending().items()}
+    return requests

@@ -1,0 +1,135 @@
+"""The contexts and updates under the names of the field: `FP8GlobalStateManager`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import support
+from .base import Recipe
+from .context import PrecisionContext, activate, active, active_recipe
+from .updates import backward_steps
+
+
+class QuantizationState:
+    """What is in force in this thread, by attribute."""
+
+    skip_fp8_weight_update_tensor: Tensor | None = None
+
+    @property
+    def fp8_enabled(self) -> bool:
+        return active().enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        return active().calibrating
+
+    @property
+    def fp8_recipe(self) -> Recipe | None:
+        return active().recipe
+
+    @property
+    def fp8_distributed_group(self) -> Any:
+        return active().group
+
+    @property
+    def fp8_parameters(self) -> bool:
+        return active().quantized_parameters
+
+    @property
+    def high_precision_init_val(self) -> bool:
+        return active().preserve_init_value
+
+    @property
+    def autocast_depth(self) -> int:
+        return active().depth
+
+
+class FP8GlobalStateManager:
+    """Class methods only; the state is elsewhere."""
+
+    quantization_state = QuantizationState()
+
+    @classmethod
+    def reset(cls) -> None:
+        """Leave all contexts of this thread and forget all updates that are due."""
+        activate(PrecisionContext())
+        backward_steps.clear()
+        cls.quantization_state = QuantizationState()
+
+    @classmethod
+    def is_fp8_available(cls) -> support.Support:
+        return support.check_fp8_support()
+
+    @classmethod
+    def is_mxfp8_available(cls) -> support.Support:
+        return support.check_mxfp8_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> support.Support:
+        return support.check_fp8_block_scaling_support()
+
+    @classmethod
+    def is_nvfp4_available(cls) -> support.Support:
+        return support.check_nvfp4_support()
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return active().enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return active().calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        return active().quantized_parameters
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        return active().preserve_init_value
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return active_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        return active().group
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """True once per outermost enabled autocast."""
+        step = active().step
+        return step is not None and step.take_first()
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """End the step now: that of the autocast in force, or those of all backward passes."""
+        step = active().step
+        if not forward:
+            backward_steps.end_all()
+        elif step is not None:
+            step.end()
+
+    @classmethod
+    def get_autocast_state(cls) -> PrecisionContext:
+        return active()
+
+    @classmethod
+    def set_autocast_state(cls, state: PrecisionContext) -> None:
+        activate(state)
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> Tensor | None:
+        return cls.quantization_state.skip_fp8_weight_update_tensor
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
+        """A non-zero flag keeps cached quantized weights as they are."""
+        state = cls.quantization_state
+        if state.skip_fp8_weight_update_tensor is None:
+            state.skip_fp8_weight_update_tensor = torch.zeros(1, dtype=torch.float32)
+        state.skip_fp8_weight_update_tensor.fill_(float(skip))

@@ -1,0 +1,78 @@
+"""FP8 with one scale per tensor: from earlier steps (delayed) or from the tensor itself (current)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..delayed_scaling import AmaxAlgorithm
+from .base import RecipeFields, flag_from_environment, require
+from .params import FAST, SPLIT, Format, MMParams, QParams
+
+ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
+"""``(amax[n], old_scale[n], fp8_max, recipe) -> scale[n]``."""
+
+
+def refuse_pure_e5m2(fp8_format: Format) -> None:
+    require(fp8_format is not Format.E5M2, "E5M2 in both passes is not supported: use Format.E4M3 or Format.HYBRID")
+
+
+@dataclass(repr=False)
+class DelayedScaling(RecipeFields):
+    """The scale of a step follows from the amaxes of the ``amax_history_len`` steps before it.
+
+    ``amax_compute_algo``            "max" of the window, "most_recent", or ``f(history[len, n]) -> amax[n]``
+    ``scaling_factor_compute_algo``  replaces ``fp8_max / amax / 2**margin``
+    ``reduce_amax``                  all ranks of the group use the largest amax among them
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    reduce_amax: bool = True
+
+    _kind: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_pure_e5m2(self.fp8_format)
+        require(self.amax_history_len >= 1, f"amax_history_len is at least 1, not {self.amax_history_len}")
+        require(
+            self.amax_compute_algo in ("max", "most_recent") or callable(self.amax_compute_algo),
+            f"amax_compute_algo is 'max', 'most_recent' or a function, not {self.amax_compute_algo!r}",
+        )
+        require(self.backward_override is None, "delayed scaling takes no backward_override")
+
+
+@dataclass(repr=False)
+class Float8CurrentScaling(RecipeFields):
+    """The scale follows from the tensor's own amax."""
+
+    use_power_2_scales: bool = field(
+        default_factory=partial(flag_from_environment, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+    )
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = FAST
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+
+    # Not fields: a class or an instance may set them.
+    fp8_quant_fwd_inp = QParams()
+    fp8_quant_fwd_weight = QParams()
+    fp8_quant_bwd_grad = QParams()
+
+    _kind: ClassVar[str] = "float8_current_scaling"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_pure_e5m2(self.fp8_format)
+        if self.use_power_2_scales:
+            self.fp8_quant_fwd_inp = replace(self.fp8_quant_fwd_inp, power_2_scale=True)
+            self.fp8_quant_fwd_weight = replace(self.fp8_quant_fwd_weight, power_2_scale=True)
+            self.fp8_quant_bwd_grad = replace(self.fp8_quant_bwd_grad, power_2_scale=True)

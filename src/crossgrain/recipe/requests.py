@@ -1,0 +1,27 @@
+"""What a factory returns for a tensor whose quantizer needs state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..delayed_scaling import AmaxAlgorithm
+from ..request import QuantizerRequest
+from .params import Format
+from .per_tensor import DelayedScaling, ScaleAlgorithm
+
+
+@dataclass(frozen=True)
+class DelayedScalingRequest(QuantizerRequest):
+    """Delayed scaling for this tensor: the module's state keeps its history. Fields as in `DelayedScaling`."""
+
+    fp8_format: Format = Format.HYBRID
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    reduce_amax: bool = True
+
+    def recipe(self) -> DelayedScaling:
+        """The recipe with the same options."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return DelayedScaling(**options, backward_override=None)

@@ -1,0 +1,219 @@
+"""From a recipe to the quantizers of one module: a state per pass.
+
+    state = RecipeState.create(recipe, mode="forward", num_quantizers=3, roles=roles)
+    state.inherit_state_from(old_state)      # histories survive a change of recipe
+    input, weight, output = state.make_quantizers()
+
+Slots without a role go by position: input, weight, output forward; grad_output, grad_input backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from ..dtypes import DType
+from ..float8 import Float8CurrentScalingQuantizer
+from ..float8_block import Float8BlockQuantizer
+from ..mxfp8 import MXFP8Quantizer
+from ..nvfp4 import NVFP4Quantizer
+from ..quantizer import Quantizer
+from .base import Recipe
+from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, in_scope
+from .params import QParams
+from .per_tensor import Float8CurrentScaling
+from .roles import QuantizerRole
+from .support import get_fp4_te_dtype, get_fp8_te_dtype
+
+if TYPE_CHECKING:
+    from .delayed_state import DelayedScalingRecipeState
+
+Mode = Literal["forward", "backward"]
+Roles = Sequence[QuantizerRole | None]
+
+_BY_POSITION: dict[str, tuple[str, ...]] = {
+    "forward": ("input", "weight", "output"),
+    "backward": ("grad_output", "grad_input"),
+}
+_TENSOR_TYPES = frozenset(tensor_type for types in _BY_POSITION.values() for tensor_type in types)
+
+
+class RecipeState:
+    """What a recipe means for the slots of one module in one pass. Subclasses serve one kind of recipe."""
+
+    _class_of: ClassVar[dict[str, type[RecipeState]]] = {}
+
+    recipe: Any
+
+    def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        RecipeState._class_of[kind] = cls
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mode: Mode,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        roles: Roles | None = None,
+    ) -> None:
+        if mode not in _BY_POSITION:
+            raise ValueError(f"mode is 'forward' or 'backward', not {mode!r}")
+        if roles is not None and len(roles) != num_quantizers:
+            raise ValueError(f"{num_quantizers} quantizers need as many roles, not {len(roles)}")
+        self.recipe = recipe
+        self.mode = mode
+        self.num_quantizers = num_quantizers
+        self.device = _resolved_device(device)
+        self.roles = None if roles is None else list(roles)
+        self._made_for = (type(recipe), recipe.options())
+
+    @staticmethod
+    def create(
+        recipe: Recipe,
+        *,
+        mode: Mode,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        roles: Roles | None = None,
+    ) -> RecipeState:
+        """The state for any recipe."""
+        cls = RecipeState._class_of.get(getattr(recipe, "_kind", ""))
+        if cls is None:
+            raise ValueError(f"there is no state for {type(recipe).__name__}")
+        return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+
+    def make_quantizers(self) -> list[Quantizer]:
+        """One quantizer per slot."""
+        return [self._make(slot) for slot in range(self.num_quantizers)]
+
+    def _make(self, slot: int) -> Quantizer:
+        raise NotImplementedError
+
+    def inherit_state_from(self, other: RecipeState) -> bool:
+        """Take over what ``other`` has learned, before quantizers are made; False if there is nothing to take."""
+        return False
+
+    @property
+    def delayed(self) -> DelayedScalingRecipeState | None:
+        """The state with scales and histories, if there are any."""
+        return None
+
+    def fits(self, recipe: Recipe, roles: Roles | None = None) -> bool:
+        """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place."""
+        same_roles = (None if roles is None else list(roles)) == self.roles
+        return same_roles and (type(recipe), recipe.options()) == self._made_for
+
+    def _slot_role(self, slot: int) -> QuantizerRole:
+        """The role of a slot; an empty one if it has none."""
+        role = self.roles[slot] if self.roles is not None else None
+        return role if role is not None else QuantizerRole()
+
+    def _slot_tensor_type(self, slot: int) -> str:
+        """input, weight, output, grad_output or grad_input: from the role, else by position."""
+        named = self._slot_role(slot).tensor_type
+        by_position = _BY_POSITION[self.mode]
+        return named if named in _TENSOR_TYPES else by_position[slot % len(by_position)]
+
+    def _describe_slot(self, slot: int) -> str:
+        return f"{self.mode} slot {slot} ({str(self._slot_role(slot)) or 'no role'})"
+
+
+def _resolved_device(device: torch.device | str | None) -> torch.device:
+    """Without CUDA, "cuda" means the CPU."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
+
+
+def _is_gradient(tensor_type: str) -> bool:
+    return tensor_type in ("grad_output", "grad_input")
+
+
+class Float8CurrentScalingRecipeState(RecipeState, kind="float8_current_scaling"):
+    recipe: Float8CurrentScaling
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
+
+    def _make(self, slot: int) -> Quantizer:
+        recipe = self.recipe
+        # Tensors at a module's boundary have no parameters of their own.
+        boundary = QParams(power_2_scale=recipe.use_power_2_scales)
+        params = {
+            "input": recipe.fp8_quant_fwd_inp,
+            "weight": recipe.fp8_quant_fwd_weight,
+            "grad_output": recipe.fp8_quant_bwd_grad,
+        }.get(self._slot_tensor_type(slot), boundary)
+        return Float8CurrentScalingQuantizer(
+            self.dtype,
+            self.device,
+            force_pow_2_scales=params.power_2_scale,
+            amax_epsilon=params.amax_epsilon,
+        )
+
+
+class MXFP8BlockScalingRecipeState(RecipeState, kind="mxfp8"):
+    recipe: MXFP8BlockScaling
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
+
+    def _make(self, slot: int) -> Quantizer:
+        # Attention's tensors are at the positions of weights, too.
+        is_weight = self._slot_tensor_type(slot) == "weight" and self._slot_role(slot).module_type != "dpa"
+        return MXFP8Quantizer(self.dtype, with_2d_quantization=self.recipe.enable_2d_quantization and is_weight)
+
+
+class Float8BlockScalingRecipeState(RecipeState, kind="float8_block_scaling"):
+    recipe: Float8BlockScaling
+
+    def _make(self, slot: int) -> Quantizer:
+        recipe, tensor_type = self.recipe, self._slot_tensor_type(slot)
+        if tensor_type == "weight":
+            params, dim = recipe.fp8_quant_fwd_weight, recipe.w_block_scaling_dim
+        elif _is_gradient(tensor_type):
+            params, dim = recipe.fp8_quant_bwd_grad, recipe.grad_block_scaling_dim
+        else:
+            params, dim = recipe.fp8_quant_fwd_inp, recipe.x_block_scaling_dim
+        return Float8BlockQuantizer(
+            get_fp8_te_dtype(recipe, not _is_gradient(tensor_type)),
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=params.amax_epsilon,
+            force_pow_2_scales=params.power_2_scale,
+            block_scaling_dim=dim,
+        )
+
+
+class NVFP4BlockScalingRecipeState(RecipeState, kind="nvfp4"):
+    recipe: NVFP4BlockScaling
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp4_te_dtype(self.recipe)
+
+    def _make(self, slot: int) -> Quantizer:
+        recipe, tensor_type = self.recipe, self._slot_tensor_type(slot)
+        is_weight, is_gradient = tensor_type == "weight", _is_gradient(tensor_type)
+        if is_weight:
+            params = recipe.fp4_quant_fwd_weight
+        else:
+            params = recipe.fp4_quant_bwd_grad if is_gradient else recipe.fp4_quant_fwd_inp
+        four_over_six = not is_gradient and in_scope(recipe.nvfp4_4over6, is_weight)
+        headroom = four_over_six and in_scope(recipe.nvfp4_4over6_e4m3_use_256, is_weight)
+        return NVFP4Quantizer(
+            self.dtype,
+            with_rht=params.random_hadamard_transform,
+            with_post_rht_amax=params.random_hadamard_transform,
+            with_2d_quantization=params.fp4_2d_quantization,
+            stochastic_rounding=params.stochastic_rounding,
+            row_scaled_nvfp4=recipe.row_scaled_activation and not is_weight and not is_gradient,
+            nvfp4_use_4over6=four_over_six,
+            nvfp4_e4m3_max=256 if headroom else 448,
+            nvfp4_4over6_err_mode=recipe.nvfp4_4over6_err_mode,
+        )

@@ -1,0 +1,122 @@
+"""What runs where, which recipe is the default, and what a recipe's options mean for a tensor.
+
+Everything is emulated on machines without a GPU, so every recipe is available, unless strict mode asks
+what Transformer Engine would say for ``settings.compute_capability``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..dtypes import DType, TE_DType_To_Torch
+from ..settings import get_device_compute_capability, settings
+from .base import Recipe
+from .blockwise import MXFP8BlockScaling
+from .params import Format
+from .per_tensor import DelayedScaling, Float8CurrentScaling
+
+Support = tuple[bool, str]
+
+
+def _supported(what: str, at_least: tuple[int, int], below: tuple[int, int] | None = None) -> Support:
+    capability = get_device_compute_capability()
+    if not settings.strict or (capability >= at_least and (below is None or capability < below)):
+        return True, ""
+    limits = f"{at_least[0]}.{at_least[1]} or higher" + (f" and below {below[0]}.{below[1]}" if below else "")
+    return False, f"strict mode: {what} needs compute capability {limits}, not {capability[0]}.{capability[1]}"
+
+
+def check_fp8_support() -> Support:
+    return _supported("FP8", (8, 9))
+
+
+def check_mxfp8_support() -> Support:
+    return _supported("MXFP8", (10, 0), below=(12, 0))
+
+
+def check_fp8_block_scaling_support() -> Support:
+    return _supported("FP8 block scaling", (9, 0))
+
+
+def check_nvfp4_support() -> Support:
+    return _supported("NVFP4", (10, 0))
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | Support:
+    """Whether per-tensor FP8 runs here; with ``return_reason``, ``(available, why not)``."""
+    return check_fp8_support() if return_reason else check_fp8_support()[0]
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | Support:
+    """Whether MXFP8 runs here; with ``return_reason``, ``(available, why not)``."""
+    return check_mxfp8_support() if return_reason else check_mxfp8_support()[0]
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Support:
+    """Whether FP8 block scaling runs here; with ``return_reason``, ``(available, why not)``."""
+    return check_fp8_block_scaling_support() if return_reason else check_fp8_block_scaling_support()[0]
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | Support:
+    """Whether NVFP4 runs here; with ``return_reason``, ``(available, why not)``."""
+    return check_nvfp4_support() if return_reason else check_nvfp4_support()[0]
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Raise `RuntimeError` if the recipe cannot run here. A custom recipe is as good as its quantizers."""
+    if recipe.mxfp8():
+        supported, reason = check_mxfp8_support()
+    elif recipe.nvfp4():
+        supported, reason = check_nvfp4_support()
+    elif recipe.float8_block_scaling():
+        supported, reason = check_fp8_block_scaling_support()
+    else:
+        supported, reason = check_fp8_support()
+    if not supported:
+        raise RuntimeError(f"{type(recipe).__name__}: {reason}")
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of an autocast without one: MXFP8 from compute capability 10.0 on, which is pretended here."""
+    capability = get_device_compute_capability()
+    if capability >= (12, 0):
+        return Float8CurrentScaling()
+    return MXFP8BlockScaling() if capability >= (10, 0) else DelayedScaling()
+
+
+get_default_fp8_recipe = get_default_recipe
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """What the rows of grouped operations are padded to. A factory is not asked."""
+    if recipe.custom():
+        alignment: int = recipe.quantization_alignment  # type: ignore[attr-defined]
+        return alignment
+    if recipe.mxfp8():
+        return 32
+    return 128 if recipe.nvfp4() else 16
+
+
+def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
+    """The FP8 type of forward or backward tensors."""
+    fmt: Any = fp8_recipe.fp8_format  # type: ignore[attr-defined]
+    if fmt is Format.E4M3 or (fmt is Format.HYBRID and fprop_tensor):
+        return DType.kFloat8E4M3
+    return DType.kFloat8E5M2
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    return TE_DType_To_Torch[get_fp8_te_dtype(fp8_recipe, fprop_tensor)]
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    return get_fp8_te_dtype(fp8_recipe, fprop_tensor).element.max
+
+
+def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
+    fmt: Any = fp4_recipe.fp4_format  # type: ignore[attr-defined]
+    if fmt is not Format.E2M1:
+        raise ValueError(f"FP4 is E2M1, not {fmt!r}")
+    return DType.kFloat4E2M1
