@@ -96,7 +96,8 @@ class CpuBackend(ReferenceBackend):
         slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_every_amax(t)]
         source, left = readable_memory(x), [target for target in targets if target not in slow]
         for encode_some in ENCODERS:
-            left = encode_some(source, left, seed)
+            if left:
+                left = encode_some(source, left, seed)
         super().encode(x, left + slow, seed)
 
     # ---- decoding ------------------------------------------------------------------------------
