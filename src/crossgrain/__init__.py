@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats
+from . import formats, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .encoding import Encoding
@@ -27,6 +27,20 @@ from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
 from .quantizer import Quantizer, make_quantizer
+from .recipe import (
+    DelayedScalingRequest,
+    QuantizerRole,
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
+from .request import QuantizerRequest
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .tensor import (
     QuantizedTensor,
@@ -43,6 +57,7 @@ __all__ = [
     "COLUMNWISE",
     "ROWWISE",
     "DType",
+    "DelayedScalingRequest",
     "Direction",
     "Encoding",
     "Float8BlockQuantizer",
@@ -73,17 +88,29 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
     "TE_DType",
     "TE_DType_To_Torch",
+    "autocast",
     "formats",
+    "fp8_autocast",
+    "fp8_model_init",
     "get_backend",
+    "get_default_recipe",
     "get_device_compute_capability",
     "get_format",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
     "is_non_tn_fp8_gemm_supported",
+    "is_nvfp4_available",
     "name_layers",
     "prepare_for_saving",
     "quantize",
+    "quantized_model_init",
     "quantizer_for",
+    "recipe",
     "register_format",
     "restore_from_func_ctx",
     "restore_from_saved",

@@ -1,5 +1,6 @@
 """What the user asks for: recipes, roles, factories, the per-GEMM language."""
 
+from . import factories, zoo
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .coerce import as_recipe
@@ -18,6 +19,7 @@ from .context import (
 from .custom import CustomRecipe
 from .custom_state import CustomRecipeState
 from .delayed_state import DelayedScalingRecipeState
+from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .global_state import FP8GlobalStateManager
 from .init_values import keep_high_precision_init_val
 from .params import Format, MMParams, QParams
@@ -72,8 +74,11 @@ __all__ = [
     "active_recipe",
     "as_recipe",
     "autocast",
+    "check_extra_state",
     "check_recipe_support",
     "check_weight_matches_recipe",
+    "extra_state_of",
+    "factories",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
@@ -88,7 +93,9 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "keep_high_precision_init_val",
+    "load_extra_state",
     "quantized_model_init",
     "ran_in_backward",
     "ran_in_forward",
+    "zoo",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
 from ..request import QuantizerRequest
@@ -137,6 +138,6 @@ def _requests_in(answers: list[Any]) -> dict[Column, QuantizerRequest]:
     for slot, answer in enumerate(answers):
         if isinstance(answer, QuantizerRequest):
             requests[slot, None] = answer
-        elif hasattr(answer, "pending"):
+        elif isinstance(answer, HybridQuantizer):
             requests |= {(slot, direction): request for direction, request in answer.pending().items()}
     return requests

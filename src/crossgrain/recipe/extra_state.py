@@ -1,0 +1,129 @@
+"""What a module's delayed scaling has learned, as a plain dict of tensors and numbers for a state dict.
+
+    {"version": 1, "forward.scale": [n], "forward.amax_history": [length, n], "forward.fp8_dtype": 7, "backward...."}
+
+It is empty for recipes without histories. A module that has no states yet keeps the dict it is given and
+loads it when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import fp8_dtype
+from .delayed_state import DelayedScalingRecipeState
+from .state import RecipeState
+
+VERSION = 1
+_FIELDS = ("scale", "amax_history", "fp8_dtype")
+
+
+def extra_state_of(forward: RecipeState | None, backward: RecipeState | None) -> dict[str, Any]:
+    """The histories of both passes; an empty dict if there are none."""
+    extra: dict[str, Any] = {}
+    for mode, state in _delayed(forward, backward).items():
+        extra[f"{mode}.scale"] = state.scale.detach().clone()
+        extra[f"{mode}.amax_history"] = state.amax_history.detach().clone()
+        extra[f"{mode}.fp8_dtype"] = int(state.dtype)
+    return {"version": VERSION, **extra} if extra else {}
+
+
+def check_extra_state(extra: Any, name: str = "module") -> None:
+    """Raise if this is not what `extra_state_of` makes (or None, or empty)."""
+    if _is_empty(extra):
+        return
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"{name}: the extra state is a dict of tensors and numbers, not a {type(extra).__name__}")
+    if extra.get("version") != VERSION:
+        raise ValueError(f"{name}: version {extra.get('version')!r} of the extra state is unknown; this is {VERSION}")
+    unknown = set(extra) - {"version"} - {f"{mode}.{field}" for mode in ("forward", "backward") for field in _FIELDS}
+    if unknown:
+        raise ValueError(f"{name}: unknown extra state {', '.join(sorted(map(repr, unknown)))}")
+    for mode in _modes_in(extra):
+        _check_part(extra, mode, name)
+
+
+def load_extra_state(
+    extra: Any,
+    forward: RecipeState | None,
+    backward: RecipeState | None,
+    name: str = "module",
+) -> None:
+    """Write ``extra`` into the states, in place; everything is checked first.
+
+    Histories of another length are cut to their newest entries or extended. Nothing is done for recipes
+    without histories, whatever the checkpoint holds.
+    """
+    check_extra_state(extra, name)
+    extra = None if _is_empty(extra) else extra
+    states = _delayed(forward, backward)
+    if extra is None or not states:
+        return
+    for mode, state in states.items():
+        _check_fits(extra, mode, state, name)
+    for mode, state in states.items():
+        with torch.no_grad():
+            state.scale.copy_(extra[f"{mode}.scale"])
+            state.amax_history.copy_(resized_history(extra[f"{mode}.amax_history"], len(state.amax_history)))
+
+
+def resized_history(history: Tensor, length: int) -> Tensor:
+    """Row 0 is this step, row 1 the oldest, the last the newest: the newest stay, zeros stand for what is unknown."""
+    kept = history[1:][-(length - 1) :] if length > 1 else history[:0]
+    padding = history.new_zeros(length - 1 - len(kept), *history.shape[1:])
+    return torch.cat((history[:1], padding, kept))
+
+
+def _delayed(forward: RecipeState | None, backward: RecipeState | None) -> dict[str, DelayedScalingRecipeState]:
+    states = {"forward": forward, "backward": backward}
+    return {mode: state.delayed for mode, state in states.items() if state is not None and state.delayed is not None}
+
+
+def _is_empty(extra: Any) -> bool:
+    """None, an empty dict, or the empty tensor that others write for recipes without histories."""
+    return extra is None or (isinstance(extra, (Mapping, Tensor)) and len(extra) == 0)
+
+
+def _modes_in(extra: Mapping[str, Any]) -> list[str]:
+    return [mode for mode in ("forward", "backward") if any(f"{mode}.{field}" in extra for field in _FIELDS)]
+
+
+def _check_part(extra: Mapping[str, Any], mode: str, name: str) -> None:
+    missing = [field for field in _FIELDS if f"{mode}.{field}" not in extra]
+    if missing:
+        raise ValueError(f"{name}: the extra state lacks {', '.join(f'{mode}.{field}' for field in missing)}")
+    for field in ("scale", "amax_history"):
+        value = extra[f"{mode}.{field}"]
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name}: {mode}.{field} is a float32 tensor, not {found}")
+    scale, history = extra[f"{mode}.scale"], extra[f"{mode}.amax_history"]
+    if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != len(scale) or not len(history):
+        raise ValueError(
+            f"{name}: {mode}.scale is [n] and {mode}.amax_history [length, n], not {list(scale.shape)} and "
+            f"{list(history.shape)}"
+        )
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise ValueError(f"{name}: {mode}.scale holds numbers that are no scales")
+    if (history < 0).any() or history.isnan().any():
+        raise ValueError(f"{name}: {mode}.amax_history holds numbers that are no magnitudes")
+    try:
+        fp8_dtype(extra[f"{mode}.fp8_dtype"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {mode}.fp8_dtype {extra[f'{mode}.fp8_dtype']!r} is no FP8 type") from error
+
+
+def _check_fits(extra: Mapping[str, Any], mode: str, state: DelayedScalingRecipeState, name: str) -> None:
+    if f"{mode}.scale" not in extra:
+        raise ValueError(f"{name}: the extra state has no {mode} part, but the recipe keeps {mode} histories")
+    count, dtype = len(extra[f"{mode}.scale"]), fp8_dtype(extra[f"{mode}.fp8_dtype"])
+    if count != state.num_quantizers:
+        raise ValueError(
+            f"{name}: the extra state is for {count} {mode} tensors, the module has {state.num_quantizers}"
+        )
+    if dtype is not state.dtype:
+        raise ValueError(f"{name}: the {mode} scales are for {dtype.name}, the module's tensors are {state.dtype.name}")

@@ -1,0 +1,100 @@
+"""Factories that mix formats, for experiments: ``CustomRecipe(qfactory=mxfp8_fwd_nvfp4_bwd_factory)``.
+
+A GEMM reads one direction of each operand, so a row of the tables below says what a GEMM computes with:
+
+    fprop  input.row, weight.row      dgrad  weight.col, grad_output.row      wgrad  input.col, grad_output.col
+
+``rowwise_dequantized`` makes the columns from what the rows decode to, so that backward sees the weights and
+inputs that forward saw, rounding included.
+"""
+
+from __future__ import annotations
+
+from ..dtypes import DType
+from ..float8 import Float8CurrentScalingQuantizer
+from ..hybrid import HybridQuantizer
+from ..identity import IdentityQuantizer
+from ..nvfp4 import NVFP4Quantizer
+from ..quantizer import Quantizer
+from ..request import QuantizerRequest
+from .factories import LINEAR, mxfp8_factory, nvfp4_factory, tensor_of
+from .params import Format
+from .requests import DelayedScalingRequest
+from .roles import QuantizerRole
+
+
+def _original(rowwise: Quantizer, columnwise: Quantizer) -> HybridQuantizer:
+    return HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
+
+
+def _dequantized(rowwise: Quantizer, columnwise: Quantizer) -> HybridQuantizer:
+    return HybridQuantizer(
+        rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, columnwise_source="rowwise_dequantized"
+    )
+
+
+def _plain_nvfp4(*, row_scaled: bool = False) -> NVFP4Quantizer:
+    """1x16 blocks, no rotation, rounding to nearest."""
+    return NVFP4Quantizer(row_scaled_nvfp4=row_scaled)
+
+
+def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """fprop as it is; dgrad and wgrad in MXFP8."""
+    if tensor_of(role, *LINEAR) == "grad_output":
+        return mxfp8_factory(role)
+    return _original(IdentityQuantizer(), mxfp8_factory(role))
+
+
+def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """fprop in MXFP8; dgrad and wgrad in NVFP4, the weight from its MXFP8 values."""
+    tensor_type = tensor_of(role, *LINEAR)
+    if tensor_type == "input":
+        return _original(mxfp8_factory(role), nvfp4_factory(role))
+    if tensor_type == "weight":
+        return _dequantized(mxfp8_factory(role), _plain_nvfp4())
+    return nvfp4_factory(role) if tensor_type == "grad_output" else mxfp8_factory(role)
+
+
+def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
+    """NVFP4 with 1x16 blocks for weights instead of tiles; backward sees the rounded weights."""
+    if tensor_of(role, *LINEAR) == "weight":
+        return _dequantized(_plain_nvfp4(), _plain_nvfp4())
+    return nvfp4_factory(role)
+
+
+def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """fprop in MXFP8; dgrad and wgrad in high precision on the rounded weights and inputs."""
+    tensor_type = tensor_of(role, *LINEAR)
+    if tensor_type in ("input", "weight"):
+        return _dequantized(mxfp8_factory(role), IdentityQuantizer())
+    return IdentityQuantizer() if tensor_type == "grad_output" else mxfp8_factory(role)
+
+
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """Grouped layers: fprop in NVFP4 with an amax per row, dgrad and wgrad in MXFP8. Other layers: MXFP8."""
+    tensor_type = tensor_of(role, "grouped_linear")
+    if tensor_type in ("input", "weight"):
+        return _dequantized(_plain_nvfp4(row_scaled=tensor_type == "input"), mxfp8_factory(role))
+    return mxfp8_factory(role)
+
+
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """fprop in NVFP4 with an amax per row; dgrad and wgrad in high precision on the rounded values."""
+    tensor_type = tensor_of(role, *LINEAR)
+    if tensor_type in ("input", "weight"):
+        return _dequantized(_plain_nvfp4(row_scaled=tensor_type == "input"), IdentityQuantizer())
+    return IdentityQuantizer() if tensor_type == "grad_output" else _plain_nvfp4()
+
+
+def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Quantizer | QuantizerRequest:
+    """NVFP4 layers and FP8 attention (with ``fp8_dpa=True``); softmax and its gradient by delayed scaling."""
+    tensor_type = tensor_of(role, "dpa")
+    if tensor_type in ("s", "dp"):
+        return DelayedScalingRequest(Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent")
+    # Attention names tensors whose consumer it does not know only by this ending.
+    boundary = role.name if role is not None and not role.module_type else ""
+    is_attention = role is not None and role.module_type == "dpa"
+    if is_attention or boundary.endswith(("dpa_output", "dpa_grad_input")):
+        is_backward = tensor_type in ("do", "dqkv") or boundary.endswith("dpa_grad_input")
+        return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_backward else DType.kFloat8E4M3)
+    return nvfp4_factory(role)
