@@ -152,10 +152,13 @@ class HybridQuantizer(Quantizer):
             made: Any = HybridQuantizedTensorStorage(**storage, fake_dtype=dtype, shape=shape)
         else:
             made = HybridQuantizedTensor(shape, dtype, device=device, **storage)
-        for child in children.values():
-            if child is not None and child._quantizer is not None:
+        held = [child for child in children.values() if child is not None]
+        for child in held:
+            if child._quantizer is not None:
                 child._quantizer._leave_group()
-        made._mark_written()
+        # An identity child is the caller's own tensor: autograd must not be told of a write that was none.
+        if len({child._last_write() for child in held}) > 1:
+            made._mark_written()
         return made
 
     def _checked_by_children(self, tensor: Any, wanted: Sequence[Direction]) -> Tensor:
