@@ -69,6 +69,21 @@ def test_demo_draws_a_picture(demo):
     assert len(content) > 20_000
 
 
+def test_gradient_error_of_each_gemm(monkeypatch, capsys):
+    printed = run("examples/gradient_error.py", monkeypatch=monkeypatch, capsys=capsys)
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("nvfp4 ", "mxfp8 ", "fp8 "))]
+    found = {(name, gemms): [float(cell) for cell in cells] for name, gemms, *cells in rows}
+    assert found.keys() == {
+        (name, gemms) for name in ("nvfp4", "mxfp8", "fp8") for gemms in ("fprop", "dgrad", "wgrad", "all")
+    }
+    for (name, gemms), (error, cosine, input_error, input_cosine) in found.items():
+        assert 0 < error < 1 and 0.5 < cosine <= 1 and 0.5 < input_cosine <= 1
+        assert (input_error == 0) == (gemms == "wgrad")  # what the input gets does not go through wgrad
+        assert error <= found[name, "all"][0]
+        if name != "nvfp4":
+            assert error < found["nvfp4", gemms][0]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
 def test_code_in_the_documentation_runs(page, monkeypatch):
     """Blocks of one page run one after the other, as a reader would type them."""
