@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .encoding import Encoding, cached_encoding
 from .formats import IDENTITY
-from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
 from .quantizer import Quantizer
 from .tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
 
@@ -154,7 +154,7 @@ class IdentityQuantizer(Quantizer):
         if new.shape != dst.shape:
             raise ValueError(f"cannot write a tensor of shape {list(new.shape)} to one of {list(dst.shape)}")
         if new.dtype == buffer.dtype and new.device == buffer.device:
-            buffer.copy_(new)
+            buffer.copy_(new.clone() if overlaps(new, buffer) else new)
         elif dst._cut_axes:
             raise ValueError(
                 f"a slice of {buffer.dtype} on {buffer.device} cannot take a buffer of {new.dtype} on {new.device}"

@@ -137,8 +137,9 @@ class Quantizer:
 
     def _leave_group(self) -> None:
         """A tensor outlives its process group; what it is given later is its own business."""
-        self.amax_reduction_group = None
-        self.with_amax_reduction = False
+        if self.with_amax_reduction or self.amax_reduction_group is not None:
+            self.amax_reduction_group = None
+            self.with_amax_reduction = False
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """The hook that custom quantizers override."""

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -55,8 +56,8 @@ class PlaneHolder:
     (`_init_fields`) and `get_metadata`.
     """
 
-    _buffer_names: ClassVar[tuple[str, ...]]  # in the order they are saved for backward
-    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]]
+    _buffer_names: ClassVar[tuple[str, ...]] = ()  # in the order they are saved for backward
+    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]] = {}  # none: a custom storage, not made of planes
     _shares_scale: ClassVar[bool] = False  # whether one scale buffer serves both planes
     _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_cut_axes")
 
@@ -64,9 +65,9 @@ class PlaneHolder:
     _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
     _dtype: torch.dtype
     _formats: dict[Direction, Format]  # one object for all aliases: it changes when the bytes do
-    _quantizer: Quantizer | None
-    _epochs: Mapping[Direction, Epoch]
-    _cut_axes: tuple[int, ...]  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
+    _quantizer: Quantizer | None = None
+    _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
+    _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
 
     def __init__(self, *args: Any, alias_of: PlaneHolder | None = None, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
@@ -144,7 +145,9 @@ class PlaneHolder:
 
     def plane(self, direction: Direction) -> Plane | None:
         """The plane of one direction, or None if it is absent."""
-        names = self._plane_buffers[direction]
+        names = self._plane_buffers.get(direction)
+        if names is None:
+            return None
         data = getattr(self, names.data)
         if data is None or (data.numel() == 0 and math.prod(self._matrix) != 0):  # the latter: cleared
             return None
@@ -156,6 +159,11 @@ class PlaneHolder:
 
     def _is_stale(self, direction: Direction) -> bool:
         return self._epochs[direction].number < self._epochs[direction.other].number
+
+    def _check_fresh(self) -> None:
+        """Raise rather than let old numbers travel on."""
+        for plane in self.planes():
+            plane.check_fresh()
 
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
@@ -224,7 +232,7 @@ class PlaneHolder:
         self._set_plane(plane.direction, plane)
 
     def _last_write(self) -> int:
-        return max(epoch.number for epoch in self._epochs.values())
+        return max((epoch.number for epoch in self._epochs.values()), default=0)
 
     def _mark_written(self, number: int | None = None) -> None:
         """Every plane here was written just now, in the write of that ``number`` if it is part of a larger one.
@@ -233,6 +241,10 @@ class PlaneHolder:
         changed, so that what was saved for backward does not go stale unseen.
         """
         number = next_write_number() if number is None else number
+        if not self._plane_buffers:
+            for epoch in self._whole_epochs().values():
+                epoch.number = number
+            return
         epochs = dict(self._epochs)
         stale = {direction: self._is_stale(direction) for direction in Direction}
         for direction, names in self._plane_buffers.items():
@@ -243,6 +255,12 @@ class PlaneHolder:
         self._epochs = epochs
         tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
         torch.autograd.graph.increment_version(tracked)
+
+    def _whole_epochs(self) -> Mapping[Direction, Epoch]:
+        """Of a storage that is not made of planes: one epoch for all of it, which its aliases share."""
+        if not self._epochs:
+            self._epochs = dict.fromkeys(Direction, Epoch())
+        return self._epochs
 
     # ---- same data, another wrapper ------------------------------------------------------------
 
@@ -287,6 +305,7 @@ class PlaneHolder:
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         """A new object whose buffers are ``change(buffer)``, which are copies."""
+        self._check_fresh()  # the copy would not know
         return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, fresh=True, **changes)
 
     def _empty_like(
@@ -317,7 +336,9 @@ class PlaneHolder:
 
     def _plane_tensor_shape(self) -> Sequence[int]:
         """The shape the planes are laid out for: the own shape, or (M, K) in a flat view."""
-        return self._shape if matrix_shape(self._shape) == self._matrix else self._matrix
+        if not self._plane_buffers or matrix_shape(self._shape) == self._matrix:
+            return self._shape
+        return self._matrix
 
     def view(self, *shape: Any) -> Self:
         """The same bytes under another shape. The last dimension must stay, or all be flattened."""

@@ -47,7 +47,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         **storage: Any,
     ) -> QuantizedTensor:
         if device is None:
-            buffers = (value for value in storage.values() if isinstance(value, Tensor))
+            buffers = (value for value in storage.values() if isinstance(value, (Tensor, QuantizedTensorStorage)))
             device = next((buffer.device for buffer in buffers), torch.device("cpu"))
         return cls._wrapper(shape, dtype, torch.device(device), requires_grad, stride, storage_offset)
 
@@ -245,8 +245,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     # ---- tracing -------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        for plane in self.planes():
-            plane.check_fresh()
+        self._check_fresh()
         return [name for name, _ in self._buffers()], {name: getattr(self, name) for name in self._attribute_names}
 
     @classmethod
@@ -264,4 +263,4 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return QuantizedTensorStorage.__repr__(self)
+        return self._storage_class().__repr__(self)

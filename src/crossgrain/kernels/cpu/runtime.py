@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import types
@@ -26,8 +26,11 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
-    """The machine code of ``dispatcher`` for arguments of these types."""
-    key = (dispatcher, *map(_kind, arguments))
+    """The machine code of ``dispatcher`` for arguments of these types.
+
+    Tags tell versions of a kernel apart; the types of all else follow from the place in its signature.
+    """
+    key = (dispatcher, *[argument.name for argument in arguments if type(argument) is Tag])
     entry = _compiled.get(key)
     if entry is None:
         with global_compiler_lock:
@@ -37,8 +40,18 @@ def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
     return entry
 
 
-def _kind(argument: Any) -> Any:
-    return argument if isinstance(argument, Tag) else type(argument)
+class Compiled(NamedTuple):
+    """The kernels of this process: all of them, those that came from the disk, and where others will find them."""
+
+    kernels: int
+    from_disk: int
+    directory: str | None
+
+
+def compiled_so_far() -> Compiled:
+    stats = [dispatcher.stats for dispatcher in {key[0] for key in _compiled}]
+    from_disk = sum(sum(each.cache_hits.values()) for each in stats)
+    return Compiled(len(_compiled), from_disk, next((each.cache_path for each in stats), None))
 
 
 def _numba_type(argument: Any) -> Any:
@@ -55,7 +68,7 @@ def thread_count(elements: int) -> int:
 
 def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> list[Any]:
     """``work(first, last)`` over ``range(count)``, cut into as many ranges as threads."""
-    threads = min(thread_count(elements), count)
+    threads = 1 if elements < 2 * _ELEMENTS_PER_THREAD else min(thread_count(elements), count)
     if threads <= 1:
         return [work(0, count)]
     ranges = deque(enumerate(pairwise(count * i // threads for i in range(threads + 1))))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import types
+from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
 
@@ -58,6 +59,12 @@ def _typeof_tag(tag: Tag, context: Any) -> TagType:
 @unbox(TagType)
 def _unbox_tag(type_: TagType, tag: Any, context: Any) -> NativeValue:
     return NativeValue(context.context.get_dummy_value())
+
+
+@lower_constant(TagType)
+def _constant_tag(context: Any, builder: Any, type_: TagType, tag: Any) -> Any:
+    """Kernels may name a tag that does not depend on how they are called, such as `NO`."""
+    return context.get_dummy_value()
 
 
 F32, BF16 = Tag("f32"), Tag("bf16")
