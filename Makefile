@@ -20,7 +20,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,demo,lint]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,cli,demo,lint]'
 	touch $@
 
 lint: $(STAMP)

@@ -40,3 +40,25 @@ def assert_same_bytes(a: cg.QuantizedTensorStorage, b: cg.QuantizedTensorStorage
             assert torch.equal(mine.operand_scales(), theirs.operand_scales()), f"{mine.direction.value} scales differ"
         if mine.amax is not None:
             assert torch.equal(mine.amax, theirs.amax), f"{mine.direction.value} amaxes differ"
+
+
+def hybrid_of(row: str, column: str, source: str = "original") -> cg.HybridQuantizer:
+    """A hybrid of two entries of `QUANTIZERS`."""
+    return cg.HybridQuantizer(
+        rowwise_quantizer=QUANTIZERS[row](), columnwise_quantizer=QUANTIZERS[column](), columnwise_source=source
+    )
+
+
+# Per-tensor, block, two-level, rotated, stochastic, identity: each on both sides of some pair.
+PAIRS = [
+    ("mxfp8", "nvfp4_rht"),
+    ("nvfp4", "mxfp8"),
+    ("fp8", "mxfp8_2d"),
+    ("mxfp8", "fp8_e5m2"),
+    ("fp8_block", "nvfp4_rht_sr"),
+    ("nvfp4_2d", "fp8_block_2d"),
+    ("fp8_delayed", "mxfp4_sr"),
+    ("mxfp8", "identity"),
+    ("identity", "nvfp4_row_scaled"),
+    ("identity", "identity_bf16"),
+]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
 from crossgrain.encoding import Encoding
-from crossgrain.formats import E4M3, Format, ScaleLayout, mxfp8_format, nvfp4_format
+from crossgrain.formats import E4M3, Format, ScaleLayout, get_format, mxfp8_format, nvfp4_format
 from crossgrain.kernels import REFERENCE, Target
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.plane import empty_plane, shape_problem
@@ -26,7 +26,19 @@ from crossgrain.plane import empty_plane, shape_problem
 from .quantizers import QUANTIZERS
 
 CPU = CpuBackend()
-NAMES = [name for name in QUANTIZERS if "identity" not in name]
+NVFP4_2D_256 = nvfp4_format(two_d=True, scale_bound=256)
+ENCODINGS = {
+    **{name: quantizer().encoding for name, quantizer in QUANTIZERS.items() if "identity" not in name},
+    "mxfp6_e2m3_sr": lambda direction: Encoding(get_format("mxfp6_e2m3"), stochastic=True),
+    "nvfp4_2d_sr": lambda direction: Encoding(nvfp4_format(two_d=True), stochastic=True),
+    "nvfp4_row_scaled_sr": lambda direction: Encoding(nvfp4_format(row_scaled=True), stochastic=True),
+    "nvfp4_row_scaled_4over6": lambda direction: Encoding(nvfp4_format(row_scaled=True), four_over_six="MAE"),
+    "nvfp4_4over6_448": lambda direction: Encoding(nvfp4_format(), four_over_six="MAE"),
+    "nvfp4_4over6_448_mse": lambda direction: Encoding(nvfp4_format(), four_over_six="MSE"),
+    "nvfp4_2d_4over6_mse": lambda direction: Encoding(NVFP4_2D_256, four_over_six="MSE"),
+    "nvfp4_2d_4over6_448": lambda direction: Encoding(nvfp4_format(two_d=True), four_over_six="MAE"),
+}
+NAMES = list(ENCODINGS)
 DIRECTIONS = {"rowwise": (ROWWISE,), "columnwise": (COLUMNWISE,), "both": (ROWWISE, COLUMNWISE)}
 HYBRIDS = {
     "mxfp8 + nvfp4": ("mxfp8", "nvfp4"),
@@ -35,8 +47,15 @@ HYBRIDS = {
     "fp8 + nvfp4": ("fp8", "nvfp4"),
     "fp8 + nvfp4_rht": ("fp8", "nvfp4_rht"),
     "nvfp4 + mxfp8": ("nvfp4", "mxfp8"),
+    "nvfp4_rht_sr + mxfp8": ("nvfp4_rht_sr", "mxfp8"),
+    "nvfp4_row_scaled + mxfp8_e5m2": ("nvfp4_row_scaled", "mxfp8_e5m2"),
+    "mxfp4_sr + mxfp8": ("mxfp4_sr", "mxfp8"),
+    "mxfp6_e3m2 + nvfp4_rht_sr": ("mxfp6_e3m2", "nvfp4_rht_sr"),
     "nvfp4_rht_sr twice": ("nvfp4_rht_sr", "nvfp4_rht_sr"),
     "fp8_block + mxfp4": ("fp8_block", "mxfp4"),
+    "mxfp8 + nvfp4_4over6_448": ("mxfp8", "nvfp4_4over6_448"),
+    "nvfp4_row_scaled + nvfp4_row_scaled": ("nvfp4_row_scaled", "nvfp4_row_scaled"),
+    "nvfp4_2d_sr + nvfp4_2d_sr": ("nvfp4_2d_sr", "nvfp4_2d_sr"),
 }
 SEED = 0x1234_5678_9ABC_DEF0
 
@@ -83,7 +102,7 @@ def assert_backends_agree(x, encodings):
 
 
 def encodings_of(name, directions):
-    return [(direction, QUANTIZERS[name]().encoding(direction)) for direction in directions]
+    return [(direction, ENCODINGS[name](direction)) for direction in directions]
 
 
 def awkward_inputs():
@@ -141,10 +160,13 @@ def test_odd_shapes(name, shape):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_non_contiguous_input_and_sliced_planes(name):
-    x = torch.randn(256, 256).t()
-    assert_backends_agree(x, encodings_of(name, (ROWWISE, COLUMNWISE)))
-    q = QUANTIZERS[name]()(x)
+def test_non_contiguous_input(name):
+    assert_backends_agree(torch.randn(256, 256).t(), encodings_of(name, (ROWWISE, COLUMNWISE)))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in QUANTIZERS])
+def test_sliced_planes(name):
+    q = QUANTIZERS[name]()(torch.randn(256, 256))
     for part in (q[128:], q[:, 128:]):
         for plane in part.planes():
             assert_bits_equal(CPU.decode(plane, torch.float32), REFERENCE.decode(plane, torch.float32), name)
@@ -178,12 +200,23 @@ def test_thread_counts_do_not_matter(name, monkeypatch):
             assert_bits_equal(mine.scale, theirs.scale, name)
 
 
-def test_large_results_are_streamed_alike():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8", "fp8_block", "mxfp6_e3m2"])
+def test_large_results_are_streamed_alike(name, dtype):
     """Decoding past the caches (from a million elements on) changes nothing."""
-    x = torch.randn(1024, 1056)
-    for name in ("mxfp8", "nvfp4", "fp8"):
-        for plane in encoded(CPU, x, encodings_of(name, (ROWWISE, COLUMNWISE))):
-            assert_bits_equal(CPU.decode(plane, torch.float32), REFERENCE.decode(plane, torch.float32), name)
+    for plane in encoded(CPU, torch.randn(1024, 1056), encodings_of(name, (ROWWISE, COLUMNWISE))):
+        assert_bits_equal(CPU.decode(plane, dtype), REFERENCE.decode(plane, dtype), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_built_in_format_has_kernels(name, monkeypatch):
+    """Nothing of an ordinary matrix is left to the reference."""
+    for work in ("encode.operand_of", "decode.decode_operand"):
+        monkeypatch.setattr(f"crossgrain.kernels.reference.{work}", None)
+    for plane in encoded(CPU, torch.randn(128, 128), encodings_of(name, (ROWWISE, COLUMNWISE))):
+        CPU.decode_operand(plane)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert CPU.decode(plane, dtype).dtype == dtype
 
 
 def test_many_threads_at_once():

@@ -125,6 +125,27 @@ def test_two_level_scales_and_a_global_amax_go_together(options):
 @pytest.mark.parametrize(
     "options, complaint",
     [
+        ({"block": (16, 16), "scale_rule": "two_level", "global_amax": "row"}, "16 rows share.*amax of its own"),
+        ({"block": (16, 16), "ragged": True, "layout": ScaleLayout(replicated=True)}, "replicated.*whole blocks"),
+        ({"block": (1, 32), "ragged": True, "rotation": 3}, "rotation.*whole blocks"),
+    ],
+)
+def test_formats_that_nothing_could_encode_are_refused(options, complaint):
+    with pytest.raises(ValueError, match=f"format 'bad': .*{complaint}"):
+        Format("bad", E4M3, **options)
+
+
+def test_scales_of_single_rows_may_be_ragged_and_replicated():
+    """One row repeated once is itself."""
+    fmt = Format("plain", E4M3, (1, 32), layout=ScaleLayout(replicated=True), ragged=True)
+    x = torch.randn(5, 40)
+    plane = encoded(x, Encoding(fmt), ROWWISE)
+    assert torch.equal(plane.data, encoded(x, Encoding(dataclasses.replace(fmt, layout=ScaleLayout())), ROWWISE).data)
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
         ({"scale_bound": 300}, "448 or 256"),
         ({"row_scaled": True, "two_d": True}, "amax per row"),
         ({"rotation": 0, "two_d": True}, "rotation"),

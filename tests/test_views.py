@@ -1,5 +1,7 @@
 """Views and slices of quantized tensors: aliases, block boundaries, shared scales."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -259,3 +261,55 @@ def test_inference_mode(quantizer, x):
         made.quantize_(x)
         assert made.detach().is_inference()
     assert made.dequantize().shape == x.shape
+
+
+# ---- built anew from the metadata -------------------------------------------------------------------
+
+
+def rebuilt(tensor):
+    """The same object by the constructor, as a tensor and as a storage."""
+    metadata = tensor.get_metadata()
+    yield type(tensor)(tensor.shape, tensor.dtype, **metadata)
+    yield tensor._storage_class()(**metadata)
+
+
+@pytest.mark.parametrize("cut", [slice(None, 128), (slice(None), slice(None, 128))], ids=["M", "K"])
+def test_a_slice_rebuilt_from_its_metadata_is_still_a_slice(quantizer, cut):
+    """It shares its scale with the rest of the tensor, which must not change under it."""
+    q = quantizer(torch.randn(256, 256))
+    rest = q[128:].dequantize(), q[:, 128:].dequantize()
+    for part in rebuilt(q[cut]):
+        assert torch.equal(part.dequantize(), q[cut].dequantize())
+        with contextlib.suppress(RuntimeError):
+            part.quantize_(torch.full(part.shape, 1e4))
+        if isinstance(cut, slice):
+            assert torch.equal(q[128:].dequantize(), rest[0])
+        else:
+            assert torch.equal(q[:, 128:].dequantize(), rest[1])
+
+
+def test_a_flat_view_rebuilt_from_its_metadata_is_still_flat(quantizer, x):
+    flat = quantizer(x.clone()).view(-1)
+    for again in rebuilt(flat):
+        assert again.shape == flat.shape
+        assert torch.equal(again.dequantize(), flat.dequantize())
+
+
+def test_a_tensor_rebuilt_from_its_metadata_notices_writes(x):
+    q = cg.quantize(x.clone(), "mxfp8")
+    copies = list(rebuilt(q))
+    row_only = q.detach()
+    row_only.update_usage(columnwise_usage=False)
+    row_only.quantize_(x * 2)
+    for again in (*copies, *rebuilt(q)):
+        with pytest.raises(RuntimeError, match="stale"):
+            again.dequantize(direction=COLUMNWISE)
+
+
+def test_metadata_with_other_buffers_is_of_another_tensor(x):
+    """What was cut from something does not pass that on to what shares nothing with it."""
+    part = cg.quantize(torch.cat([x, x]), "fp8")[:128]
+    own = {"data": part._data.clone(), "fp8_scale_inv": part._scale_inv.clone()}
+    apart = cg.Float8TensorStorage(**{**part.get_metadata(), **own})
+    apart.quantize_(x * 2)
+    assert torch.equal(apart.dequantize(), cg.quantize(x * 2, "fp8").dequantize())

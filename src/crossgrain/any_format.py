@@ -74,7 +74,7 @@ class FormatQuantizer(Quantizer):
         if self.format.is_identity:
             raise ValueError("the identity format has no codes; use IdentityQuantizer")
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(self.format, stochastic=self.stochastic_rounding)
 
     def is_requantization_safe(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .dtypes import DType, dtype_of_element
+from .dtypes import DType
 from .dtypes import fp8_dtype as as_fp8_dtype
 from .encoding import Encoding, cached_encoding
 from .formats import Format, fp8_format
@@ -22,10 +22,11 @@ from .kernels import Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
 from .quantizer import Quantizer
 from .settings import is_non_tn_fp8_gemm_supported
-from .tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
+from .tensor import PlaneBuffers, QuantizedTensor
+from .tensor.fields import FP8Storage
 
 
-class Float8TensorStorage(QuantizedTensorStorage):
+class Float8TensorStorage(FP8Storage):
     """``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1]."""
 
     _buffer_names = ("_data", "_transpose", "_scale_inv")
@@ -33,6 +34,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         ROWWISE: PlaneBuffers("_data", "_scale_inv"),
         COLUMNWISE: PlaneBuffers("_transpose", "_scale_inv"),
     }
+    _shares_scale = True
     _strict_decodes_rowwise_only = True
 
     _data: Tensor | None
@@ -56,12 +58,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._init_common(formats, quantizer, fake_dtype, shape, (data, data_transpose, fp8_scale_inv))
 
     @property
-    def _fp8_dtype(self) -> DType:
-        element = self._formats[ROWWISE].element
-        assert element is not None
-        return dtype_of_element(element)
-
-    @property
     def _transpose_invalid(self) -> bool:
         return self._transpose is None
 
@@ -79,6 +75,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "formats": self._formats,
+            "alias_of": self,
         }
 
     # One buffer may serve both directions: what follows from that.
@@ -207,7 +204,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         self.amax = amax
         self.dtype = as_fp8_dtype(fp8_dtype)
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(fp8_format(self.dtype.element))
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
@@ -264,7 +261,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.amax_epsilon = amax_epsilon
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         fmt = fp8_format(self.dtype.element)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 

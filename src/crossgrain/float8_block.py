@@ -15,14 +15,14 @@ from .formats import Format, fp8_block_format
 from .plane import COLUMNWISE, Direction
 from .quantizer import Quantizer
 from .tensor import QuantizedTensor
-from .tensor.fields import DataAndScaleStorage
+from .tensor.fields import DataAndScaleStorage, FP8Storage
 
 
 class MissingBlockPlaneError(RuntimeError, AssertionError):
     """A direction was asked for that 1-D blocks cannot provide; both kinds, as users catch either."""
 
 
-class Float8BlockwiseQTensorStorage(DataAndScaleStorage):
+class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
     """Rowwise codes [M, K], columnwise codes [K, M], fp32 scales in the layout the GEMMs read."""
 
     _missing_plane_error = MissingBlockPlaneError
@@ -45,10 +45,6 @@ class Float8BlockwiseQTensorStorage(DataAndScaleStorage):
             formats = dict.fromkeys(Direction, fp8_block_format(DType.cast(fp8_dtype).element, two_d=is_2D_scaled))
         buffers = (rowwise_data, columnwise_data, rowwise_scale_inv, columnwise_scale_inv)
         self._init_common(formats, quantizer, fake_dtype, shape, buffers)
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return self._element_dtype
 
     @property
     def _is_2D_scaled(self) -> bool:
@@ -97,7 +93,7 @@ class Float8BlockQuantizer(Quantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         fmt = fp8_block_format(self.dtype.element, two_d=self.block_scaling_dim == 2)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 

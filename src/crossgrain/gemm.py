@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .formats import IDENTITY
+from .formats import IDENTITY, Format
 from .kernels.reference.hadamard import unrotate
 from .operands import GEMMS, check_operands
 from .plane import ROWWISE, Direction, Plane, matrix_shape
@@ -67,7 +67,7 @@ def gemm(
             raise ValueError(f"{which} reads {name} {direction.value}, but was given its {plane.direction.value} plane")
         plane.check_fresh()
     if not allow_mixed:
-        check_operands(which, [(a_name, a_direction, planes[0].format), (b_name, b_direction, planes[1].format)])
+        _check_pair(which, planes[0].format, planes[1].format)
     _check_inner_size(which, a_name, b_name, planes)
 
     if accumulate and out is None:
@@ -95,6 +95,13 @@ def gemm(
     if out is None:
         return total if out_dtype == torch.float32 else total.to(out_dtype)
     return out if total is out else out.copy_(total)
+
+
+@lru_cache(maxsize=1024)
+def _check_pair(which: str, a: Format, b: Format) -> None:
+    """Raise unless the two operands can be multiplied as they are; errors are not cached."""
+    (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
+    check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
 
 
 def _as_plane(operand: Plane | Tensor, direction: Direction) -> Plane:

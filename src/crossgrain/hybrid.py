@@ -59,18 +59,10 @@ class HybridQuantizer(Quantizer):
         columnwise_source: ColumnwiseSource = "original",
     ) -> None:
         super().__init__(rowwise=True, columnwise=True)
-        children = {ROWWISE: rowwise_quantizer, COLUMNWISE: columnwise_quantizer}
-        accepted = (Quantizer,) if settings.strict else (Quantizer, QuantizerRequest)
-        for direction, child in children.items():
-            if not isinstance(child, accepted):
-                raise TypeError(f"the {direction.value} child of a hybrid is a quantizer, not {type(child).__name__}")
-        if rowwise_quantizer is columnwise_quantizer and isinstance(rowwise_quantizer, Quantizer):
-            raise ValueError("the two children of a hybrid must be two objects: each is pinned to its direction")
         if columnwise_source not in ("original", "rowwise_dequantized"):
             raise ValueError(f"columnwise_source is 'original' or 'rowwise_dequantized', not {columnwise_source!r}")
         self.columnwise_source = columnwise_source
-        for direction, child in children.items():
-            self._set_child(direction, child)
+        self._set_children({ROWWISE: rowwise_quantizer, COLUMNWISE: columnwise_quantizer})
 
     # ---- children ------------------------------------------------------------------------------
 
@@ -78,10 +70,33 @@ class HybridQuantizer(Quantizer):
         """The quantizer (or the pending request) of one direction."""
         return self.rowwise_quantizer if direction is ROWWISE else self.columnwise_quantizer
 
-    def _set_child(self, direction: Direction, child: Quantizer | QuantizerRequest) -> None:
-        if isinstance(child, Quantizer):
-            child.set_usage(rowwise=direction is ROWWISE, columnwise=direction is COLUMNWISE)
-        setattr(self, f"{direction.value}_quantizer", child)
+    def _set_children(self, children: Mapping[Direction, Any]) -> None:
+        """Take ``children``, or refuse and leave all as it was."""
+        accepted = (Quantizer,) if settings.strict else (Quantizer, QuantizerRequest)
+        for direction, child in children.items():
+            if not isinstance(child, accepted):
+                raise TypeError(f"the {direction.value} child of a hybrid is a quantizer, not {type(child).__name__}")
+            if isinstance(child, HybridQuantizer):
+                raise ValueError(
+                    f"the {direction.value} child of a hybrid cannot be a hybrid: give the {direction.value} quantizer "
+                    "itself"
+                )
+        both = [children.get(direction, getattr(self, _name(direction), None)) for direction in Direction]
+        if both[0] is both[1] and isinstance(both[0], Quantizer):
+            raise ValueError("the two children of a hybrid must be two objects: each is pinned to its direction")
+        for direction, child in children.items():
+            setattr(self, _name(direction), child)
+            if isinstance(child, Quantizer):
+                _pin(child, direction)
+
+    def _quantizer_of(self, direction: Direction) -> Quantizer:
+        """The child, which must not be a request any more, and is pinned whatever was done to it."""
+        child = self.child(direction)
+        if not isinstance(child, Quantizer):
+            waiting = ", ".join(direction.value for direction in self.pending())
+            raise RuntimeError(f"this HybridQuantizer waits for a recipe state to make its {waiting} quantizer")
+        _pin(child, direction)
+        return child
 
     def pending(self) -> dict[Direction, QuantizerRequest]:
         """The children that are still requests."""
@@ -92,21 +107,19 @@ class HybridQuantizer(Quantizer):
     def resolved(self, children: Mapping[Direction, Quantizer]) -> HybridQuantizer:
         """The same hybrid with ``children`` in place of its requests."""
         new = self.copy()
-        for direction, child in children.items():
-            new._set_child(direction, child)
+        new._set_children(children)
         return new
 
     def _wanted(self) -> list[Direction]:
-        if self.pending():
-            waiting = ", ".join(direction.value for direction in self.pending())
-            raise RuntimeError(f"this HybridQuantizer waits for a recipe state to make its {waiting} quantizer")
+        for direction in Direction:
+            self._quantizer_of(direction)  # a request is an error even where it would not be asked
         return super()._directions_to_make()
 
     def _derives_columns(self) -> bool:
         return self.columnwise_source == "rowwise_dequantized"
 
     def encoding(self, direction: Direction) -> Encoding:
-        return self.child(direction).encoding(direction)  # type: ignore[no-any-return]
+        return self._quantizer_of(direction).encoding(direction)
 
     # ---- quantizing ----------------------------------------------------------------------------
 
@@ -139,7 +152,7 @@ class HybridQuantizer(Quantizer):
 
     def _made_child(self, direction: Direction) -> Quantizer:
         """The child, set to make a bare storage if the hybrid makes one."""
-        child: Quantizer = self.child(direction)
+        child = self._quantizer_of(direction)
         if self.internal and not child.internal:
             child = child.copy()
             child.internal = True
@@ -152,81 +165,113 @@ class HybridQuantizer(Quantizer):
             made: Any = HybridQuantizedTensorStorage(**storage, fake_dtype=dtype, shape=shape)
         else:
             made = HybridQuantizedTensor(shape, dtype, device=device, **storage)
-        held = [child for child in children.values() if child is not None]
-        for child in held:
-            if child._quantizer is not None:
+        for child in children.values():
+            if child is not None and child._quantizer is not None:
                 child._quantizer._leave_group()
-        # An identity child is the caller's own tensor: autograd must not be told of a write that was none.
-        if len({child._last_write() for child in held}) > 1:
-            made._mark_written()
         return made
 
     def _checked_by_children(self, tensor: Any, wanted: Sequence[Direction]) -> Tensor:
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.dequantize()
-        needed = Direction if self._derives_columns() and COLUMNWISE in wanted else wanted
-        for direction in needed:
-            child = self.child(direction)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
+        for direction in Direction if self._derives_columns() and COLUMNWISE in wanted else wanted:
+            child = self._quantizer_of(direction)
             if not child.custom:
-                tensor = child._checked(tensor, child._directions_to_make())
-        return tensor  # type: ignore[no-any-return]
+                child._checked(tensor, child._directions_to_make())
+        return tensor
 
-    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+    def update_quantized(self, src: Any, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Requantize every child that is present, whatever the usages: none is left as it was."""
         if not isinstance(dst, HybridQuantizedTensorStorage):
             raise ValueError(f"HybridQuantizer writes hybrid tensors, it cannot write to a {type(dst).__name__}")
         if noop_flag is not None and noop_flag.item() != 0:
             return dst
         children = dst._children()
-        if not children:
+        if not any(dst.get_usages().values()):
             raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
-        self._wanted()
-        src = self._checked_by_children(src, list(children))
+        if isinstance(src, QuantizedTensorStorage):
+            src = src.dequantize()
+        self._check_source(src, children)
         if src.shape != dst.shape or src.device != dst.device:
             raise ValueError(
                 f"HybridQuantizer: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
                 f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
             )
         self.check_writable(dst)
+        with dst._writing():
+            self._write_children(dst._apart_from(src.detach()), children)
+        return dst
+
+    def _check_source(self, src: Any, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        self._wanted()
+        if not isinstance(src, Tensor):
+            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(src).__name__}")
+        for direction, storage in children.items():
+            child = self._quantizer_of(direction)
+            if not child.custom:
+                child._checked(src, child._directions_to_make(), storage._plane_tensor_shape())
+
+    def _can_write_alone(self, children: Mapping[Direction, QuantizedTensorStorage]) -> bool:
+        """Whether ``children`` can be written while the others take bytes from elsewhere."""
+        if self._derives_columns() and ROWWISE in children:
+            return False
+        self._check_children_writable(children)
+        return True
+
+    def _write_children(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        """Write ``src``, which has been checked, to children of a hybrid."""
         if self._derives_columns() and COLUMNWISE in children:
             row = children.get(ROWWISE)
             if row is None:
-                row = self.child(ROWWISE).quantize_impl(src)
+                matrix = src.reshape(tuple(children[COLUMNWISE]._plane_tensor_shape()))
+                row = self._quantizer_of(ROWWISE).quantize_impl(matrix)
             else:
-                self.child(ROWWISE).update_quantized(src, row)
-            self.child(COLUMNWISE).update_quantized(_decoded_like(row, src), children[COLUMNWISE])
-        else:
-            self._update_together(src, children)
-        dst._mark_written()
-        return dst
+                self._write_together(src, {ROWWISE: row})
+                row._mark_written()  # should the column fail, it is known to be old
+            src = _decoded_like(row, src).reshape(src.shape)
+            children = {COLUMNWISE: children[COLUMNWISE]}
+        self._write_together(src, children)
 
-    def _update_together(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
-        jobs = []
+    def _write_together(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        """What may fail comes first; what cannot, a copy into an identity child, last."""
+        jobs, kept = [], []
         for direction, storage in children.items():
-            quantizer = self.child(direction)
-            if _writes_planes(quantizer):
+            quantizer = self._quantizer_of(direction)
+            if quantizer.custom:
+                quantizer.update_quantized(src, storage)
+                storage._mark_written()
+            elif _writes_planes(quantizer):
                 jobs.append(_Job(quantizer, storage, quantizer._in_own_formats(storage.planes())))
             else:
-                quantizer.update_quantized(src, storage)
+                kept.append(storage)
         _write_jobs(src, jobs)
         for job in jobs:
             job.quantizer._note_formats(job.storage, job.planes)
+        for storage in kept:
+            storage.quantize_(src)  # through to its buffer, which aliases share
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
-        for direction, storage in dst._children().items():  # type: ignore[attr-defined]
-            child = self.child(direction)
-            if not child.custom and not isinstance(storage, child._tensor_class._storage_class()):
+        self._check_children_writable(dst._children())  # type: ignore[attr-defined]
+
+    def _check_children_writable(self, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        for direction, storage in children.items():
+            child = self._quantizer_of(direction)
+            if child.custom:
+                continue
+            if not isinstance(storage, child._tensor_class._storage_class()):
                 raise ValueError(
-                    f"the {direction.value} child of this hybrid of shape {list(dst.shape)} is a "
+                    f"the {direction.value} child of this hybrid of shape {list(storage.shape)} is a "
                     f"{type(storage).__name__}, which {type(child).__name__} cannot write to"
                 )
             child.check_writable(storage)
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
-        children = {
-            direction: self._made_child(direction)._made(shape, dtype, device, pin_memory)
-            for direction in self._wanted()
-        }
+        children = {}
+        for direction in self._wanted():
+            child = self._made_child(direction)
+            make = child.make_empty if child.custom else child._made  # a custom one has to say itself how
+            children[direction] = make(shape, dtype=dtype, device=device, pin_memory=pin_memory)
         return self._wrap(children, shape, dtype, device)
 
     def _directions_to_make(self) -> list[Direction]:
@@ -234,7 +279,9 @@ class HybridQuantizer(Quantizer):
 
     def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
         for direction in directions:
-            self.child(direction)._check_shape(shape, [direction])
+            child = self._quantizer_of(direction)
+            if not child.custom:
+                child._check_shape(shape, [direction])
 
     # ---- properties ----------------------------------------------------------------------------
 
@@ -261,7 +308,8 @@ class HybridQuantizer(Quantizer):
             child.amax_reduction_group = group
 
     def _reducing_children(self) -> list[Any]:
-        return [child for direction in Direction if hasattr(child := self.child(direction), "amax_reduction_group")]
+        """Those that can: they have the attribute of their own."""
+        return [child for direction in Direction if "amax_reduction_group" in vars(child := self.child(direction))]
 
     def _leave_group(self) -> None:
         for direction in Direction:
@@ -274,30 +322,38 @@ class HybridQuantizer(Quantizer):
         for direction in Direction:
             child = self.child(direction)
             if isinstance(child, Quantizer):
-                setattr(new, f"{direction.value}_quantizer", child.copy())
+                setattr(new, _name(direction), child.copy())
         return new
 
     def calibrate(self, tensor: Tensor) -> None:
         for direction in self._wanted():
-            self.child(direction).calibrate(tensor)
+            self._quantizer_of(direction).calibrate(tensor)
 
     def is_quantizable(self, tensor: Tensor) -> bool:
-        return all(self.child(direction).is_quantizable(tensor) for direction in Direction)
+        return all(self._quantizer_of(direction).is_quantizable(tensor) for direction in Direction)
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        row: Quantizer = self.rowwise_quantizer
+        row = self._quantizer_of(ROWWISE)
         return row.supports_only_rowwise_all_gather() or isinstance(self.columnwise_quantizer, NVFP4Quantizer)
 
     def is_requantization_safe(self) -> bool:
-        needed = set(super()._directions_to_make())
+        needed = set(self._wanted())
         if self._derives_columns() and COLUMNWISE in needed:
             needed.add(ROWWISE)
-        return all(self.child(direction).is_requantization_safe() for direction in needed)
+        return all(self._quantizer_of(direction).is_requantization_safe() for direction in needed)
+
+
+def _name(direction: Direction) -> str:
+    return f"{direction.value}_quantizer"
+
+
+def _pin(child: Quantizer, direction: Direction) -> None:
+    child.set_usage(rowwise=direction is ROWWISE, columnwise=direction is COLUMNWISE)
 
 
 def _writes_planes(quantizer: Quantizer) -> bool:
     """Whether the quantizer's result is planes that kernels write, and not something of its own."""
-    return not quantizer.custom and not isinstance(quantizer, (IdentityQuantizer, HybridQuantizer))
+    return not quantizer.custom and not isinstance(quantizer, IdentityQuantizer)
 
 
 def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor) -> Tensor:

@@ -7,17 +7,19 @@ child or none, and a child that missed a write is stale.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from .formats import Format
-from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
 from .tensor import QuantizedTensor, QuantizedTensorStorage
-from .tensor.holder import PlaneHolder, next_write_number
+from .tensor.holder import Epoch, PlaneHolder, next_write_number
 
 if TYPE_CHECKING:
     from .quantizer import Quantizer
@@ -26,12 +28,11 @@ if TYPE_CHECKING:
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """``_rowwise_storage`` and ``_columnwise_storage``; either may be None."""
 
-    _buffer_names = ()
-    _plane_buffers: ClassVar = {}
     _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
+    _agreed: Mapping[Direction, int]  # the last write of each child when they were put together
 
     def _init_fields(
         self,
@@ -48,18 +49,36 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             raise TypeError(
                 f"{type(self).__name__} needs a quantizer with two children, not {type(quantizer).__name__}"
             )
-        self._rowwise_storage = rowwise_storage
-        self._columnwise_storage = columnwise_storage
+        self._quantizer = None if quantizer is None else quantizer.copy()
+        children = {ROWWISE: rowwise_storage, COLUMNWISE: columnwise_storage}
         if shape is None:
-            shape = next((child.shape for child in self._children().values()), None)
+            shape = next((child.shape for child in children.values() if child is not None), None)
             if shape is None:
                 raise ValueError(f"{type(self).__name__} without any data needs its shape to be given")
-        self._init_shape(shape, torch.float32 if fake_dtype is None else fake_dtype)
-        self._quantizer = None if quantizer is None else quantizer.copy()
+        self._put_together(children, shape, torch.float32 if fake_dtype is None else fake_dtype)
 
-    def _init_shape(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def _put_together(
+        self, children: Mapping[Direction, Any], shape: Sequence[int], dtype: torch.dtype, agreed: Any = None
+    ) -> None:
         self._shape, self._dtype = torch.Size(shape), dtype
         self._matrix = matrix_shape(self._shape)
+        for direction in Direction:
+            child = children.get(direction)
+            if child is not None:
+                if not isinstance(child, QuantizedTensorStorage) or isinstance(child, HybridQuantizedTensorStorage):
+                    raise TypeError(
+                        f"the {direction.value} child of a {type(self).__name__} is a storage of one format, not "
+                        f"{type(child).__name__}"
+                    )
+                child = child if child.shape == self._shape else child._viewed(self._shape)
+            self._set_child(direction, child)
+        self._agree(agreed)
+
+    def _agree(self, agreed: Mapping[Direction, int] | None = None) -> None:
+        """The children stand for the same numbers, whenever each was written."""
+        if agreed is None:
+            agreed = {direction: child._last_write() for direction, child in self._children().items()}
+        self._agreed = agreed
 
     # ---- what is there -------------------------------------------------------------------------
 
@@ -72,10 +91,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._fresh_child(COLUMNWISE)
 
     def _fresh_child(self, direction: Direction) -> QuantizedTensorStorage | None:
-        plane = self.plane(direction)
-        if plane is not None:
-            plane.check_fresh()
-        return self._children().get(direction)
+        child = self._children().get(direction)
+        if child is not None and self._is_stale(direction):
+            raise RuntimeError(
+                f"the {direction.value} {type(child).__name__} of this {type(self).__name__} of shape "
+                f"{list(self._shape)} is stale: its {direction.other.value} child was written since, alone or through "
+                "an alias that does not hold this one. Requantize the tensor."
+            )
+        return child
 
     def _children(self) -> dict[Direction, QuantizedTensorStorage]:
         """The children that are there, rowwise first."""
@@ -95,9 +118,20 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             for plane in child.planes()
         ]
 
-    def _is_stale(self, direction: Direction) -> bool:
+    def get_usages(self) -> dict[str, bool]:
         children = self._children()
-        return len(children) == 2 and children[direction]._last_write() < children[direction.other]._last_write()
+        return {
+            direction.value: direction in children and children[direction].get_usages()[direction.value]
+            for direction in Direction
+        }
+
+    def _is_stale(self, direction: Direction) -> bool:
+        """Whether the other child was written after the two agreed, and this one not along with it."""
+        children = self._children()
+        if len(children) < 2:
+            return False
+        mine, others = children[direction]._last_write(), children[direction.other]._last_write()
+        return mine < others and others > self._agreed[direction.other]
 
     @property
     def _formats(self) -> dict[Direction, Format]:  # type: ignore[override]
@@ -122,21 +156,22 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         return {
-            "rowwise_storage": self._rowwise_storage,
-            "columnwise_storage": self._columnwise_storage,
+            "rowwise_storage": self.rowwise_sub_storage,  # stale ones must not be put together anew
+            "columnwise_storage": self.columnwise_sub_storage,
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
+            "alias_of": self,
         }
 
     # ---- child by child ------------------------------------------------------------------------
 
     @classmethod
     def _shared_names(cls) -> tuple[str, ...]:
-        return cls._state_names()  # the history of writes is with the children
+        return (*cls._state_names(), "_agreed")  # the history of writes is with the children
 
-    def _share_history(self, other: PlaneHolder) -> None:
+    def _join(self, other: PlaneHolder) -> None:
         for direction, child in self._children().items():
-            self._set_child(direction, child._rewrap())  # so that emptying one leaves the other
+            self._set_child(direction, _shallow(child))  # so that emptying one leaves the other
 
     def _plain_state(self) -> dict[str, Any]:
         for direction, child in self._children().items():
@@ -147,13 +182,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return {**{name: getattr(self, name) for name in self._state_names()}, "_shape": tuple(self._shape)}
 
     def _take_plain_state(self, state: Mapping[str, Any]) -> None:
-        for direction in Direction:
-            child = state[f"_{direction.value}_storage"]
-            if child is not None and not isinstance(child, QuantizedTensorStorage):
-                raise TypeError(f"the {direction.value} child of a pickled {type(self).__name__} is a {type(child)}")
-            self._set_child(direction, child)
+        children = {direction: state[f"_{direction.value}_storage"] for direction in Direction}
         self._quantizer = state["_quantizer"]
-        self._init_shape(state["_shape"], state["_dtype"])
+        self._put_together(children, state["_shape"], state["_dtype"])
 
     def _set_child(self, direction: Direction, child: QuantizedTensorStorage | None) -> None:
         setattr(self, f"_{direction.value}_storage", child)
@@ -166,22 +197,29 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         dtype: torch.dtype | None = None,
     ) -> Self:
         """A new hybrid of the same class whose children are ``change(child)``."""
+        for direction, child in self._children().items():
+            if change is not _shallow and not child._plane_buffers:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: its {direction.value} child is a {type(child).__name__}, which is not "
+                    "made of planes: it can be detached, read and saved for backward, but not viewed, copied or moved"
+                )
         children = {direction: change(child) for direction, child in self._children().items()}
         if shape is None:
             shape = self._shape
         dtype = self._dtype if dtype is None else dtype
         buffers = {name: buffer for child in children.values() for name, buffer in child._buffers()}
         new = self._blank(torch.Size(shape), dtype, buffers)
-        for direction in Direction:
-            new._set_child(direction, children.get(direction))
-        new._init_shape(shape, dtype)
+        new._put_together(children, shape, dtype, self._agreed)
         new._quantizer = None if self._quantizer is None else self._quantizer.copy()
         return new
 
     def _rewrap(self, *, shape: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> Self:
+        if shape is None and dtype is None and not changes:
+            return self._mapped(_shallow)
         return self._mapped(lambda child: child._rewrap(shape=shape, dtype=dtype, **changes), shape=shape, dtype=dtype)
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        self._check_fresh()  # the copy would not know
         return self._mapped(lambda child: child._map_buffers(change, **changes), **changes)
 
     def _empty_like(
@@ -199,18 +237,16 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
         return self._mapped(lambda child: child._sliced(dim, start, stop), shape=shape)
 
-    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
-        return self._mapped(lambda child: child._strided(size, stride, offset), shape=size)
-
     def _clone(self) -> Self:
         self._check_fresh()
         clone = self._mapped(lambda child: child._clone())
-        clone._mark_written()
+        clone._agree()
         return clone
 
     def _check_fresh(self) -> None:
-        for plane in self.planes():
-            plane.check_fresh()
+        for direction in Direction:
+            self._fresh_child(direction)
+        super()._check_fresh()
 
     def _last_write(self) -> int:
         return max((child._last_write() for child in self._children().values()), default=0)
@@ -220,20 +256,40 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         for child in self._children().values():
             child._mark_written(number)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What is written to the children inside counts as one write.
+
+        If it fails, a child that was reached has made the other stale. A child of a slice that was stale
+        before stays so: the rest of its tensor still is.
+        """
+        children = self._children()
+        behind = {
+            direction: child._last_write()
+            for direction, child in children.items()
+            if self._cut_axes and self._is_stale(direction)
+        }
+        yield
+        self._mark_written()
+        for direction, number in behind.items():
+            children[direction]._mark_written(number)
+
     def clear(self) -> None:
         for child in self._children().values():
             child.clear()
 
     def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
-        children = self._children()
-        child = next(iter(children.values()), None) if direction is None else children.get(direction)
+        """Memory of its own, also from an identity child: written to, it would change one child alone."""
+        usages = self.get_usages()
+        held_directions = (found for found in Direction if usages[found.value])
+        chosen = next(held_directions, ROWWISE) if direction is None else direction
+        child = self._fresh_child(chosen)
         if child is None:
             return super()._decoded(dtype, direction)  # which says what is missing
-        chosen = next(found for found in children if children[found] is child)
-        plane = self.plane(chosen)
-        if plane is not None:
-            plane.check_fresh()
-        return child._decoded(dtype, direction)
+        has_plane = child.plane(chosen) is not None
+        decoded = child._decoded(dtype, chosen) if has_plane else child.dequantize(dtype=dtype)
+        held = {buffer.data_ptr() for _, buffer in child._buffers()}
+        return decoded.clone() if decoded.numel() and decoded.data_ptr() in held else decoded
 
     # ---- usages and writing --------------------------------------------------------------------
 
@@ -241,7 +297,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """Drop children. A missing direction cannot be made: it has a format of its own."""
         wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
         for direction, want in wanted.items():
-            if want and self.plane(direction) is None:
+            if want and not self.get_usages()[direction.value]:
                 raise RuntimeError(
                     f"{type(self).__name__} of shape {list(self._shape)}: {direction.value} usage requested, but there "
                     "is no such child, and its format cannot be made from the other. Request it when quantizing."
@@ -260,32 +316,58 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             raise RuntimeError(f"copy_from_storage: {src!r} does not hold what {self!r} needs")
 
     def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
-        """All children as bytes, or False: no child is ever left as it was."""
+        """Copy the children that ``src`` has in our formats, quantize the rest from its values. False: none fits.
+
+        No child is ever left as it was.
+        """
         if not isinstance(src, HybridQuantizedTensorStorage):
             return False
-        mine, theirs = self._children(), src._children()
         src._check_fresh()
-        if not all(direction in theirs and _same_kind(child, theirs[direction]) for direction, child in mine.items()):
+        src = cast(HybridQuantizedTensorStorage, self._apart(src))
+        mine, theirs = self._children(), src._children()
+        fitting = {d: child for d, child in mine.items() if d in theirs and _same_kind(child, theirs[d])}
+        rest = {direction: child for direction, child in mine.items() if direction not in fitting}
+        if not fitting or (rest and not self._get_quantizer()._can_write_alone(rest)):  # type: ignore[attr-defined]
             return False
-        for direction, child in mine.items():  # before anything is written
-            pairs = list(zip(child.planes(), theirs[direction].planes(), strict=True))
-            child._check_scales_shared(pairs)
-        for direction, child in mine.items():
-            child._copy_planes(list(zip(child.planes(), child._apart(theirs[direction]).planes(), strict=True)))
-        self._mark_written()
-        return bool(mine)
+        pairs = {
+            direction: list(zip(child.planes(), theirs[direction].planes(), strict=True))
+            for direction, child in fitting.items()
+        }
+        for direction, child in fitting.items():  # before anything is written
+            child._check_scales_shared(pairs[direction])
+        with self._writing():
+            if rest:
+                self._get_quantizer()._write_children(src.dequantize().to(self.device), rest)  # type: ignore[attr-defined]
+            for direction, child in fitting.items():
+                child._copy_planes(pairs[direction])
+        return True
+
+    def _apart_from(self, src: Tensor) -> Tensor:
+        """``src``, or a copy if writing to a child would change it."""
+        return src.clone() if any(overlaps(src, buffer) for _, buffer in self._buffers()) else src
 
     # ---- saving, shards ------------------------------------------------------------------------
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Self]:
         buffers: list[Tensor | None] = []
+        lent = []
         for child in self._children().values():
-            buffers.extend(child.prepare_for_saving()[0])
+            own = child.prepare_for_saving()[0]
+            lent.append((child, len(own)))
+            buffers.extend(own)
+            if not child._plane_buffers:
+                child._epochs = dict.fromkeys(Direction, Epoch(child._last_write()))  # as planes do for themselves
+        self._lent = lent  # a child that is dropped meanwhile still has its place in the list
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        for child in self._children().values():
+        lent = self.__dict__.get("_lent", [])
+        count = sum(own for _, own in lent)
+        if len(tensors) < count:
+            raise RuntimeError(f"{type(self).__name__} has {count} buffers, but only {len(tensors)} tensors were saved")
+        for child, _ in lent:
             tensors = child.restore_from_saved(tensors)
+        self.__dict__.pop("_lent", None)
         return tensors
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
@@ -312,10 +394,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         if set(children) != set(meta["children"]):
             raise RuntimeError(f"{type(self).__name__}: the gathered shards hold other directions than this tensor")
         rest = list(buffers)
+        # Other objects, so that a failure changes nothing.
+        filled = {direction: _shallow(child) for direction, child in children.items()}
         for direction, child_meta in meta["children"].items():
             count = len(child_meta["field_names"])
-            children[direction].fsdp_assign_gathered(rest[:count], child_meta)
+            filled[direction].fsdp_assign_gathered(rest[:count], child_meta)
             rest = rest[count:]
+        self._put_together(filled, self._shape, self._dtype)
         self._mark_written()
 
     def _build_default_quantizer(self) -> Quantizer:
@@ -351,11 +436,25 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     ) -> Self:
         device = next((child.device for child in inner.values()), torch.device("cpu"))
         new = cls._wrapper(outer_size, context["_dtype"], device)
-        for direction in Direction:
-            new._set_child(direction, inner.get(f"_{direction.value}_storage"))
-        new._init_shape(outer_size, context["_dtype"])
         new._quantizer = context["_quantizer"]
+        children = {direction: inner.get(f"_{direction.value}_storage") for direction in Direction}
+        new._put_together(children, outer_size, context["_dtype"])
         return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            new = super().__deepcopy__(memo)
+            for child in new._children().values():
+                child._quantizer = copy.deepcopy(child._quantizer, memo)
+        return cast(Self, memo[id(self)])
+
+
+def _shallow(child: QuantizedTensorStorage) -> QuantizedTensorStorage:
+    """Another object over the same buffers."""
+    if child._plane_buffers:
+        return child._rewrap()
+    child._whole_epochs()  # which both will share
+    return copy.copy(child)
 
 
 def _same_kind(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .encoding import Encoding, cached_encoding
 from .formats import IDENTITY
-from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
+from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
 from .quantizer import Quantizer
 from .tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
 
@@ -40,7 +40,12 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         self._init_common(dict.fromkeys(Direction, IDENTITY), quantizer, fake_dtype, shape, (hp_data,))
 
     def get_metadata(self) -> dict[str, Any]:
-        return {"hp_data": self._hp_data, "fake_dtype": self._dtype, "quantizer": self._quantizer}
+        return {
+            "hp_data": self._hp_data,
+            "fake_dtype": self._dtype,
+            "quantizer": self._quantizer,
+            "alias_of": self,
+        }
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         return (self._hp_data, None) if rowwise_data and columnwise_data else self._hp_data
@@ -129,7 +134,7 @@ class IdentityQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = dtype
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(IDENTITY)
 
     def quantize_impl(self, tensor: Tensor) -> Any:
@@ -149,7 +154,7 @@ class IdentityQuantizer(Quantizer):
         if new.shape != dst.shape:
             raise ValueError(f"cannot write a tensor of shape {list(new.shape)} to one of {list(dst.shape)}")
         if new.dtype == buffer.dtype and new.device == buffer.device:
-            buffer.copy_(new)
+            buffer.copy_(new.clone() if overlaps(new, buffer) else new)
         elif dst._cut_axes:
             raise ValueError(
                 f"a slice of {buffer.dtype} on {buffer.device} cannot take a buffer of {new.dtype} on {new.device}"

@@ -15,12 +15,12 @@ from .formats import Format, mxfp8_format
 from .plane import Direction
 from .quantizer import Quantizer
 from .tensor import QuantizedTensor
-from .tensor.fields import DataAndScaleStorage, refuse_swizzled
+from .tensor.fields import DataAndScaleStorage, FP8Storage, refuse_swizzled
 
 MXFP8_BLOCK_SCALING_SIZE = 32
 
 
-class MXFP8TensorStorage(DataAndScaleStorage):
+class MXFP8TensorStorage(FP8Storage, DataAndScaleStorage):
     """Codes [M, K] in both directions, E8M0 scales in tiles of 128x4."""
 
     _with_gemm_swizzled_scales = False
@@ -45,10 +45,6 @@ class MXFP8TensorStorage(DataAndScaleStorage):
             formats = dict.fromkeys(Direction, mxfp8_format(DType.cast(fp8_dtype).element, two_d=two_d))
         buffers = (rowwise_data, columnwise_data, rowwise_scale_inv, columnwise_scale_inv)
         self._init_common(formats, quantizer, fake_dtype, shape, buffers)
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return self._element_dtype
 
     def get_metadata(self) -> dict[str, Any]:
         return {**self._common_metadata(), "fp8_dtype": self._fp8_dtype, "with_gemm_swizzled_scales": False}
@@ -79,7 +75,7 @@ class MXFP8Quantizer(Quantizer):
         self.dtype = as_fp8_dtype(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(mxfp8_format(self.dtype.element, two_d=self.with_2d_quantization))
 
     def is_requantization_safe(self) -> bool:

@@ -188,7 +188,7 @@ class NVFP4Quantizer(Quantizer):
         """The 16x16 rotation."""
         return rotation_matrix(self.rht_matrix_random_sign_mask_t)
 
-    def encoding(self, direction: Direction) -> Encoding:
+    def _encoding(self, direction: Direction) -> Encoding:
         rotation = None
         if direction is COLUMNWISE and self.with_rht:
             rotation = self.rht_matrix_random_sign_mask_t

@@ -253,6 +253,14 @@ def _buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], tr
     )
 
 
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """Whether writing one may change the other elsewhere: parts of one memory, but not the same part."""
+    if a.device != b.device or a.device.type == "meta" or a.numel() == 0:
+        return False
+    same = (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+    return not same and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 

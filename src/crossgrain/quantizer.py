@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,12 +16,24 @@ from torch import Tensor
 from . import kernels
 from .dtypes import HIGH_PRECISION
 from .encoding import Encoding
+from .formats import Format
 from .kernels import Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
-from .settings import settings
+from .settings import is_non_tn_fp8_gemm_supported, settings
 from .tensor.autograd import QuantizeFunction
 from .tensor.storage import QuantizedTensorStorage
 from .tensor.tensor import QuantizedTensor
+
+_NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
+_MOST_LAYOUTS = 256  # that a quantizer remembers
+
+
+class _Layout(NamedTuple):
+    """A plane that a quantizer makes for tensors of one shape."""
+
+    direction: Direction
+    format: Format
+    transposed: bool
 
 
 class Quantizer:
@@ -36,6 +48,7 @@ class Quantizer:
     _value_fields: ClassVar[tuple[str, ...] | None] = None  # equal options make equal quantizers; None: identity
     custom: ClassVar[bool] = False
 
+    _memo: dict[Any, Any]
     rowwise_usage: bool
     columnwise_usage: bool
     internal: bool
@@ -44,15 +57,31 @@ class Quantizer:
     amax_reduction_group: Any = None
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._memo = {}
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False
         self.optimize_for_gemm = False
 
-    # ---- what a format provides ----------------------------------------------------------------
+    # What follows from the options is worked out once and forgotten when an option changes. Copies share
+    # it: a change of one gives that one a memory of its own.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in _NO_OPTIONS:
+            object.__setattr__(self, "_memo", {})
 
     def encoding(self, direction: Direction) -> Encoding:
         """How the bytes of one direction are chosen."""
+        found: Encoding | None = self._memo.get(direction)
+        if found is None:
+            found = self._memo[direction] = self._encoding(direction)
+        return found
+
+    # ---- what a format provides ----------------------------------------------------------------
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        """How the bytes of one direction are chosen, by the present options."""
         raise NotImplementedError
 
     def _stores_transposed(self, direction: Direction) -> bool:
@@ -108,14 +137,18 @@ class Quantizer:
 
     def _leave_group(self) -> None:
         """A tensor outlives its process group; what it is given later is its own business."""
-        self.amax_reduction_group = None
-        self.with_amax_reduction = False
+        if self.with_amax_reduction or self.amax_reduction_group is not None:
+            self.amax_reduction_group = None
+            self.with_amax_reduction = False
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """The hook that custom quantizers override."""
-        tensor = self._checked(tensor, self._directions_to_make())
-        result = self._made(tensor.shape, tensor.dtype, tensor.device)
-        self._write(tensor, result, result.planes())
+        tensor = self._as_plain(tensor)
+        layouts = self._layouts(tensor.shape)
+        if settings.strict:
+            self._refuse_in_strict_mode(tensor, self._directions_to_make())
+        result, planes = self._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
+        self._write(tensor, result, planes, checked=True)
         return result
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
@@ -156,11 +189,11 @@ class Quantizer:
         """The planes are in this quantizer's formats now; aliases read the same bytes, so in place."""
         dst._formats.update({plane.direction: self.encoding(plane.direction).format for plane in planes})
 
-    def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
-        """Measure, reduce, encode: planes are in the formats of this quantizer."""
+    def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane], checked: bool = False) -> None:
+        """Measure, reduce, encode: planes are in the formats of this quantizer, ``checked`` if just allocated."""
         with torch.no_grad():
             src = src.detach().reshape(dst._matrix)
-            kernels.write(src, self._targets(planes), self._settled, draw_seed)
+            kernels.write(src, self._targets(planes), self._settled, draw_seed, checked=checked)
 
     def _settled(self, targets: list[Target]) -> list[Target]:
         """Measured targets, reduced over ranks and noted."""
@@ -224,21 +257,29 @@ class Quantizer:
 
     def _checked(self, tensor: Any, directions: Sequence[Direction], shape: Sequence[int] | None = None) -> Tensor:
         """``tensor`` as a plain tensor that can be quantized in ``directions``, or an error that says why not."""
-        name = type(self).__name__
-        if isinstance(tensor, QuantizedTensorStorage):
-            tensor = tensor.dequantize()
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} quantizes tensors, not {type(tensor).__name__}")
-        if tensor.dtype not in HIGH_PRECISION:
-            raise TypeError(f"{name} quantizes float32, bfloat16 and float16 tensors, not {tensor.dtype}")
-        if not directions:
-            raise ValueError(f"{name}: neither rowwise nor columnwise usage is set, so there is nothing to make")
+        tensor = self._as_plain(tensor)
+        assert isinstance(tensor, Tensor)
         self._check_shape(tensor.shape if shape is None else shape, directions)
         if settings.strict:
             self._refuse_in_strict_mode(tensor, directions)
         return tensor
 
+    def _as_plain(self, tensor: Tensor | QuantizedTensorStorage) -> Tensor:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.dequantize()
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
+        if tensor.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"{type(self).__name__} quantizes float32, bfloat16 and float16 tensors, not {tensor.dtype}"
+            )
+        return tensor
+
     def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
+        if not directions:
+            raise ValueError(
+                f"{type(self).__name__}: neither rowwise nor columnwise usage is set, so there is nothing to make"
+            )
         for direction in directions:
             fmt = self.encoding(direction).format
             problem = shape_problem(fmt, direction, shape)
@@ -269,13 +310,38 @@ class Quantizer:
             raise ValueError(f"{name}: an internal storage cannot require gradients")
         if dtype not in HIGH_PRECISION:
             raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
-        self._check_shape(shape, self._directions_to_make())
         device = torch.get_default_device() if device is None else torch.device(device)
+        self._check_shape(shape, self._directions_to_make())
         made = self._made(shape, dtype, device, pin_memory=pin_memory)
         return made.requires_grad_(True) if requires_grad else made
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
         """The storage or tensor for the current usages, with unwritten planes."""
+        return self._allocated(self._layouts(shape), shape, dtype, device, pin_memory)[0]
+
+    def _layouts(self, shape: Sequence[int]) -> list[_Layout]:
+        """The planes to make for a tensor of ``shape``, which is checked to be possible."""
+        usages = (self.rowwise_usage, self.columnwise_usage)
+        key = (tuple(shape), usages, settings.strict, is_non_tn_fp8_gemm_supported())
+        found: list[_Layout] | None = self._memo.get(key)
+        if found is None:
+            directions = self._directions_to_make()
+            self._check_shape(shape, directions)
+            found = [_Layout(d, self.encoding(d).format, self._stores_transposed(d)) for d in directions]
+            if len(self._memo) >= _MOST_LAYOUTS:
+                self._memo.clear()
+            self._memo[key] = found
+        return found
+
+    def _allocated(
+        self,
+        layouts: Sequence[_Layout],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+    ) -> tuple[Any, list[Plane]]:
+        """A storage or tensor with unwritten planes, and these planes."""
         cls: Any = self._tensor_class
         if self.internal:
             cls = cls._storage_class()
@@ -284,17 +350,12 @@ class Quantizer:
             made = cls._wrapper(shape, dtype, device)
         formats = {direction: self.encoding(direction).format for direction in Direction}
         made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
-        for direction in self._directions_to_make():
-            plane = empty_plane(
-                formats[direction],
-                direction,
-                shape,
-                device=device,
-                transposed=self._stores_transposed(direction),
-                pin_memory=pin_memory,
-            )
+        planes = []
+        for direction, fmt, transposed in layouts:
+            plane = empty_plane(fmt, direction, shape, device=device, transposed=transposed, pin_memory=pin_memory)
             made._set_plane(direction, plane)
-        return made
+            planes.append(made.plane(direction) if cls._shares_scale else plane)
+        return made, planes
 
     # ---- usages and properties -----------------------------------------------------------------
 
@@ -340,7 +401,7 @@ class Quantizer:
         return tuple(getattr(self, name) for name in fields)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = {name: value for name, value in self.__dict__.items() if name != "_memo"}
         if state.get("amax_reduction_group") is not None:  # process groups do not travel
             state["amax_reduction_group"] = None
             state["with_amax_reduction"] = False  # without it, no group would mean all ranks
@@ -359,7 +420,7 @@ def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
         raise TypeError(f"{cls!r} is not a quantizer")
     quantizer = cls.__new__(cls)
-    quantizer.__dict__.update(state)
+    quantizer.__dict__.update(state, _memo={})
     return quantizer
 
 

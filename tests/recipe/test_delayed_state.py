@@ -130,6 +130,11 @@ def test_another_fp8_type_is_not_inherited():
     assert not new.inherit_state_from(old)
 
 
+def test_gradients_do_not_inherit_from_activations():
+    e4m3 = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    assert not state_of(e4m3, "backward").inherit_state_from(state_of(e4m3, "forward"))
+
+
 def test_a_pass_is_computed_again_with_its_scales():
     state = state_of(count=1)
     quantizer = state.make_quantizers()[0]

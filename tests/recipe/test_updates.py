@@ -19,6 +19,7 @@ from crossgrain.recipe import (
     RecipeState,
     active,
     autocast,
+    forward_step,
     ran_in_backward,
     ran_in_forward,
 )
@@ -74,14 +75,15 @@ FORWARD, BACKWARD = 224.0, 57344.0  # for an input of 2 and a gradient of 1
 
 def test_forward_ends_with_the_outermost_enabled_level():
     probe = Probe()
-    with autocast(enabled=False), autocast(recipe=RECIPE):
+    with autocast(enabled=False):
         with autocast(recipe=RECIPE):
-            probe(tensor())
-        assert probe.scales() == (1.0, 1.0) and probe.seen() == (2.0, 0.0)
-        with autocast(enabled=False):
-            pass
-        assert probe.scales() == (1.0, 1.0)
-    assert probe.scales() == (FORWARD, 1.0) and probe.seen() == (0.0, 0.0)
+            with autocast(recipe=RECIPE):
+                probe(tensor())
+            assert probe.scales() == (1.0, 1.0) and probe.seen() == (2.0, 0.0)
+            with autocast(enabled=False):
+                pass
+            assert probe.scales() == (1.0, 1.0)
+        assert probe.scales() == (FORWARD, 1.0) and probe.seen() == (0.0, 0.0)
     with autocast(recipe=RECIPE):
         pass
     assert probe.forward_state.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 2.0], "it did not run in this one"
@@ -184,12 +186,54 @@ def test_calibration_needs_no_gradients():
     assert probe.scales()[0] == FORWARD
 
 
+def test_without_autocast_a_forward_is_a_step():
+    probe = Probe()
+
+    def forward(fail=False):
+        with forward_step(probe.forward_state):
+            probe.quantizer.calibrate(torch.full((4,), 2.0))
+            assert not fail
+
+    with torch.no_grad():
+        forward()
+    with pytest.raises(AssertionError):
+        forward(fail=True)
+    assert probe.scales()[0] == 1.0 and probe.seen()[0] == 0.0, "no trace of either"
+    with autocast(recipe=RECIPE):
+        forward()
+        assert probe.scales()[0] == 1.0, "autocast says when a step ends, where there is one"
+    assert probe.scales()[0] == FORWARD
+    forward()
+    assert probe.forward_state.amax_history[:, 0].tolist() == [0.0, 0.0, 2.0, 2.0]
+    with forward_step(RecipeState.create(MXFP8BlockScaling(), mode="forward")):
+        pass
+
+
 def test_several_uses_in_one_step_are_one_update():
     probe = Probe()
     with autocast(recipe=RECIPE):
         probe(tensor(1.0))
         probe(tensor(2.0))
+        assert len(active().step._ran) == 1
     assert probe.forward_state.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 2.0]
+
+
+def change_recipe(probe):
+    old = probe.forward_state
+    probe.forward_state = RecipeState.create(DelayedScaling(margin=1, amax_history_len=4), mode="forward")
+    assert probe.forward_state.inherit_state_from(old)
+    probe.quantizer = probe.forward_state.make_quantizers()[0]
+    return old
+
+
+def test_states_that_share_a_history_are_undone_as_a_whole():
+    probe = Probe()
+    with torch.no_grad(), autocast(recipe=RECIPE):
+        probe(tensor())
+        old = change_recipe(probe)
+        probe(tensor())
+        assert len(active().step._ran) == 2 and old.amax_history[0].item() == 2.0
+    assert probe.seen()[0] == 0.0 and probe.scales()[0] == 1.0
 
 
 def test_states_that_share_a_history_are_updated_once(monkeypatch):
@@ -197,10 +241,7 @@ def test_states_that_share_a_history_are_updated_once(monkeypatch):
     probe = Probe()
     with autocast(recipe=RECIPE):
         probe(tensor())
-        old = probe.forward_state
-        probe.forward_state = RecipeState.create(DelayedScaling(margin=1, amax_history_len=4), mode="forward")
-        assert probe.forward_state.inherit_state_from(old)
-        probe.quantizer = probe.forward_state.make_quantizers()[0]
+        old = change_recipe(probe)
         probe(tensor())
     assert old.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 2.0]
     assert probe.scales()[0] == FORWARD / 2, "by the newer recipe"

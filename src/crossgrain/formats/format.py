@@ -90,8 +90,14 @@ class Format:
             return f"the global amax is per 'tensor' or per 'row', not {self.global_amax!r}"
         if (self.scale_rule == "two_level") != (self.global_amax is not None):
             return "a two-level scale and a global amax go together"
+        if self.global_amax == "row" and self.block_rows > 1:
+            return f"{self.block_rows} rows share a scale, so none of them can have an amax of its own"
+        if self.ragged and self.layout.replicated and self.block_rows > 1:
+            return "scales that are replicated for each row of a block need whole blocks"
         if self.rotation is not None and self.block_length % HADAMARD_SIZE:
             return f"the rotation mixes {HADAMARD_SIZE} neighbours, which must lie in one block"
+        if self.rotation is not None and self.ragged:
+            return f"the rotation mixes {HADAMARD_SIZE} neighbours, so it needs whole blocks"
         return None
 
     @property

@@ -64,13 +64,17 @@ def write(
     targets: Sequence[Target],
     settle: Callable[[list[Target]], list[Target]],
     draw_seed: Callable[[], int],
+    *,
+    checked: bool = False,
 ) -> None:
-    """`measure`, ``settle`` (reduce amaxes over ranks, note them), `encode`: checked once.
+    """`measure`, ``settle`` (reduce amaxes over ranks, note them), `encode`.
 
-    The seed is drawn only if a target rounds stochastically.
+    Targets are checked once, or not at all if they are known to fit (``checked``). The seed is drawn only
+    if a target rounds stochastically.
     """
     _refuse_flush_to_zero()
-    _check_targets(x, targets)
+    if not checked:
+        _check_targets(x, targets)
     backend = _backend(x)
     ready = settle(_measured(backend, x, targets))
     stochastic = any(target.encoding.stochastic for target in ready)

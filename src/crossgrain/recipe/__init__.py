@@ -10,6 +10,7 @@ from .context import (
     active,
     active_recipe,
     autocast,
+    forward_step,
     fp8_autocast,
     fp8_model_init,
     quantized_model_init,
@@ -19,13 +20,19 @@ from .context import (
 from .custom import CustomRecipe
 from .custom_state import CustomRecipeState
 from .delayed_state import DelayedScalingRecipeState
+from .explain import Explanation
 from .extra_state import check_extra_state, extra_state_of, load_extra_state
+from .format_spec import FormatSpec
+from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
 from .init_values import keep_high_precision_init_val
+from .pairing import check_pairs
 from .params import Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
+from .presets import PRESETS, preset_table
 from .requests import DelayedScalingRequest
 from .roles import QuantizerRole
+from .rules import Rule
 from .state import (
     Float8BlockScalingRecipeState,
     Float8CurrentScalingRecipeState,
@@ -47,19 +54,24 @@ from .support import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from .syntax import RecipeSyntaxError
 
 __all__ = [
+    "PRESETS",
     "CustomRecipe",
     "CustomRecipeState",
     "DelayedScaling",
     "DelayedScalingRecipeState",
     "DelayedScalingRequest",
+    "Explanation",
     "FP8GlobalStateManager",
     "Float8BlockScaling",
     "Float8BlockScalingRecipeState",
     "Float8CurrentScaling",
     "Float8CurrentScalingRecipeState",
     "Format",
+    "FormatSpec",
+    "GemmRecipe",
     "MMParams",
     "MXFP8BlockScaling",
     "MXFP8BlockScalingRecipeState",
@@ -70,15 +82,19 @@ __all__ = [
     "QuantizerRole",
     "Recipe",
     "RecipeState",
+    "RecipeSyntaxError",
+    "Rule",
     "active",
     "active_recipe",
     "as_recipe",
     "autocast",
     "check_extra_state",
+    "check_pairs",
     "check_recipe_support",
     "check_weight_matches_recipe",
     "extra_state_of",
     "factories",
+    "forward_step",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
@@ -94,6 +110,7 @@ __all__ = [
     "is_nvfp4_available",
     "keep_high_precision_init_val",
     "load_extra_state",
+    "preset_table",
     "quantized_model_init",
     "ran_in_backward",
     "ran_in_forward",

@@ -70,6 +70,36 @@ def ran_in_forward(state: RecipeState) -> None:
         context.step.add(state, context.group)
 
 
+@contextmanager
+def forward_step(state: RecipeState) -> Iterator[None]:
+    """The same around a module's forward, for modules that also run where no autocast is in force.
+
+    Inside an autocast this is `ran_in_forward`; elsewhere the module's own forward is the step.
+    """
+    if active().step is not None or state.delayed is None:
+        ran_in_forward(state)
+        yield
+        return
+    step = Step()
+    step.add(state)
+    try:
+        yield
+    except BaseException:
+        step.aborted = True
+        raise
+    finally:
+        _finish(step)
+
+
+def _finish(step: Step, *, always: bool = False) -> None:
+    """End a forward step, or forget it: without gradients, after an error, or in a recomputation."""
+    step.close()
+    if (always or torch.is_grad_enabled()) and not in_backward() and not step.aborted:
+        step.end()
+    else:
+        step.undo()
+
+
 def ran_in_backward(state: RecipeState, group: Any = None) -> None:
     """The same for a backward pass, which updates at its end; ``group`` is the forward pass's ``active().group``."""
     backward_steps.current().add(state, group)
@@ -134,12 +164,7 @@ class autocast:
         self._step = self._outer = None
         activate(outer)
         if opened is not None:
-            opened.close()
-            counts = (self._calibrating or torch.is_grad_enabled()) and not in_backward() and not opened.aborted
-            if counts:
-                opened.end()
-            else:
-                opened.undo()
+            _finish(opened, always=self._calibrating)
 
 
 @contextmanager

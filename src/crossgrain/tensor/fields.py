@@ -12,6 +12,16 @@ from .holder import PlaneBuffers
 from .storage import QuantizedTensorStorage
 
 
+class FP8Storage(QuantizedTensorStorage):
+    """Codes that are FP8 numbers."""
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        element = self._formats[ROWWISE].element
+        assert element is not None
+        return dtype_of_element(element)
+
+
 class DataAndScaleStorage(QuantizedTensorStorage):
     """Codes and scales of each direction in buffers of their own."""
 
@@ -32,12 +42,6 @@ class DataAndScaleStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Tensor | None
 
     @property
-    def _element_dtype(self) -> DType:
-        element = self._formats[ROWWISE].element
-        assert element is not None
-        return dtype_of_element(element)
-
-    @property
     def _has_tiles(self) -> bool:
         """Whether a scale belongs to a square tile (2-D scaling)."""
         return self._formats[ROWWISE].block_rows > 1
@@ -50,6 +54,7 @@ class DataAndScaleStorage(QuantizedTensorStorage):
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "formats": self._formats,
+            "alias_of": self,
         }
 
 

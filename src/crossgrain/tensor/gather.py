@@ -41,9 +41,8 @@ def shard_field_names(holder: PlaneHolder) -> tuple[str, ...]:
 
 def extract_shard(holder: PlaneHolder) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The shard's buffers, contiguous and M-major, and what is needed to put gathered ones together."""
+    holder._check_fresh()
     planes = holder.planes()
-    for plane in planes:
-        plane.check_fresh()
     buffers = [buffer.contiguous() for plane in planes for _, buffer in m_major_buffers(plane)]
     meta = {
         "field_names": shard_field_names(holder),

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -55,20 +56,25 @@ class PlaneHolder:
     (`_init_fields`) and `get_metadata`.
     """
 
-    _buffer_names: ClassVar[tuple[str, ...]]  # in the order they are saved for backward
-    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]]
+    _buffer_names: ClassVar[tuple[str, ...]] = ()  # in the order they are saved for backward
+    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]] = {}  # none: a custom storage, not made of planes
+    _shares_scale: ClassVar[bool] = False  # whether one scale buffer serves both planes
     _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_cut_axes")
 
     _shape: torch.Size
     _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
     _dtype: torch.dtype
     _formats: dict[Direction, Format]  # one object for all aliases: it changes when the bytes do
-    _quantizer: Quantizer | None
-    _epochs: Mapping[Direction, Epoch]
-    _cut_axes: tuple[int, ...]  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
+    _quantizer: Quantizer | None = None
+    _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
+    _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, alias_of: PlaneHolder | None = None, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
+        if alias_of is not None and self._shares_buffers_with(alias_of):
+            if kwargs.get("shape") is None:
+                self._shape = alias_of._shape
+            self._join(alias_of)
 
     def _init_fields(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -82,8 +88,7 @@ class PlaneHolder:
         buffers: Sequence[Tensor | None],
     ) -> None:
         """``buffers`` are in the order of `_buffer_names`."""
-        for name, buffer in zip(self._buffer_names, buffers, strict=True):
-            setattr(self, name, buffer)
+        self.__dict__.update(zip(self._buffer_names, buffers, strict=True))
         self._formats = dict(formats)
         self._quantizer = None if quantizer is None else quantizer.copy()
         self._dtype = torch.float32 if fake_dtype is None else fake_dtype
@@ -91,6 +96,18 @@ class PlaneHolder:
         self._matrix = matrix_shape(self._shape)
         self._cut_axes = ()
         self._epochs = {direction: Epoch() for direction in Direction}
+
+    def _shares_buffers_with(self, other: PlaneHolder) -> bool:
+        theirs = [id(buffer) for _, buffer in other._buffers()]
+        return any(id(buffer) in theirs for _, buffer in self._buffers())
+
+    def _join(self, other: PlaneHolder) -> None:
+        """Know what all objects over the same buffers know: formats, writes, and what they were cut from."""
+        self._epochs, self._cut_axes = other._epochs, other._cut_axes
+        if self._formats == other._formats:
+            self._formats = other._formats
+        if self._shape == other._shape:
+            self._matrix = other._matrix
 
     def _inferred_shape(self) -> Sequence[int]:
         """The logical shape, for callers that have only buffers."""
@@ -128,7 +145,9 @@ class PlaneHolder:
 
     def plane(self, direction: Direction) -> Plane | None:
         """The plane of one direction, or None if it is absent."""
-        names = self._plane_buffers[direction]
+        names = self._plane_buffers.get(direction)
+        if names is None:
+            return None
         data = getattr(self, names.data)
         if data is None or (data.numel() == 0 and math.prod(self._matrix) != 0):  # the latter: cleared
             return None
@@ -140,6 +159,11 @@ class PlaneHolder:
 
     def _is_stale(self, direction: Direction) -> bool:
         return self._epochs[direction].number < self._epochs[direction.other].number
+
+    def _check_fresh(self) -> None:
+        """Raise rather than let old numbers travel on."""
+        for plane in self.planes():
+            plane.check_fresh()
 
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
@@ -159,7 +183,7 @@ class PlaneHolder:
         return row if rowwise_data else column
 
     def get_metadata(self) -> dict[str, Any]:
-        """Constructor arguments that rebuild the same object."""
+        """Constructor arguments that rebuild the same object, an alias of this one."""
         raise NotImplementedError
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -191,11 +215,6 @@ class PlaneHolder:
         self._shape = torch.Size(state["_shape"])
         self._epochs = {direction: Epoch() for direction in Direction}
 
-    def _share_history(self, other: PlaneHolder) -> None:
-        """This object was built over the buffers of ``other``: writes to one are seen by both."""
-        self._cut_axes = other._cut_axes
-        self._epochs, self._formats = other._epochs, other._formats
-
     def _stores_transposed(self, direction: Direction) -> bool:
         return direction is COLUMNWISE and self._formats[direction].transposes
 
@@ -213,7 +232,7 @@ class PlaneHolder:
         self._set_plane(plane.direction, plane)
 
     def _last_write(self) -> int:
-        return max(epoch.number for epoch in self._epochs.values())
+        return max((epoch.number for epoch in self._epochs.values()), default=0)
 
     def _mark_written(self, number: int | None = None) -> None:
         """Every plane here was written just now, in the write of that ``number`` if it is part of a larger one.
@@ -222,6 +241,10 @@ class PlaneHolder:
         changed, so that what was saved for backward does not go stale unseen.
         """
         number = next_write_number() if number is None else number
+        if not self._plane_buffers:
+            for epoch in self._whole_epochs().values():
+                epoch.number = number
+            return
         epochs = dict(self._epochs)
         stale = {direction: self._is_stale(direction) for direction in Direction}
         for direction, names in self._plane_buffers.items():
@@ -232,6 +255,12 @@ class PlaneHolder:
         self._epochs = epochs
         tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
         torch.autograd.graph.increment_version(tracked)
+
+    def _whole_epochs(self) -> Mapping[Direction, Epoch]:
+        """Of a storage that is not made of planes: one epoch for all of it, which its aliases share."""
+        if not self._epochs:
+            self._epochs = dict.fromkeys(Direction, Epoch())
+        return self._epochs
 
     # ---- same data, another wrapper ------------------------------------------------------------
 
@@ -276,6 +305,7 @@ class PlaneHolder:
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         """A new object whose buffers are ``change(buffer)``, which are copies."""
+        self._check_fresh()  # the copy would not know
         return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, fresh=True, **changes)
 
     def _empty_like(
@@ -306,7 +336,9 @@ class PlaneHolder:
 
     def _plane_tensor_shape(self) -> Sequence[int]:
         """The shape the planes are laid out for: the own shape, or (M, K) in a flat view."""
-        return self._shape if matrix_shape(self._shape) == self._matrix else self._matrix
+        if not self._plane_buffers or matrix_shape(self._shape) == self._matrix:
+            return self._shape
+        return self._matrix
 
     def view(self, *shape: Any) -> Self:
         """The same bytes under another shape. The last dimension must stay, or all be flattened."""

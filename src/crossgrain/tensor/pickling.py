@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def reduce_tensor(tensor: QuantizedTensor) -> tuple[Any, ...]:
     """``__reduce_ex__`` of every quantized tensor: its class and its state."""
-    for plane in tensor.planes():
-        plane.check_fresh()
+    tensor._check_fresh()
     if tensor._cut_axes:
         tensor = tensor._clone()  # a slice on its own does not need the rest of its buffers
     return make_tensor, (type(tensor), tensor._plain_state(), tensor.requires_grad, tensor._is_param)

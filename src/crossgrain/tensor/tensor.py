@@ -43,10 +43,11 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         device: torch.device | str | None = None,
         stride: Sequence[int] | None = None,
         storage_offset: int = 0,
+        alias_of: QuantizedTensorStorage | None = None,
         **storage: Any,
     ) -> QuantizedTensor:
         if device is None:
-            buffers = (value for value in storage.values() if isinstance(value, Tensor))
+            buffers = (value for value in storage.values() if isinstance(value, (Tensor, QuantizedTensorStorage)))
             device = next((buffer.device for buffer in buffers), torch.device("cpu"))
         return cls._wrapper(shape, dtype, torch.device(device), requires_grad, stride, storage_offset)
 
@@ -62,7 +63,9 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         storage_offset: int = 0,
         **storage: Any,
     ) -> None:
-        self._init_fields(**storage, fake_dtype=dtype if fake_dtype is None else fake_dtype, shape=shape)
+        QuantizedTensorStorage.__init__(
+            self, **storage, fake_dtype=dtype if fake_dtype is None else fake_dtype, shape=shape
+        )
 
     @classmethod
     def _wrapper(
@@ -187,10 +190,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         metadata = {**tensor.get_metadata(), **overrides}
         dtype = tensor.dtype if dtype is None else dtype
         metadata.pop("fake_dtype", None)
-        new = cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
-        new._share_history(tensor)
-        new._matrix = tensor._matrix if shape is None else new._matrix
-        return new
+        return cls(tensor.shape if shape is None else shape, dtype, requires_grad=requires_grad, **metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
@@ -245,8 +245,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     # ---- tracing -------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        for plane in self.planes():
-            plane.check_fresh()
+        self._check_fresh()
         return [name for name, _ in self._buffers()], {name: getattr(self, name) for name in self._attribute_names}
 
     @classmethod
@@ -264,4 +263,4 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return QuantizedTensorStorage.__repr__(self)
+        return self._storage_class().__repr__(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .elements import (
     INFINITY_BITS,
+    bytes_of_codes,
     e8m0_reciprocal,
     e8m0_reciprocal_vector,
     e8m0_up,
@@ -20,8 +21,9 @@ from .elements import (
     magnitude_bits,
     reciprocal_of_max,
 )
-from .rows import mx_block_checked
-from .simd import as_float, bits_of, float_of, largest, load, maximum, narrow, splat, store, store_u8
+from .rows import block_length, encode_run
+from .simd import as_float, bits_of, float_of, largest, load, load_f32, maximum, narrow, splat, store, store_u8
+from .tags import NO, YES
 
 
 @inner
@@ -46,37 +48,43 @@ def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element,
 @kernel
 def mx_columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, row_codes, row_codes_stride, row_scales,
-    row_scales_stride, first, last, cols, width, scratch, dtype, element, row_element, rows_too, no, yes,
+    row_scales_stride, encode_scales, decode_scales, scale_step, first, last, cols, width, scratch, key0, key1,
+    dtype, element, row_element, row_rule, row_stochastic,
 ):  # fmt: skip
-    """MXFP8 columnwise, strips ``first:last`` of 32 rows; with ``rows_too`` rowwise in the same pass.
+    """MXFP8 columnwise, strips ``first:last`` of 32 rows, with a rowwise plane of ``row_rule`` in the same pass.
 
-    codes [rows, cols], scales [rows / 32, cols]; ``scratch`` holds 33 rows of ``width`` floats.
+    codes [rows, cols], scales [rows / 32, cols]; ``scratch`` holds 33 rows of ``width`` floats and what a
+    run needs. The row plane is told about as in `encode_rows`.
     """
     size = input_size(dtype)
-    factors = scratch + 32 * width * 4
+    factors, run_scratch = scratch + 32 * width * 4, scratch + 33 * width * 4
     for strip in range(first, last):
         top = strip * 32
         for left in range(0, cols, width):
             here = min(width, cols - left)
             for row in range(32):
-                source = x + (top + row) * x_stride + left * size
-                row_target = row_codes + (top + row) * row_codes_stride + left
-                row_scale = row_scales + (top + row) * row_scales_stride + left // 32
+                at = top + row
+                source = x + at * x_stride + left * size
                 for col in range(0, here, 32):
-                    v = load_input(source + col * size, 32, dtype)
-                    store(scratch + (row * here + col) * 4, v)
-                    if rows_too:
-                        mx_block_checked(v, row_target + col, row_scale + col // 32, row_element, no, yes)
+                    store(scratch + (row * here + col) * 4, load_input(source + col * size, 32, dtype))
+                encode_run(
+                    source, here,
+                    row_codes + at * row_codes_stride + bytes_of_codes(left, row_element),
+                    row_scales + at * row_scales_stride + left // block_length(row_rule),
+                    load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
+                    run_scratch, (at * cols + left) // 4, 1, key0, key1,
+                    dtype, row_element, row_rule, row_stochastic,
+                )  # fmt: skip
             target = codes + top * codes_stride + left
             scale = scales + strip * scales_stride + left
-            if not _strip_columns(scratch, here, target, codes_stride, scale, factors, element, no):
-                _strip_columns(scratch, here, target, codes_stride, scale, factors, element, yes)
+            if not _strip_columns(scratch, here, target, codes_stride, scale, factors, element, NO):
+                _strip_columns(scratch, here, target, codes_stride, scale, factors, element, YES)
 
 
 @kernel
 def mx_tiles(
     x, x_stride, row_codes, column_codes, row_scales, row_scales_stride, column_scales, column_scales_stride,
-    first, last, cols, rows_wanted, columns_wanted, dtype, element, no, yes,
+    first, last, cols, rows_wanted, columns_wanted, dtype, element,
 ):  # fmt: skip
     """MXFP8 with a scale per 32x32 tile: both directions have the same codes. Strips of 32 rows."""
     size = input_size(dtype)
@@ -86,13 +94,13 @@ def mx_tiles(
             amax = splat(0, 32, "i32")
             for row in range(32):
                 v = load_input(x + (top + row) * x_stride + col * size, 32, dtype)
-                amax = maximum(amax, magnitude_bits(v, no))
+                amax = maximum(amax, magnitude_bits(v, NO))
             clean = largest(amax) <= INFINITY_BITS
             if not clean:
                 amax = splat(0, 32, "i32")
                 for row in range(32):
                     v = load_input(x + (top + row) * x_stride + col * size, 32, dtype)
-                    amax = maximum(amax, magnitude_bits(v, yes))
+                    amax = maximum(amax, magnitude_bits(v, YES))
             byte = e8m0_up(bits_of(float_of(largest(amax)) * reciprocal_of_max(element)))
             factor = e8m0_reciprocal(byte)
             if columns_wanted:
@@ -100,7 +108,7 @@ def mx_tiles(
             for row in range(32):
                 v = load_input(x + (top + row) * x_stride + col * size, 32, dtype) * factor
                 at = (top + row) * cols + col
-                codes = narrow(encode_element(v, element, no)) if clean else narrow(encode_element(v, element, yes))
+                codes = narrow(encode_element(v, element, NO)) if clean else narrow(encode_element(v, element, YES))
                 if rows_wanted:
                     store(row_codes + at, codes)
                     store_u8(row_scales + (top + row) * row_scales_stride + col // 32, byte)

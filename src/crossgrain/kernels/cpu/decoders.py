@@ -8,42 +8,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats import E2M1, E4M3, E5M2
-from ...plane import ROWWISE, Plane
+from ...formats import E2M1
+from ...plane import ROWWISE, Plane, bytes_per_row
 from . import decode
-from .elements import element_tag
 from .runtime import kernel
-from .support import row_bytes, scales_of, tag_of_plane
+from .support import row_bytes, scales_of, tag_of_input, tag_of_plane
 from .tags import Tag
 
 Decoder = Callable[[Tensor, int, int, Tag], None]
 
 
 def decoder(plane: Plane, width: int) -> Decoder | None:
-    """What decodes rows ``first:last`` of the plane as it lies (elements, for per-tensor scales)."""
+    """What decodes rows ``first:last`` of a standard plane as it lies (elements, for per-tensor scales)."""
     fmt = plane.format
-    if fmt.element in (E4M3, E5M2) and fmt.block is None:
+    if fmt.block is None:
         factor = float(scales_of(plane).item())
 
         def per_tensor(out: Tensor, first: int, last: int, streaming: Tag) -> None:
             # Ranges of a streamed result start on a cache line.
             first, last = (at if at == out.numel() else at // 64 * 64 for at in (first, last))
-            arguments = (plane.data.data_ptr(), out.data_ptr(), factor, first, last, tag_of_plane(plane), streaming)
+            arguments = (
+                plane.data.data_ptr(), out.data_ptr(), factor, first, last,
+                tag_of_input(out), tag_of_plane(plane), streaming,
+            )  # fmt: skip
             kernel(decode.scaled, *arguments)(*arguments)
 
         return per_tensor
-    if fmt.element in (E4M3, E5M2) and fmt.scale_rule == "e8m0_up" and fmt.block_length == 32 and width % 32 == 0:
-        which = decode.mx_rows if plane.direction is ROWWISE else decode.mx_columns
+    if fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block_length == 32 and width % 32 == 0:
+        which = decode.mx_rows if plane.direction is ROWWISE or plane.transposed else decode.mx_columns
 
         def mx(out: Tensor, first: int, last: int, streaming: Tag) -> None:
             arguments = (
-                plane.data.data_ptr(), width, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-                out.data_ptr(), first, last, width, tag_of_plane(plane), streaming,
+                plane.data.data_ptr(), bytes_per_row(fmt, width), scales_of(plane).data_ptr(),
+                scales_of(plane).stride(0), out.data_ptr(), first, last, width,
+                tag_of_input(out), tag_of_plane(plane), streaming,
             )  # fmt: skip
             kernel(which, *arguments)(*arguments)
 
         return mx
-    if fmt.element in (E4M3, E5M2) and fmt.scale_rule == "fp32" and fmt.block_length == 128:
+    if fmt.scale_rule == "fp32" and fmt.block_length == 128:
         row_step, block_step = 4, row_bytes(scales_of(plane))
         if fmt.block_rows == 128:
             row_step, block_step = block_step, row_step
@@ -51,12 +54,12 @@ def decoder(plane: Plane, width: int) -> Decoder | None:
         def blocks(out: Tensor, first: int, last: int, streaming: Tag) -> None:
             arguments = (
                 plane.data.data_ptr(), width, scales_of(plane).data_ptr(), row_step, block_step, fmt.block_rows,
-                out.data_ptr(), first, last, width, tag_of_plane(plane), streaming,
+                out.data_ptr(), first, last, width, tag_of_input(out), tag_of_plane(plane), streaming,
             )  # fmt: skip
             kernel(decode.block_rows, *arguments)(*arguments)
 
         return blocks
-    if fmt.element == E2M1 and fmt.scale_rule == "two_level" and fmt.block_length == 16:
+    if fmt.scale_rule == "two_level" and fmt.block_length == 16:
         amax = plane.amax
         assert amax is not None
         constant = float(np.float32(1.0 / (E2M1.max * fmt.scale_bound)))
@@ -67,8 +70,7 @@ def decoder(plane: Plane, width: int) -> Decoder | None:
             arguments = (
                 plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
                 amax.data_ptr(), 4 if fmt.global_amax == "row" else 0, constant,
-                out.data_ptr(), first, last, width, table.data_ptr(),
-                element_tag(E4M3), element_tag(E2M1), streaming,
+                out.data_ptr(), first, last, width, table.data_ptr(), tag_of_input(out), streaming,
             )  # fmt: skip
             kernel(decode.nvfp4_rows, *arguments)(*arguments)
 

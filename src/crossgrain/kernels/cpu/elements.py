@@ -7,30 +7,44 @@ are consecutive integers, so the count and the exponent add up to the code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numba.extending import overload
 
-from ...formats import Element, get_element
+from ...formats import E2M1, E4M3, Element, get_element
+from .disk_cache import cached_on_disk
 from .simd import (
     as_float,
     as_int,
+    bits_of,
     float_minimum,
     float_of,
     load,
     load_bf16,
     maximum,
     minimum,
+    narrow,
+    pack_nibbles,
+    pack_sixes,
     to_float,
+    unpack_nibbles,
+    unpack_sixes,
     where_greater,
+    widen,
 )
 from .tags import Tag, TagType
 
-kernel = njit(nogil=True, error_model="numpy", cache=True)
-"""For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
-
-inner = njit(nogil=True, error_model="numpy")
+inner = njit(nogil=True, error_model="numpy", forceinline=True)
 """For what kernels call; compiled into them."""
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
+    return cached_on_disk(njit(nogil=True, error_model="numpy")(function))
+
 
 INFINITY_BITS = 0x7F800000
 FP32_MAX = np.float32(np.finfo(np.float32).max)
@@ -39,6 +53,9 @@ FP32_MAX = np.float32(np.finfo(np.float32).max)
 def element_tag(element: Element) -> Tag:
     """The tag of a built-in element."""
     return Tag(element.name)
+
+
+E4M3_TAG, E2M1_TAG = element_tag(E4M3), element_tag(E2M1)
 
 
 def _element(tag: TagType) -> Element:
@@ -159,6 +176,44 @@ def _decode_element(codes, element):
     return with_specials
 
 
+def pack_codes(codes, element):
+    """Codes in i32 lanes -> the bytes they are stored in, first code lowest."""
+
+
+@overload(pack_codes)
+def _pack_codes(codes, element):
+    if _element(element).bits == 4:
+        return lambda codes, element: pack_nibbles(codes)
+    if _element(element).bits == 6:
+        return lambda codes, element: pack_sixes(codes)
+    return lambda codes, element: narrow(codes)
+
+
+def load_codes(address, lanes, element):
+    """``lanes`` stored codes -> i32 lanes."""
+
+
+@overload(load_codes, prefer_literal=True)
+def _load_codes(address, lanes, element):
+    bits = _element(element).bits
+    stored = lanes.literal_value * bits // 8
+    if bits == 4:
+        return lambda address, lanes, element: unpack_nibbles(load(address, stored, "u8"))
+    if bits == 6:
+        return lambda address, lanes, element: unpack_sixes(load(address, stored, "u8"))
+    return lambda address, lanes, element: widen(load(address, stored, "u8"))
+
+
+def bytes_of_codes(count, element):
+    """Bytes that ``count`` codes take; whole blocks fill whole bytes."""
+
+
+@overload(bytes_of_codes)
+def _bytes_of_codes(count, element):
+    bits = _element(element).bits
+    return lambda count, element: count * bits // 8
+
+
 # ---- scales ------------------------------------------------------------------------------------------
 
 
@@ -170,6 +225,18 @@ def reciprocal_of_max(element):
 def _reciprocal_of_max(element):
     reciprocal = np.float32(1.0 / _element(element).max)
     return lambda element: reciprocal
+
+
+def e8m0_byte(amax, element, rule):
+    """E8M0 byte of a block, from the bits of its amax, by the scale rule that the tag names."""
+
+
+@overload(e8m0_byte)
+def _e8m0_byte(amax, element, rule):
+    if rule.tag == "e8m0_up":
+        return lambda amax, element, rule: e8m0_up(bits_of(float_of(amax) * reciprocal_of_max(element)))
+    top = _element(element).max_exponent
+    return lambda amax, element, rule: min(max((amax >> 23) - top, 0), 254)
 
 
 @inner

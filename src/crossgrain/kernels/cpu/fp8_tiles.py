@@ -24,6 +24,7 @@ from .simd import (
     store_i32,
     where_greater,
 )
+from .tags import NO, YES
 from .tiles import store_columns
 
 SIDE = 128
@@ -192,7 +193,7 @@ def tiles(
     x, x_stride, row_codes, row_stride, column_codes, column_stride,
     row_scales, row_scales_stride, column_scales, column_scales_stride,
     first, last, height, width, factor, epsilon, largest_code, overflow, scratch,
-    rows_wanted, columns_wanted, kind_1d, kind_2d, dtype, element, power_of_two, no, yes,
+    rows_wanted, columns_wanted, kind_1d, kind_2d, dtype, element, power_of_two,
 ):  # fmt: skip
     """Rows of tiles ``first:last``. Without ``kind_1d`` and ``kind_2d``, one ``factor`` serves the tensor."""
     size = input_size(dtype)
@@ -205,26 +206,26 @@ def tiles(
             _read(x + top * x_stride + left * size, x_stride, scratch, high, wide, dtype)
             amax, clean = 0, False
             if kind_1d or kind_2d:
-                amax = _measure(scratch, no)
+                amax = _measure(scratch, NO)
                 clean = amax <= INFINITY_BITS
                 if not clean:
-                    amax = _measure(scratch, yes)
+                    amax = _measure(scratch, YES)
             _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, overflow, power_of_two)
             to_row, to_column = row_codes + top * row_stride + left, column_codes + left * column_stride + top
             if rows_wanted:
                 if clean:
-                    _encode_rows(scratch, to_row, row_stride, high, wide, element, no)
+                    _encode_rows(scratch, to_row, row_stride, high, wide, element, NO)
                 else:
-                    _encode_rows(scratch, to_row, row_stride, high, wide, element, yes)
+                    _encode_rows(scratch, to_row, row_stride, high, wide, element, YES)
                 if kind_1d:
                     _copy(scratch + ROW_SCALES, row_scales + tile_col * row_scales_stride + top * 4, high * 4)
                 elif kind_2d:
                     _copy(scratch + ROW_SCALES, row_scales + tile_row * row_scales_stride + tile_col * 4, 4)
             if columns_wanted:
                 if clean:
-                    _encode_columns(scratch, to_column, column_stride, high, wide, element, no)
+                    _encode_columns(scratch, to_column, column_stride, high, wide, element, NO)
                 else:
-                    _encode_columns(scratch, to_column, column_stride, high, wide, element, yes)
+                    _encode_columns(scratch, to_column, column_stride, high, wide, element, YES)
                 if kind_1d:
                     _copy(scratch + COLUMN_SCALES, column_scales + tile_row * column_scales_stride + left * 4, wide * 4)
                 elif kind_2d:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
-from .elements import _element, float_bits, inner
+from .elements import INFINITY_BITS, _element, encode_element, float_bits, inner
 from .simd import (
     Vector,
+    as_bytes,
     as_float,
     as_int,
     maximum,
     minimum,
+    splat,
     to_float,
     to_int,
+    where_greater,
+    widen,
 )
 
 
@@ -41,6 +45,43 @@ def _mix(h):
 def hash_counters(counters, key0, key1):
     """32 random bits for each counter below 2**32 (i32 lanes)."""
     return _mix(_mix(counters ^ key0) ^ key1)
+
+
+def random_bytes(counter, step, key0, key1, words, stochastic):
+    """Random bytes of neighbours along a block, four a word, whose counters are ``step`` apart.
+
+    There is nothing to draw where rounding is to nearest.
+    """
+
+
+@overload(random_bytes, prefer_literal=True)
+def _random_bytes(counter, step, key0, key1, words, stochastic):
+    if stochastic.tag == "no":
+        return lambda counter, step, key0, key1, words, stochastic: splat(0, 1, "u8")
+
+    def draw(counter, step, key0, key1, words, stochastic):
+        return as_bytes(hash_counters(lane_numbers(words) * step + counter, key0, key1))
+
+    return draw
+
+
+def rounded(v, random, element, stochastic, with_nan):
+    """Codes of f32 numbers: to nearest, or stochastically by as many random bytes (u8 lanes)."""
+
+
+@overload(rounded)
+def _rounded(v, random, element, stochastic, with_nan):
+    if stochastic.tag == "no":
+        return lambda v, random, element, stochastic, with_nan: encode_element(v, element, with_nan)
+    if with_nan.tag == "no":
+        return lambda v, random, element, stochastic, with_nan: encode_stochastically(v, widen(random), element)
+    nan_code = _element(element).nan_code
+
+    def maybe_nan(v, random, element, stochastic, with_nan):
+        code = encode_stochastically(v, widen(random), element)
+        return where_greater(as_int(v) & 0x7FFFFFFF, INFINITY_BITS, nan_code, code)
+
+    return maybe_nan
 
 
 def encode_stochastically(v, random_byte, element):

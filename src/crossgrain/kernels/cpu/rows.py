@@ -10,84 +10,39 @@ import numpy as np
 from numba.extending import overload
 
 from .elements import (
+    E2M1_TAG,
+    E4M3_TAG,
     INFINITY_BITS,
     at_most_fp32_max,
+    bytes_of_codes,
     decode_element,
+    e8m0_byte,
     e8m0_reciprocal,
-    e8m0_up,
     encode_element,
     inner,
     input_size,
     kernel,
     load_input,
     magnitude_bits,
-    reciprocal_of_max,
+    pack_codes,
 )
-from .random_bits import encode_stochastically, hash_counters, lane_numbers
+from .random_bits import random_bytes, rounded
 from .simd import (
     as_float,
-    bits_of,
-    float_of,
     largest,
     load,
     load_f32,
-    maximum,
     narrow,
     pack_nibbles,
     splat,
     store,
     store_i32,
     store_u8,
-    widen,
 )
+from .tags import NO, YES
+from .tiles import amax_of_eight
 
-
-@kernel
-def amax_bits(x, start, stop, dtype, with_nan, no):
-    """Bits of the largest magnitude of elements ``start:stop``; above those of Inf if there is a NaN unseen."""
-    size = input_size(dtype)
-    best = splat(0, 32, "i32")
-    position = start
-    while position + 32 <= stop:
-        best = maximum(best, magnitude_bits(load_input(x + position * size, 32, dtype), with_nan))
-        position += 32
-    bits = largest(best)
-    while position < stop:
-        bits = max(bits, largest(magnitude_bits(load_input(x + position * size, 1, dtype), with_nan)))
-        position += 1
-    return bits
-
-
-@inner
-def mx_block(v, codes, scale, element, with_nan):
-    """One row block of 32 with an E8M0 scale."""
-    amax = largest(magnitude_bits(v, with_nan))
-    byte = e8m0_up(bits_of(float_of(amax) * reciprocal_of_max(element)))
-    store_u8(scale, byte)
-    store(codes, narrow(encode_element(v * e8m0_reciprocal(byte), element, with_nan)))
-
-
-@inner
-def mx_block_checked(v, codes, scale, element, no, yes):
-    """One row block; the rare ones with a NaN take more care."""
-    amax = largest(magnitude_bits(v, no))
-    if amax > INFINITY_BITS:
-        mx_block(v, codes, scale, element, yes)
-        return
-    byte = e8m0_up(bits_of(float_of(amax) * reciprocal_of_max(element)))
-    store_u8(scale, byte)
-    store(codes, narrow(encode_element(v * e8m0_reciprocal(byte), element, no)))
-
-
-@kernel
-def mx_rows(x, x_stride, codes, codes_stride, scales, scales_stride, first, last, cols, dtype, element, no, yes):
-    """MXFP8 rowwise: x [rows, cols] -> codes [rows, cols], scales [rows, cols / 32]."""
-    size = input_size(dtype)
-    for row in range(first, last):
-        source, target, scale = x + row * x_stride, codes + row * codes_stride, scales + row * scales_stride
-        for col in range(0, cols, 32):
-            v = load_input(source + col * size, 32, dtype)
-            mx_block_checked(v, target + col, scale + col // 32, element, no, yes)
+RUN_SCRATCH = 192  # bytes that `encode_run` needs
 
 
 @kernel
@@ -105,142 +60,180 @@ def cast(x, codes, scale, start, stop, dtype, element, with_nan):
         position += 1
 
 
+# ---- blocks of 32 with an E8M0 scale -----------------------------------------------------------------
+
+
 @inner
-def nvfp4_scales(amax, encode_scale, decode_scale, e4m3, no):
+def _mx_block(v, amax, codes, scale, random, element, rule, stochastic, with_nan):
+    byte = e8m0_byte(amax, element, rule)
+    store_u8(scale, byte)
+    store(codes, pack_codes(rounded(v * e8m0_reciprocal(byte), random, element, stochastic, with_nan), element))
+
+
+@inner
+def mx_block(v, codes, scale, random, element, rule, stochastic):
+    """One block; the rare ones with a NaN take more care."""
+    amax = largest(magnitude_bits(v, NO))
+    if amax <= INFINITY_BITS:
+        _mx_block(v, amax, codes, scale, random, element, rule, stochastic, NO)
+    else:
+        amax = largest(magnitude_bits(v, YES))
+        _mx_block(v, amax, codes, scale, random, element, rule, stochastic, YES)
+
+
+# ---- blocks of 16 with a two-level scale -------------------------------------------------------------
+
+
+@inner
+def nvfp4_scales(amax, encode_scale, decode_scale):
     """Stored E4M3 bytes (i32 lanes) and encode factors of 8 blocks, from the bits of their amaxes."""
     wanted = at_most_fp32_max(as_float(amax) * encode_scale)
-    stored = encode_element(wanted, e4m3, no)
+    stored = encode_element(wanted, E4M3_TAG, NO)
     unit = splat(np.float32(1.0), 8, "f32")
-    factor = at_most_fp32_max(unit / (decode_element(stored, e4m3) * decode_scale))
+    factor = at_most_fp32_max(unit / (decode_element(stored, E4M3_TAG) * decode_scale))
     return stored, factor
 
 
 @inner
-def nvfp4_group(
-    source, codes, scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
-    dtype, e4m3, e2m1, stochastic, no, with_nan,
-):  # fmt: skip
-    """Up to 8 row blocks of 16. ``scratch`` is 192 bytes. Returns the largest magnitude's bits."""
-    size = input_size(dtype)
-    store(scratch, splat(0, 8, "i32"))
-    worst = 0
-    for block in range(blocks):
-        amax = largest(magnitude_bits(load_input(source + block * 16 * size, 16, dtype), with_nan))
-        store_i32(scratch + block * 4, amax)
-        worst = max(worst, amax)
-    if worst > INFINITY_BITS:
-        return worst
-    stored, factor = nvfp4_scales(load(scratch, 8, "i32"), encode_scale, decode_scale, e4m3, no)
+def _nvfp4_codes(source, codes, factors, random, block, dtype, stochastic, with_nan):
+    """One block by its factor; 16 of the random bytes are its own."""
+    v = load_input(source + block * 16 * input_size(dtype), 16, dtype) * load_f32(factors + block * 4)
+    its_own = load(random + block * 16, 16, "u8")
+    store(codes + block * 8, pack_nibbles(rounded(v, its_own, E2M1_TAG, stochastic, with_nan)))
+
+
+@inner
+def _eight_blocks(
+    source, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1, dtype, stochastic
+):
+    """Eight row blocks of 16 at once; False if there is a NaN."""
+    far = 16 * input_size(dtype)
+    amax = amax_of_eight(
+        load_input(source, 16, dtype), load_input(source + far, 16, dtype),
+        load_input(source + 2 * far, 16, dtype), load_input(source + 3 * far, 16, dtype),
+        load_input(source + 4 * far, 16, dtype), load_input(source + 5 * far, 16, dtype),
+        load_input(source + 6 * far, 16, dtype), load_input(source + 7 * far, 16, dtype),
+    )  # fmt: skip
+    if largest(amax) > INFINITY_BITS:
+        return False
+    stored, factor = nvfp4_scales(amax, encode_scale, decode_scale)
+    store(scales, narrow(stored))
     store(scratch, factor)
-    if blocks == 8:
-        store(scales, narrow(stored))
-    else:
-        store(scratch + 32, narrow(stored))
-        for block in range(blocks):
-            store(scales + block, load(scratch + 32 + block, 1, "u8"))
-    draw_bytes(scratch + 64, counter, key0, key1, stochastic)
+    store(scratch + 64, random_bytes(counter, step, key0, key1, 32, stochastic))
+    for block in range(8):
+        _nvfp4_codes(source, codes, scratch, scratch + 64, block, dtype, stochastic, NO)
+    return True
+
+
+@inner
+def _some_blocks(
+    source, codes, scales, blocks, encode_scale, decode_scale, scratch, counter, step, key0, key1, dtype, stochastic
+):
+    """Up to 8 row blocks of 16, with NaNs or without."""
+    store(scratch, splat(0, 8, "i32"))
     for block in range(blocks):
-        v = load_input(source + block * 16 * size, 16, dtype) * load_f32(scratch + block * 4)
-        store(codes + block * 8, pack_nibbles(rounded(v, scratch + 64 + block * 16, e2m1, stochastic, with_nan)))
-    return worst
+        v = load_input(source + block * 16 * input_size(dtype), 16, dtype)
+        store_i32(scratch + block * 4, largest(magnitude_bits(v, YES)))
+    stored, factor = nvfp4_scales(load(scratch, 8, "i32"), encode_scale, decode_scale)
+    store(scratch, factor)
+    store(scratch + 32, narrow(stored))
+    store(scratch + 64, random_bytes(counter, step, key0, key1, 32, stochastic))
+    for block in range(blocks):
+        store(scales + block, load(scratch + 32 + block, 1, "u8"))
+        _nvfp4_codes(source, codes, scratch, scratch + 64, block, dtype, stochastic, YES)
 
 
-def draw_bytes(address, counter, key0, key1, stochastic):
-    """128 random bytes for 128 neighbours, if they are needed."""
+# ---- runs of any of them -----------------------------------------------------------------------------
 
 
-@overload(draw_bytes)
-def _draw_bytes(address, counter, key0, key1, stochastic):
-    if stochastic.tag == "no":
-        return lambda address, counter, key0, key1, stochastic: None
+def encode_run(
+    source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+    dtype, element, rule, stochastic,
+):  # fmt: skip
+    """``length`` neighbours, whole blocks, by the scale rule that the tag names.
 
-    def draw(address, counter, key0, key1, stochastic):
-        store(address, hash_counters(lane_numbers(32) + counter, key0, key1))
-
-    return draw
-
-
-def rounded(v, random_bytes, element, stochastic, with_nan):
-    """Codes of 16 numbers, to nearest or by the random bytes at an address."""
+    ``encode_scale`` and ``decode_scale`` are the global ones, where there are any; ``counter`` is that of
+    the first random word, the next ones follow ``step`` apart.
+    """
 
 
-@overload(rounded)
-def _rounded(v, random_bytes, element, stochastic, with_nan):
-    if stochastic.tag == "no":
-        return lambda v, random_bytes, element, stochastic, with_nan: encode_element(v, element, with_nan)
+@overload(encode_run)
+def _encode_run(
+    source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+    dtype, element, rule, stochastic,
+):  # fmt: skip
+    def nothing(
+        source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+        dtype, element, rule, stochastic,
+    ):  # fmt: skip
+        pass
 
-    def stochastically(v, random_bytes, element, stochastic, with_nan):
-        return encode_stochastically(v, widen(load(random_bytes, 16, "u8")), element)
+    def per_tensor(
+        source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+        dtype, element, rule, stochastic,
+    ):  # fmt: skip
+        size = input_size(dtype)
+        for start in range(0, length, 32):
+            position = min(start, length - 32)  # the last 32 may overlap those before
+            v = load_input(source + position * size, 32, dtype)
+            store(codes + position, narrow(encode_element(v * encode_scale, element, YES)))
 
-    return stochastically
+    def powers_of_two(
+        source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+        dtype, element, rule, stochastic,
+    ):  # fmt: skip
+        size = input_size(dtype)
+        for position in range(0, length, 32):
+            v = load_input(source + position * size, 32, dtype)
+            random = random_bytes(counter + (position // 4) * step, step, key0, key1, 8, stochastic)
+            target, scale = codes + bytes_of_codes(position, element), scales + position // 32
+            mx_block(v, target, scale, random, element, rule, stochastic)
+
+    def two_level(
+        source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+        dtype, element, rule, stochastic,
+    ):  # fmt: skip
+        size = input_size(dtype)
+        for position in range(0, length, 128):
+            blocks = min(8, (length - position) // 16)
+            here, target, scale = source + position * size, codes + position // 2, scales + position // 16
+            first = counter + (position // 4) * step
+            if blocks == 8 and _eight_blocks(
+                here, target, scale, encode_scale, decode_scale, scratch, first, step, key0, key1, dtype, stochastic
+            ):
+                continue
+            _some_blocks(
+                here, target, scale, blocks, encode_scale, decode_scale, scratch, first, step, key0, key1,
+                dtype, stochastic,
+            )  # fmt: skip
+
+    by_rule = {"none": nothing, "fp32": per_tensor, "two_level": two_level}
+    return by_rule.get(rule.tag, powers_of_two)
+
+
+def block_length(rule):
+    """Elements that share a scale in a run."""
+
+
+@overload(block_length)
+def _block_length(rule):
+    length = 16 if rule.tag == "two_level" else 32
+    return lambda rule: length
 
 
 @kernel
-def nvfp4_rows(
+def encode_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
-    first, last, cols, scratch, key0, key1, dtype, e4m3, e2m1, stochastic, random, no, yes,
+    first, last, cols, scratch, key0, key1, dtype, element, rule, stochastic,
 ):  # fmt: skip
-    """NVFP4 rowwise: x [rows, cols] -> codes [rows, cols / 2], scales [rows, cols / 16].
+    """Rowwise planes of MX formats and of NVFP4 with a scale per 16: x [rows, cols].
 
     The global scales are read from ``encode_scales`` and ``decode_scales``, ``scale_step`` bytes apart
-    from row to row: 0 where the whole tensor shares one. Returns False at a NaN if rounding is ``random``.
+    from row to row: 0 where the whole tensor shares one.
     """
-    size = input_size(dtype)
     for row in range(first, last):
-        source, target, scale = x + row * x_stride, codes + row * codes_stride, scales + row * scales_stride
-        encode_scale = load_f32(encode_scales + row * scale_step)
-        decode_scale = load_f32(decode_scales + row * scale_step)
-        for col in range(0, cols, 128):
-            blocks = min(8, (cols - col) // 16)
-            here, there, its_scales = source + col * size, target + col // 2, scale + col // 16
-            counter = row * (cols // 4) + col // 4
-            worst = nvfp4_group(
-                here, there, its_scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
-                dtype, e4m3, e2m1, stochastic, no, no,
-            )  # fmt: skip
-            if worst > INFINITY_BITS:
-                if random:
-                    return False
-                nvfp4_group(
-                    here, there, its_scales, blocks, encode_scale, decode_scale, scratch, counter, key0, key1,
-                    dtype, e4m3, e2m1, stochastic, no, yes,
-                )  # fmt: skip
-    return True
-
-
-@kernel
-def nvfp4_tile_rows(
-    x, x_stride, codes, codes_stride, scales, scales_stride, encode_scale, decode_scale,
-    first, last, cols, scratch, dtype, e4m3, e2m1, no,
-):  # fmt: skip
-    """NVFP4 rowwise with a scale per 16x16 tile, stored for each of its rows; strips of 16 rows.
-
-    ``scratch`` is 96 bytes. Returns False at a NaN.
-    """
-    size = input_size(dtype)
-    for strip in range(first, last):
-        top = strip * 16
-        for left in range(0, cols, 128):
-            blocks = min(8, (cols - left) // 16)
-            store(scratch, splat(0, 8, "i32"))
-            for block in range(blocks):
-                amax = splat(0, 16, "i32")
-                for row in range(16):
-                    v = load_input(x + (top + row) * x_stride + (left + block * 16) * size, 16, dtype)
-                    amax = maximum(amax, magnitude_bits(v, no))
-                worst = largest(amax)
-                if worst > INFINITY_BITS:
-                    return False
-                store_i32(scratch + block * 4, worst)
-            stored, factor = nvfp4_scales(load(scratch, 8, "i32"), encode_scale, decode_scale, e4m3, no)
-            store(scratch, factor)
-            store(scratch + 64, narrow(stored))
-            for row in range(16):
-                source = x + (top + row) * x_stride + left * size
-                target = codes + (top + row) * codes_stride + left // 2
-                scale = scales + (top + row) * scales_stride + left // 16
-                for block in range(blocks):
-                    v = load_input(source + block * 16 * size, 16, dtype) * load_f32(scratch + block * 4)
-                    store(target + block * 8, pack_nibbles(encode_element(v, e2m1, no)))
-                    store(scale + block, load(scratch + 64 + block, 1, "u8"))
-    return True
+        encode_run(
+            x + row * x_stride, cols, codes + row * codes_stride, scales + row * scales_stride,
+            load_f32(encode_scales + row * scale_step), load_f32(decode_scales + row * scale_step),
+            scratch, row * (cols // 4), 1, key0, key1, dtype, element, rule, stochastic,
+        )  # fmt: skip

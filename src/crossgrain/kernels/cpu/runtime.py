@@ -7,38 +7,51 @@ second OpenMP runtime beside torch's, any number of callers at once, and nothing
 from __future__ import annotations
 
 import os
-import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import types
+from numba.core.compiler_lock import global_compiler_lock
 
 from .tags import Tag, TagType
 
 _ELEMENTS_PER_THREAD = 1 << 18  # below this, starting another thread costs more than it saves
 
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-_compiling = threading.Lock()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
-    """The machine code of ``dispatcher`` for arguments of these types."""
-    key = (dispatcher, *map(_kind, arguments))
+    """The machine code of ``dispatcher`` for arguments of these types.
+
+    Tags tell versions of a kernel apart; the types of all else follow from the place in its signature.
+    """
+    key = (dispatcher, *[argument.name for argument in arguments if type(argument) is Tag])
     entry = _compiled.get(key)
     if entry is None:
-        with _compiling:  # numba compiles one thing at a time anyway
+        with global_compiler_lock:
             signature = tuple(map(_numba_type, arguments))
             dispatcher.compile(signature)
             entry = _compiled[key] = dispatcher.overloads[signature].entry_point
     return entry
 
 
-def _kind(argument: Any) -> Any:
-    return argument if isinstance(argument, Tag) else type(argument)
+class Compiled(NamedTuple):
+    """The kernels of this process: all of them, those that came from the disk, and where others will find them."""
+
+    kernels: int
+    from_disk: int
+    directory: str | None
+
+
+def compiled_so_far() -> Compiled:
+    stats = [dispatcher.stats for dispatcher in {key[0] for key in _compiled}]
+    from_disk = sum(sum(each.cache_hits.values()) for each in stats)
+    return Compiled(len(_compiled), from_disk, next((each.cache_path for each in stats), None))
 
 
 def _numba_type(argument: Any) -> Any:
@@ -55,12 +68,37 @@ def thread_count(elements: int) -> int:
 
 def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> list[Any]:
     """``work(first, last)`` over ``range(count)``, cut into as many ranges as threads."""
-    threads = min(thread_count(elements), count)
+    threads = 1 if elements < 2 * _ELEMENTS_PER_THREAD else min(thread_count(elements), count)
     if threads <= 1:
         return [work(0, count)]
-    cuts = [count * i // threads for i in range(threads + 1)]
-    others = [_pool(threads - 1).submit(work, first, last) for first, last in pairwise(cuts[1:])]
-    return [work(cuts[0], cuts[1]), *(future.result() for future in others)]
+    ranges = deque(enumerate(pairwise(count * i // threads for i in range(threads + 1))))
+    results: list[Any] = [None] * threads
+
+    def take_ranges() -> None:
+        while True:
+            try:
+                i, (first, last) = ranges.popleft()
+            except IndexError:  # others have taken the rest
+                return
+            results[i] = work(first, last)
+
+    helpers = _submit(take_ranges, threads - 1)
+    take_ranges()
+    for helper in helpers:
+        if not helper.cancel():  # one that has not started has nothing left to do
+            helper.result()
+    return results
+
+
+def _submit(work: Callable[[], None], workers: int) -> list[Future[None]]:
+    """``work`` on as many threads as can be had: none while the interpreter shuts down."""
+    helpers: list[Future[None]] = []
+    try:
+        for _ in range(workers):
+            helpers.append(_pool(workers).submit(work))
+    except RuntimeError:
+        pass
+    return helpers
 
 
 def _pool(workers: int) -> ThreadPoolExecutor:
@@ -74,3 +112,11 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 def _new_pool(workers: int) -> ThreadPoolExecutor:
     # A thread inherits flush-to-zero from the one that starts it, and would keep it.
     return ThreadPoolExecutor(workers, "crossgrain", initializer=lambda: torch.set_flush_denormal(False))
+
+
+# The compiler's lock must not be held by a thread that does not exist in the child of a fork.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)

@@ -26,6 +26,7 @@ _LLVM: dict[str, ir.Type] = {
     "u16": ir.IntType(16),
     "u8": ir.IntType(8),
 }
+_LLVM_BYTES = {"f32": 4, "i32": 4, "u16": 2, "u8": 1}
 _I32 = _LLVM["i32"]
 
 
@@ -50,8 +51,7 @@ class _VectorModel(models.PrimitiveModel):
 
 def _broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
-    first = builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    return _shuffle(builder, builder.insert_element(empty, scalar, ir.Constant(_I32, 0)), [0] * lanes)
 
 
 def _constant(vector: Vector, value: float) -> Any:
@@ -59,6 +59,12 @@ def _constant(vector: Vector, value: float) -> Any:
         return ir.Constant(vector.llvm, [float(value)] * vector.lanes)
     number = int(value)
     return ir.Constant(vector.llvm, [number - (1 << 32) if number >= 1 << 31 else number] * vector.lanes)
+
+
+def _shuffle(builder: Any, vector: Any, lanes: list[int]) -> Any:
+    """The named lanes of a vector, in this order."""
+    order = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
 def _as_vector(context: Any, builder: Any, value: Any, type_: Any, like: Vector) -> Any:
@@ -78,15 +84,25 @@ def _pointer(builder: Any, address: Any, type_: Any) -> Any:
     return builder.inttoptr(address, type_.as_pointer())
 
 
+def load_at(builder: Any, address: Any, vector: Vector) -> Any:
+    value = builder.load(_pointer(builder, address, vector.llvm))
+    value.align = 1
+    return value
+
+
+def load_bf16_at(builder: Any, address: Any, vector: Vector) -> Any:
+    wide = Vector("i32", vector.lanes)
+    halves = load_at(builder, address, Vector("u16", vector.lanes))
+    return builder.bitcast(builder.shl(builder.zext(halves, wide.llvm), _constant(wide, 16)), vector.llvm)
+
+
 @intrinsic(prefer_literal=True)
 def load(typing_context, address, lanes, element):
     """``lanes`` numbers from any address."""
     vector = Vector(element.literal_value, lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        value = builder.load(_pointer(builder, args[0], vector.llvm))
-        value.align = 1
-        return value
+        return load_at(builder, args[0], vector)
 
     return vector(types.intp, lanes, element), generate
 
@@ -95,12 +111,9 @@ def load(typing_context, address, lanes, element):
 def load_bf16(typing_context, address, lanes):
     """``lanes`` bfloat16 numbers, widened to f32."""
     vector = Vector("f32", lanes.literal_value)
-    wide = Vector("i32", lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        halves = builder.load(_pointer(builder, args[0], Vector("u16", vector.lanes).llvm))
-        halves.align = 1
-        return builder.bitcast(builder.shl(builder.zext(halves, wide.llvm), _constant(wide, 16)), vector.llvm)
+        return load_bf16_at(builder, args[0], vector)
 
     return vector(types.intp, lanes), generate
 
@@ -118,11 +131,11 @@ def store(typing_context, address, vector):
 
 @intrinsic
 def stream(typing_context, address, vector):
-    """Write a vector past the caches; the address is a multiple of 64."""
+    """Write a vector past the caches; the address is a multiple of its size, or of 64."""
 
     def generate(context, builder, signature, args):
         instruction = builder.store(args[1], _pointer(builder, args[0], vector.llvm))
-        instruction.align = 64
+        instruction.align = min(64, vector.lanes * _LLVM_BYTES[vector.element])
         instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
         return context.get_dummy_value()
 
@@ -204,6 +217,29 @@ to_int = _conversion("i32", lambda builder, value, to: builder.fptosi(value, to)
 to_float = _conversion("f32", lambda builder, value, to: builder.sitofp(value, to))
 
 
+def round_to_bf16(builder: Any, value: Any, vector: Vector) -> Any:
+    """The bits of f32 numbers rounded to bf16, nearest even, the low halves zero; NaN is the one torch writes."""
+    bits = Vector("i32", vector.lanes)
+    word = builder.bitcast(value, bits.llvm)
+    odd = builder.and_(builder.lshr(word, _constant(bits, 16)), _constant(bits, 1))
+    rounded = builder.add(word, builder.add(odd, _constant(bits, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)  # rounding up could turn one into a zero
+    chosen = builder.select(is_nan, _constant(bits, 0xFFFFFFFF), rounded)
+    return builder.and_(chosen, _constant(bits, 0xFFFF0000))
+
+
+@intrinsic
+def to_bf16(typing_context, vector):
+    """f32 -> bfloat16, nearest even, as u16 lanes."""
+    wide, halves = Vector("i32", vector.lanes), Vector("u16", vector.lanes)
+
+    def generate(context, builder, signature, args):
+        word = round_to_bf16(builder, args[0], vector)
+        return builder.trunc(builder.lshr(word, _constant(wide, 16)), halves.llvm)
+
+    return halves(vector), generate
+
+
 def _scalar_bitcast(source: Any, result: Any, llvm_type: Any) -> Any:
     @intrinsic
     def bitcast(typing_context, value):
@@ -252,6 +288,49 @@ def unpack_nibbles(typing_context, packed):
 
 
 @intrinsic
+def pack_sixes(typing_context, codes):
+    """4n codes of 6 bits (i32) -> 3n bytes, the first code in the lowest bits."""
+    groups = codes.lanes // 4
+    words, packed = Vector("i32", groups), Vector("u8", 3 * groups)
+
+    def generate(context, builder, signature, args):
+        word = builder.bitcast(builder.trunc(args[0], Vector("u8", codes.lanes).llvm), words.llvm)
+        together = builder.and_(word, _constant(words, 0x3F))
+        for place in (1, 2, 3):  # from 8 bits apart to 6
+            moved = builder.lshr(word, _constant(words, 2 * place))
+            together = builder.or_(together, builder.and_(moved, _constant(words, 0x3F << 6 * place)))
+        bytes_ = builder.bitcast(together, Vector("u8", codes.lanes).llvm)
+        return _shuffle(builder, bytes_, [byte for byte in range(codes.lanes) if byte % 4 != 3])
+
+    return packed(codes), generate
+
+
+@intrinsic
+def unpack_sixes(typing_context, packed):
+    """3n bytes -> 4n codes of 6 bits (i32)."""
+    groups = packed.lanes // 3
+    words, codes = Vector("i32", groups), Vector("i32", 4 * groups)
+
+    def generate(context, builder, signature, args):
+        spread = [3 * group + min(byte, 2) for group in range(groups) for byte in range(4)]
+        word = builder.bitcast(_shuffle(builder, args[0], spread), words.llvm)
+        apart = builder.and_(word, _constant(words, 0x3F))
+        for place in (1, 2, 3):  # from 6 bits apart to 8
+            moved = builder.shl(word, _constant(words, 2 * place))
+            apart = builder.or_(apart, builder.and_(moved, _constant(words, 0x3F << 8 * place)))
+        return builder.zext(builder.bitcast(apart, Vector("u8", 4 * groups).llvm), codes.llvm)
+
+    return codes(packed), generate
+
+
+@intrinsic
+def as_bytes(typing_context, words):
+    """The bytes of n i32 lanes, lowest first, in 4n u8 lanes."""
+    bytes_ = Vector("u8", 4 * words.lanes)
+    return bytes_(words), lambda context, builder, signature, args: builder.bitcast(args[0], bytes_.llvm)
+
+
+@intrinsic
 def largest(typing_context, vector):
     """The largest lane of an i32 vector."""
 
@@ -261,6 +340,21 @@ def largest(typing_context, vector):
         return builder.call(reduce, [args[0]])
 
     return types.int32(vector), generate
+
+
+@intrinsic
+def sum_of_halves(typing_context, vector):
+    """The sum of all f32 lanes: the first half plus the second, until there is one."""
+
+    def generate(context, builder, signature, args):
+        value, lanes = args[0], vector.lanes
+        while lanes > 1:
+            lanes //= 2
+            low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+            value = builder.fadd(_shuffle(builder, value, low), _shuffle(builder, value, high))
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return types.float32(vector), generate
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------
@@ -306,15 +400,23 @@ minimum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_sign
 float_minimum = _binary(lambda builder, vector, x, y: builder.select(builder.fcmp_ordered("<", x, y), x, y))
 
 
-@intrinsic(prefer_literal=True)
-def where_greater(typing_context, left, right, then, otherwise):
-    """``then`` in the lanes where the integers ``left > right``, elsewhere ``otherwise``."""
-    result = then if isinstance(then, Vector) else otherwise
+def _choice(compare: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function of ``left, right, then, otherwise``: ``then`` in the lanes where the comparison holds."""
 
-    def generate(context, builder, signature, args):
-        condition = builder.icmp_signed(">", args[0], _as_vector(context, builder, args[1], right, left))
-        chosen = _as_vector(context, builder, args[2], then, result)
-        other = _as_vector(context, builder, args[3], otherwise, result)
-        return builder.select(condition, chosen, other)
+    @intrinsic(prefer_literal=True)
+    def choose(typing_context, left, right, then, otherwise):
+        result = then if isinstance(then, Vector) else otherwise
 
-    return result(left, right, then, otherwise), generate
+        def generate(context, builder, signature, args):
+            condition = compare(builder, args[0], _as_vector(context, builder, args[1], right, left))
+            chosen = _as_vector(context, builder, args[2], then, result)
+            other = _as_vector(context, builder, args[3], otherwise, result)
+            return builder.select(condition, chosen, other)
+
+        return result(left, right, then, otherwise), generate
+
+    return choose
+
+
+where_greater = _choice(lambda builder, x, y: builder.icmp_signed(">", x, y))  # integers
+where_less = _choice(lambda builder, x, y: builder.fcmp_ordered("<", x, y))  # floats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +12,11 @@ from ...plane import COLUMNWISE, ROWWISE, Plane
 from ..reference.random_bits import stream_keys
 from ..reference.scaling import global_scale
 from ..target import Target
+from . import scalars
 from .elements import element_tag
 from .tags import BF16, F32, NO, YES, Tag
 
-MOST_COUNTERS = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
+_MOST_COUNTED = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
 
 
 def from_bits(bits: int) -> Tensor:
@@ -24,7 +24,7 @@ def from_bits(bits: int) -> Tensor:
 
 
 def reciprocal(factor: float) -> float:
-    return float(np.float32(1.0) / np.float32(factor))
+    return scalars.quotient(1.0, factor)
 
 
 def yes_or_no(condition: bool) -> Tag:
@@ -32,11 +32,42 @@ def yes_or_no(condition: bool) -> Tag:
 
 
 def global_scales(target: Target) -> tuple[Tensor, Tensor]:
-    """Global encode scale over the largest code, and global decode scale; one, or one per row."""
+    """The scales of the whole tensor (or of each row) that kernels take: to encode with, and to decode.
+
+    Of a two-level format, the first is divided by the largest code, unless 4-over-6 does that later. Of a
+    per-tensor format, only the first is read; of others, none.
+    """
+    fmt = target.encoding.format
+    if fmt.block is None:
+        return _pair(tensor_factor(target), 0.0)
+    if fmt.scale_rule != "two_level":
+        return _pair(1.0, 1.0)
     assert target.amax is not None
-    scale = global_scale(target.amax, target.encoding.format)
+    if target.amax.numel() == 1:
+        encode, decode = scalars.global_factors(target.amax.item(), fmt)
+        divided = encode if target.encoding.four_over_six is not None else scalars.fp32(encode * _SIXTH)
+        return _pair(divided, decode)
+    scale = global_scale(target.amax, fmt)
+    if target.encoding.four_over_six is not None:
+        return scale.encode.contiguous(), scale.decode.contiguous()
     sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
     return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
+
+
+def tensor_factor(target: Target) -> float:
+    """The encode scale of a per-tensor format: given, or from the current amax."""
+    if target.scale is not None:
+        return float(target.scale.item())
+    assert target.amax is not None
+    return scalars.tensor_factor(target.amax.item(), target.encoding)
+
+
+_SIXTH = scalars.fp32(1.0 / E2M1.max)
+
+
+def _pair(first: float, second: float) -> tuple[Tensor, Tensor]:
+    both = torch.tensor((first, second), dtype=torch.float32, device="cpu")
+    return both[:1], both[1:]
 
 
 def keys_of(seed: int | None, target: Target) -> tuple[int, int]:
@@ -47,11 +78,17 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the numbers are where the address says; traced, transformed and lazy tensors only look so."""
     return (
         type(tensor) is Tensor
+        and not _new_tensors_are_fake()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
         and tensor.data_ptr() != 0
     )
+
+
+def _new_tensors_are_fake() -> bool:
+    """Whether a mode is on under which scratch and results would have no memory either."""
+    return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def is_readable(x: Tensor) -> bool:
@@ -77,26 +114,49 @@ def scales_of(plane: Plane) -> Tensor:
     return plane.scale
 
 
+def is_row_run(target: Target) -> bool:
+    return target.plane.direction is ROWWISE and _is_run(target)
+
+
+def is_column_run(target: Target) -> bool:
+    return target.plane.transposed and _is_run(target)
+
+
+def _is_run(target: Target) -> bool:
+    """Blocks along the rows of the operand, with the scales of MX formats or of NVFP4."""
+    fmt = target.encoding.format
+    mx = fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block == (1, 32)
+    nvfp4 = fmt.scale_rule == "two_level" and fmt.block == (1, 16)
+    plain = fmt.rotation is None and target.encoding.four_over_six is None
+    return (mx or nvfp4) and plain and _is_plain(target)
+
+
+def _is_plain(target: Target) -> bool:
+    """Codes and scales lie row by row, and there are few enough numbers to count four of them in 32 bits."""
+    plane = target.plane
+    few = not target.encoding.stochastic or plane.shape[0] * plane.shape[1] < _MOST_COUNTED
+    return plane.data.is_contiguous() and scales_of(plane).stride(1) == 1 and few
+
+
 def is_mxfp8(target: Target, block: tuple[int, int]) -> bool:
-    fmt, plane = target.encoding.format, target.plane
+    fmt = target.encoding.format
     return (
         fmt.element in (E4M3, E5M2)
         and fmt.block == block
         and fmt.scale_rule == "e8m0_up"
         and not target.encoding.stochastic
-        and not plane.transposed
-        and plane.data.is_contiguous()
-        and scales_of(plane).stride(1) == 1
-        and plane.shape[1] % 32 == 0
+        and not target.plane.transposed
+        and _is_plain(target)
+        and target.plane.shape[1] % 32 == 0
     )
-
-
-def is_mxfp8_rows(target: Target) -> bool:
-    return target.plane.direction is ROWWISE and is_mxfp8(target, (1, 32))
 
 
 def is_mxfp8_columns(target: Target) -> bool:
     return target.plane.direction is COLUMNWISE and is_mxfp8(target, (1, 32))
+
+
+def is_mxfp8_tiled(target: Target) -> bool:
+    return is_mxfp8(target, (32, 32))
 
 
 def is_cast(target: Target) -> bool:
@@ -110,36 +170,23 @@ def is_cast(target: Target) -> bool:
     )
 
 
-def is_nvfp4_rows(target: Target) -> bool:
-    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
-    return (
-        plane.direction is ROWWISE
-        and fmt.element == E2M1
-        and (fmt.block == (1, 16) or (fmt.block == (16, 16) and not encoding.stochastic))
-        and fmt.scale_rule == "two_level"
-        and fmt.rotation is None
-        and encoding.four_over_six is None
-        and plane.data.is_contiguous()
-        and scales_of(plane).stride(1) == 1
-        and plane.shape[0] * plane.shape[1] < MOST_COUNTERS
-    )
+def is_nvfp4_tile_rows(target: Target) -> bool:
+    fmt = target.encoding.format
+    two_level = fmt.scale_rule == "two_level" and fmt.block == (16, 16)
+    return target.plane.direction is ROWWISE and two_level and _is_plain(target)
+
+
+def is_four_over_six_rows(target: Target) -> bool:
+    one_row = target.encoding.format.block_rows == 1
+    four_over_six = target.encoding.four_over_six is not None
+    return target.plane.direction is ROWWISE and one_row and four_over_six and _is_plain(target)
 
 
 def is_nvfp4_columns(target: Target) -> bool:
-    fmt, encoding, plane = target.encoding.format, target.encoding, target.plane
-    return (
-        plane.direction is COLUMNWISE
-        and fmt.element == E2M1
-        and fmt.block in ((1, 16), (16, 16))
-        and fmt.scale_rule == "two_level"
-        and fmt.global_amax == "tensor"
-        and encoding.four_over_six is None
-        and plane.transposed
-        and plane.data.is_contiguous()
-        and scales_of(plane).stride(1) == 1
-        and plane.shape[1] >= 32
-        and plane.shape[0] * plane.shape[1] < MOST_COUNTERS
-    )
+    """Also rotated, tiles, 4-over-6."""
+    fmt, plane = target.encoding.format, target.plane
+    two_level = fmt.scale_rule == "two_level" and fmt.block in ((1, 16), (16, 16))
+    return plane.transposed and two_level and _is_plain(target) and plane.shape[1] >= 32
 
 
 def is_fp8_tiled(target: Target, beside: Target | None = None) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from numba import types
+from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
 
@@ -24,13 +24,8 @@ class Tag:
     name: str
 
 
-@cache
-def source_digest() -> str:
-    """A digest of all that kernels are compiled from.
-
-    numba's cache on disk looks only at the file a kernel stands in. With the digest in the type of every
-    tag, and a tag among the arguments of every kernel, machine code of other sources is never found.
-    """
+def _source_digest() -> str:
+    """A digest of all that kernels are compiled from."""
     here = Path(__file__).parent
     sources = sorted(here.glob("*.py")) + sorted((here.parent.parent / "formats").glob("*.py"))
     digest = hashlib.sha256()
@@ -39,12 +34,18 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+# numba's cache on disk looks only at the file a kernel stands in. With the digest in the type of every tag,
+# and a tag among the arguments of every kernel, machine code of other sources is never found. It is taken
+# now, since a file that is edited later is not what this process compiles.
+SOURCE_DIGEST = _source_digest()
+
+
 class TagType(types.Type):
     """The numba type of one tag."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
-        super().__init__(name=f"Tag({tag}, {source_digest()})")
+        super().__init__(name=f"Tag({tag}, {SOURCE_DIGEST})")
 
 
 register_model(TagType)(models.OpaqueModel)
@@ -58,6 +59,12 @@ def _typeof_tag(tag: Tag, context: Any) -> TagType:
 @unbox(TagType)
 def _unbox_tag(type_: TagType, tag: Any, context: Any) -> NativeValue:
     return NativeValue(context.context.get_dummy_value())
+
+
+@lower_constant(TagType)
+def _constant_tag(context: Any, builder: Any, type_: TagType, tag: Any) -> Any:
+    """Kernels may name a tag that does not depend on how they are called, such as `NO`."""
+    return context.get_dummy_value()
 
 
 F32, BF16 = Tag("f32"), Tag("bf16")

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import Vector, _as_vector, _constant, _pointer
+from .simd import Vector, _as_vector, _constant, _pointer, load_at, load_bf16_at, round_to_bf16
 
 ROWS = 16
 
@@ -23,20 +23,54 @@ def _sixteen(vector: Vector) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def load_rows(typing_context, address, stride, lanes):
-    """16 vectors of f32, ``stride`` bytes apart."""
+def load_rows(typing_context, address, stride, lanes, dtype):
+    """16 vectors of f32, read as ``dtype``, ``stride`` bytes apart."""
     vector = Vector("f32", lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        rows = []
-        for row in range(ROWS):
-            offset = builder.mul(args[1], ir.Constant(args[1].type, row))
-            value = builder.load(_pointer(builder, builder.add(args[0], offset), vector.llvm))
-            value.align = 1
-            rows.append(value)
-        return context.make_tuple(builder, signature.return_type, rows)
+        addresses = _addresses(builder, args[0], args[1])
+        read = load_bf16_at if dtype.tag == "bf16" else load_at
+        return context.make_tuple(builder, signature.return_type, [read(builder, at, vector) for at in addresses])
 
-    return _sixteen(vector)(types.intp, types.intp, lanes), generate
+    return _sixteen(vector)(types.intp, types.intp, lanes, dtype), generate
+
+
+@intrinsic
+def store_rows(typing_context, address, stride, rows):
+    """16 vectors, ``stride`` bytes apart."""
+
+    def generate(context, builder, signature, args):
+        values = cgutils.unpack_tuple(builder, args[2], ROWS)
+        for at, value in zip(_addresses(builder, args[0], args[1]), values, strict=True):
+            builder.store(value, _pointer(builder, at, value.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, rows), generate
+
+
+def _addresses(builder: Any, first: Any, stride: Any) -> list[Any]:
+    return [builder.add(first, builder.mul(stride, ir.Constant(stride.type, row))) for row in range(ROWS)]
+
+
+@intrinsic
+def transpose_rows(typing_context, rows):
+    """16 vectors of 16 lanes, rows and columns exchanged: squares of 1, 2, 4 and 8 lanes at a time."""
+
+    def generate(context, builder, signature, args):
+        values = cgutils.unpack_tuple(builder, args[0], ROWS)
+        for side in (1, 2, 4, 8):
+            # Lanes of the first vector are counted from 0, of the second from 16.
+            first = [lane if not lane & side else 16 + lane - side for lane in range(ROWS)]
+            second = [lane + side if not lane & side else 16 + lane for lane in range(ROWS)]
+            for low in (row for row in range(ROWS) if not row & side):
+                a, b = values[low], values[low + side]
+                values[low], values[low + side] = (
+                    builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), ROWS), order))
+                    for order in (first, second)
+                )
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return rows(rows), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -47,16 +81,6 @@ def rotate_rows(typing_context, rows, sign_mask):
     """
     vector = rows.dtype
     mask = sign_mask.literal_value
-    bits = Vector("i32", vector.lanes)
-
-    def to_bf16(builder: Any, value: Any) -> Any:
-        word = builder.bitcast(value, bits.llvm)
-        odd = builder.and_(builder.lshr(word, _constant(bits, 16)), _constant(bits, 1))
-        rounded = builder.and_(
-            builder.add(word, builder.add(odd, _constant(bits, 0x7FFF))), _constant(bits, 0xFFFF0000)
-        )
-        is_nan = builder.fcmp_unordered("uno", value, value)  # rounding up could turn one into a zero
-        return builder.bitcast(builder.select(is_nan, _constant(bits, 0x7FC00000), rounded), vector.llvm)
 
     def generate(context, builder, signature, args):
         values = cgutils.unpack_tuple(builder, args[0], ROWS)
@@ -66,7 +90,8 @@ def rotate_rows(typing_context, rows, sign_mask):
             for low in (row for row in range(ROWS) if not row & distance):
                 a, b = values[low], values[low + distance]
                 values[low], values[low + distance] = builder.fadd(a, b), builder.fsub(a, b)
-        values = [to_bf16(builder, builder.fmul(v, quarter)) for v in values]
+        words = [round_to_bf16(builder, builder.fmul(v, quarter), vector) for v in values]
+        values = [builder.bitcast(word, vector.llvm) for word in words]
         return context.make_tuple(builder, signature.return_type, values)
 
     return rows(rows, sign_mask), generate
@@ -136,3 +161,34 @@ def store_column_bytes(typing_context, address, stride, values):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, values), generate
+
+
+@intrinsic
+def amax_of_eight(typing_context, a, b, c, d, e, f, g, h):
+    """Bits of the largest magnitude in each of eight vectors of 16 f32: eight i32 lanes, NaNs on top.
+
+    Eight reductions side by side are half the work of one after the other.
+    """
+    bits, halves = Vector("i32", 16), Vector("i32", 8)
+
+    def generate(context, builder, signature, args):
+        def larger(x: Any, y: Any) -> Any:
+            return builder.select(builder.icmp_signed(">", x, y), x, y)
+
+        def folded(x: Any, y: Any, low: list[int], high: list[int]) -> Any:
+            parts = (
+                builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), 8), order))
+                for order in (low, high)
+            )
+            return larger(*parts)
+
+        magnitudes = [builder.and_(builder.bitcast(value, bits.llvm), _constant(bits, 0x7FFFFFFF)) for value in args]
+        ones = [folded(m, m, list(range(8)), list(range(8, 16))) for m in magnitudes]
+        # The low half of a pair is of vector i, the high half of vector i + 4: so the lanes end up in order.
+        pairs = [
+            folded(ones[i], ones[i + 4], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]) for i in range(4)
+        ]
+        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+        return folded(folded(pairs[0], pairs[1], even, odd), folded(pairs[2], pairs[3], even, odd), even, odd)
+
+    return halves(a, b, c, d, e, f, g, h), generate

@@ -1,0 +1,5 @@
+"""``python -m crossgrain``: the command line."""
+
+from .cli import main
+
+main()

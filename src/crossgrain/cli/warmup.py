@@ -1,0 +1,55 @@
+"""``crossgrain warmup``: compile now what would be compiled at first use."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from ..kernels import get_backend
+from .output import AsJson, fail, print_json
+
+
+def warmup(as_json: AsJson = False) -> None:
+    """Compile all CPU kernels into the cache on disk: a minute or two once, seconds if they are there."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = get_backend("cpu") == "cpu"
+    if not usable:
+        raise fail("\n".join(str(warning.message) for warning in caught) or "the compiled kernels are switched off")
+
+    from ..kernels.cpu.runtime import compiled_so_far  # these import numba
+    from ..kernels.warmup import warm_up
+
+    start = time.perf_counter()
+    # On stderr, and only on a terminal: what is piped is the result alone.
+    with _progress_bar() as progress:
+        task = progress.add_task("")
+        for step in warm_up():
+            progress.update(task, description=step.name, completed=step.number, total=step.total)
+        progress.update(task, description="done", completed=step.total)
+    compiled, seconds = compiled_so_far(), time.perf_counter() - start
+
+    if as_json:
+        print_json(
+            {
+                "kernels": compiled.kernels,
+                "from_cache": compiled.from_disk,
+                "seconds": round(seconds, 3),
+                "cache": compiled.directory,
+            }
+        )
+    elif compiled.directory is not None:
+        console = Console(highlight=False)
+        console.print(f"{compiled.kernels} kernels in {seconds:.1f} s, {compiled.from_disk} of them from the cache")
+        console.print(f"cache: {compiled.directory}", soft_wrap=True, markup=False)
+    if compiled.directory is None:
+        raise fail("the kernels were compiled, but there is no place to keep them: set NUMBA_CACHE_DIR")
+
+
+def _progress_bar() -> Progress:
+    console = Console(stderr=True)
+    columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

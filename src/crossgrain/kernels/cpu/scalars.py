@@ -1,0 +1,56 @@
+"""Scales of whole tensors in Python numbers: one division does not need a tensor operation.
+
+A quotient of two fp32 numbers that is taken in double precision and then rounded to fp32 is the fp32
+quotient, so these are the bits of the reference (see ``reference.scaling``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+
+from ...encoding import Encoding
+from ...formats import Format
+from ..reference.elements import FP32_MAX
+
+
+def fp32(value: float) -> float:
+    """``value`` rounded to fp32."""
+    return ctypes.c_float(value).value
+
+
+def quotient(number: float, divisor: float) -> float:
+    if divisor == 0.0:
+        return math.copysign(math.inf, divisor) if number else math.nan
+    return fp32(number / divisor)
+
+
+def tensor_factor(amax: float, encoding: Encoding) -> float:
+    """The encode scale of a per-tensor format."""
+    fmt = encoding.format
+    assert fmt.element is not None
+    epsilon = fp32(encoding.epsilon)
+    amax = epsilon if amax < epsilon else amax
+    if not 0.0 < amax < math.inf:  # NaN as well
+        return 1.0
+    factor = quotient(fmt.element.max, amax)
+    if math.isinf(factor):
+        factor = FP32_MAX
+    return _power_of_two_below(factor) if encoding.power_of_two else factor
+
+
+def _power_of_two_below(factor: float) -> float:
+    (bits,) = struct.unpack("<I", struct.pack("<f", factor))
+    (power,) = struct.unpack("<f", struct.pack("<I", bits & 0xFF800000))
+    return float(power)
+
+
+def global_factors(amax: float, fmt: Format) -> tuple[float, float]:
+    """The encode and the decode half of a two-level format's global scale."""
+    assert fmt.element is not None
+    encode = quotient(fmt.element.max * fmt.scale_bound, amax)
+    encode = min(encode, FP32_MAX) if encode == encode else encode
+    if amax == 0.0 or encode == 0.0:
+        encode = 1.0
+    return encode, quotient(1.0, encode)

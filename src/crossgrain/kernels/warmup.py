@@ -1,0 +1,144 @@
+"""Compiling every CPU kernel ahead of time, into the cache on disk, so that nobody waits for one later.
+
+There is no list of kernels that could go out of date: every registered format is encoded with every
+option, in each direction, then in pairs, and decoded. What has no kernel costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dtypes import HIGH_PRECISION
+from ..encoding import Encoding
+from ..formats import DEFAULT_SIGN_MASK, Format, formats
+from ..plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
+from .cpu.backend import CpuBackend
+from .reference import ReferenceBackend
+from .target import Target
+
+_SHAPE = (128, 128)  # whole blocks of every format in both directions
+_LARGE = (1024, 1024)  # decoded past the caches
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "stochastic": (False, True),
+    "power_of_two": (False, True),
+    "epsilon": (0.0,),
+    "four_over_six": (None, "MAE", "MSE"),
+}
+"""The values of every option of an `Encoding` that may have a kernel of its own."""
+
+
+class Use(NamedTuple):
+    """A plane that kernels may be asked for."""
+
+    direction: Direction
+    encoding: Encoding
+    transposed: bool | None = None  # None: as the format says
+
+    def __str__(self) -> str:
+        return f"{self.direction.value} {self.encoding.format.name}"
+
+
+class Step(NamedTuple):
+    """What is compiled next: the ``number``-th thing of ``total``."""
+
+    name: str
+    number: int
+    total: int
+
+
+def warm_up() -> Iterator[Step]:
+    """Compile everything, saying before each step what it is."""
+    backend, single, inputs = _CompilingBackend(), uses(), list(_inputs())
+    compiled: dict[Direction, list[Use]] = {ROWWISE: [], COLUMNWISE: []}
+    for number, use in enumerate(single):
+        yield Step(str(use), number, len(single))
+        found = [backend.compiles(x, [use]) for x in inputs]
+        if any(found):
+            compiled[use.direction].append(use)
+        if use.encoding == Encoding(use.encoding.format):  # options leave no trace for a reader
+            backend.decode_all(_plane(use, _SHAPE))
+            backend.decode_operand(_plane(use, _LARGE))
+    pairs = list(product(compiled[ROWWISE], compiled[COLUMNWISE]))
+    for number, pair in enumerate(pairs, start=len(single)):
+        yield Step(" + ".join(map(str, pair)), number, len(single) + len(pairs))
+        for x in inputs:
+            backend.compiles(x, pair)
+
+
+def uses() -> list[Use]:
+    """Every format with every option in each direction, also where codes may lie either way round."""
+    return [
+        Use(direction, encoding, transposed)
+        for fmt in _formats()
+        for encoding in _encodings(fmt)
+        for direction in Direction
+        for transposed in ((False, True) if direction is COLUMNWISE and fmt.block is None else (None,))
+    ]
+
+
+def _formats() -> Iterator[Format]:
+    for fmt in formats():
+        if not fmt.is_identity:
+            yield fmt
+            if fmt.global_amax == "tensor" and fmt.block_rows == 1:
+                yield fmt.with_rotation(DEFAULT_SIGN_MASK)
+
+
+def _encodings(fmt: Format) -> Iterator[Encoding]:
+    assert OPTIONS.keys() == {field.name for field in fields(Encoding)} - {"format"}, "an option was added"
+    for values in product(*OPTIONS.values()):
+        try:
+            yield Encoding(fmt, **dict(zip(OPTIONS, values, strict=True)))
+        except ValueError:  # an option that this format does not have
+            continue
+
+
+def _inputs() -> Iterator[Tensor]:
+    """Of every dtype; NaNs are found by one kernel and treated by others."""
+    for dtype in HIGH_PRECISION:
+        x = torch.ones(_SHAPE, dtype=dtype, device="cpu")
+        yield x
+        yield x.clone().fill_(torch.nan)
+
+
+def _plane(use: Use, shape: tuple[int, int]) -> Plane:
+    cpu = torch.device("cpu")
+    return empty_plane(use.encoding.format, use.direction, shape, device=cpu, transposed=use.transposed)
+
+
+class _NoReference(ReferenceBackend):
+    """Stands where the reference does: notes what there is no kernel for, and does nothing about it."""
+
+    skipped: Sequence[Target] = ()
+
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
+        self.skipped = targets
+
+    def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
+        return plane.data
+
+    def decode_operand(self, plane: Plane, workspace: Tensor | None = None) -> Tensor:
+        return plane.data
+
+
+class _CompilingBackend(CpuBackend, _NoReference):
+    """The CPU backend without the reference behind it."""
+
+    def compiles(self, x: Tensor, uses: Sequence[Use]) -> bool:
+        """Encode, if there is a kernel for any of these uses."""
+        targets = [Target(_plane(use, _SHAPE), use.encoding) for use in uses]
+        targets = [replace(target, amax=amax) for target, amax in zip(targets, self.measure(x, targets), strict=True)]
+        self.encode(x, targets, seed=0)
+        return len(self.skipped) < len(targets)
+
+    def decode_all(self, plane: Plane) -> None:
+        self.decode_operand(plane)
+        for dtype in HIGH_PRECISION:
+            self.decode(plane, dtype)

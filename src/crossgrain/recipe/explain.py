@@ -1,0 +1,168 @@
+"""What a recipe does, as a table: which format each direction of each tensor has, and which setting decided."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..operands import GEMMS
+from .binding import layers_of
+from .plan import ATTENTION, LayerPlan, make_plan
+
+if TYPE_CHECKING:
+    from .gemm_recipe import GemmRecipe
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path
+_COLUMNS = ("gemm", "tensor", "direction", "format", "made from", "decided by")
+_WIDTHS = (9, 11, 10, 22, 11, 25)  # 98 columns with the gaps
+
+
+@dataclass(frozen=True)
+class ExplainRow:
+    """One operand of one GEMM of one layer."""
+
+    layer: str
+    role: str
+    direction: str
+    gemm: str
+    format: str
+    source: str
+    why: str
+
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows of it, apart from the layer."""
+        return self.gemm, self.role, self.direction, self.format, self.source, self.why
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``print`` it; ``rows`` has every layer by itself."""
+
+    title: str
+    rows: list[ExplainRow]
+    every_layer: bool = False
+
+    def sections(self) -> list[tuple[list[str], list[tuple[str, ...]]]]:
+        """Names of layers, and the rows that they have in common."""
+        by_layer: dict[str, list[tuple[str, ...]]] = {}
+        for row in self.rows:
+            by_layer.setdefault(row.layer, []).append(row.cells())
+        if self.every_layer:
+            return [([layer], cells) for layer, cells in by_layer.items()]
+        alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+        for layer, cells in by_layer.items():
+            alike.setdefault(tuple(cells), []).append(layer)
+        return [(collapsed(layers, by_layer), list(cells)) for cells, layers in alike.items()]
+
+    def __str__(self) -> str:
+        head = "  ".join(name.ljust(width) for name, width in zip(_COLUMNS, _WIDTHS, strict=True)).rstrip()
+        lines = [*textwrap.wrap(self.title, 98, subsequent_indent="  "), "", head]
+        for layers, cells in self.sections():
+            lines += ["", *textwrap.wrap(", ".join(layers), 98, break_on_hyphens=False)]
+            for row in _without_repeats(cells):
+                lines += _wrapped(row)
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        parts: list[Any] = [Text(self.title)]
+        for layers, cells in self.sections():
+            table = Table(*_COLUMNS, box=box.SIMPLE_HEAD)
+            for row in _without_repeats(cells):
+                table.add_row(*map(Text, row))
+            parts += [Text(", ".join(layers), style="bold"), table]
+        return Group(*parts)
+
+
+def explain(recipe: GemmRecipe, model: nn.Module | None = None, *, every_layer: bool = False) -> Explanation:
+    """See `GemmRecipe.explain`."""
+    rows: list[ExplainRow] = []
+    if model is None:
+        for label, plan, attention in _cases(recipe):
+            rows += _rows(label, plan, [*GEMMS, *(["attention"] * attention)])
+    else:
+        recipe = recipe.for_model(model)
+        for layer in layers_of(model):
+            plan = recipe.plan(layer.name, layer.module_type)
+            rows += _rows(layer.name, plan, ["attention"] if layer.module_type == "dpa" else list(GEMMS))
+    return Explanation(str(recipe), rows, every_layer)
+
+
+def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerPlan, bool]]:
+    """The default and each rule on top of it, and whether attention is worth a word."""
+    stages = recipe._stages(range(len(recipe.rules)))
+    default = recipe._stages([])
+    yield "default", make_plan(default), recipe.fp8_dpa
+    for stage in stages[len(default) :]:
+        yield stage[0], make_plan((*default, stage)), any(key.startswith("attention") for key, _ in stage[1])
+
+
+def _rows(layer: str, plan: LayerPlan, places: Iterable[str]) -> Iterator[ExplainRow]:
+    for place in places:
+        if place == "attention":
+            for tensor in ATTENTION:
+                choice = plan.format(place, tensor)
+                yield ExplainRow(layer, tensor, "both", place, str(choice.value), "original", choice.why)
+            continue
+        for tensor, direction in GEMMS[place].items():
+            choice, source = plan.format(place, tensor), plan.source(tensor)
+            columnwise = direction.value == "columnwise"
+            made_from = source.value if columnwise else "original"
+            yield ExplainRow(layer, tensor, direction.value, place, str(choice.value), made_from, choice.why)
+
+
+def collapsed(layers: Sequence[str], known: Iterable[str]) -> list[str]:
+    """``["h.0.fc", "h.1.fc"]`` as ``["h.*.fc x2"]``, or as ``["h.0-1.fc x2"]`` if they are not all among ``known``."""
+    numbers: dict[str, list[list[int]]] = {}
+    for layer in layers:
+        numbers.setdefault(_NUMBER.sub("*", layer), []).append([int(n) for n in _NUMBER.findall(layer)])
+    totals: dict[str, int] = {}
+    for layer in known:
+        template = _NUMBER.sub("*", layer)
+        totals[template] = totals.get(template, 0) + 1
+    names = []
+    for template, found in numbers.items():
+        columns = [sorted(set(column)) for column in zip(*found, strict=True)]
+        parts = ["*" if len(found) == totals[template] and len(found) > 1 else _ranges(column) for column in columns]
+        filled = iter(parts)
+        name = re.sub(r"(?<![^.])\*(?![^.])", lambda _, filled=filled: next(filled), template)  # type: ignore[misc]
+        names.append(f"{name} x{len(found)}" if len(found) > 1 else name)
+    return names
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2,5`` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _without_repeats(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    last = ""
+    for row in rows:
+        yield ("" if row[0] == last else row[0], *row[1:])
+        last = row[0]
+
+
+def _wrapped(cells: tuple[str, ...]) -> list[str]:
+    """The lines of one row of the table."""
+    wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, _WIDTHS, strict=True)]
+    height = max(map(len, wrapped))
+    padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
+    return [
+        "  ".join(lines[i].ljust(width) for lines, width in zip(padded, _WIDTHS, strict=True)).rstrip()
+        for i in range(height)
+    ]

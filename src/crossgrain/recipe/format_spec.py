@@ -1,0 +1,349 @@
+"""One format with its options as a value: ``nvfp4(rht, sr)``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from ..any_format import FormatQuantizer
+from ..dtypes import DType
+from ..float8 import Float8CurrentScalingQuantizer
+from ..float8_block import Float8BlockQuantizer
+from ..formats import Format, formats, fp8_format
+from ..identity import IdentityQuantizer
+from ..mxfp8 import MXFP8Quantizer
+from ..nvfp4 import NVFP4Quantizer
+from ..plane import Direction
+from ..quantize import quantizer_for
+from ..quantizer import Quantizer
+from ..request import QuantizerRequest
+from .params import Format as Elements
+from .requests import DelayedScalingRequest
+from .syntax import Call, RecipeSyntaxError, did_you_mean, parse_call
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """``delayed(history=16, algo=most_recent)``: the scale follows from the amaxes of earlier steps."""
+
+    history: int = 1024
+    algo: str = "max"
+    margin: int = 0
+    reduce: bool = True
+
+    def __post_init__(self) -> None:
+        if self.algo not in ("max", "most_recent"):
+            raise ValueError(f"algo is max or most_recent, not {self.algo!r}")
+        if self.history < 1:
+            raise ValueError(f"a history has at least one step, not {self.history}")
+
+
+@dataclass(frozen=True)
+class FourOverSix:
+    """``4over6(mse, max=448)``: per block the better of two scales, which ``max`` bounds."""
+
+    error: str = "mae"
+    max: int = 256
+
+    def __post_init__(self) -> None:
+        if self.error not in ("mae", "mse"):
+            raise ValueError(f"the error is mae or mse, not {self.error!r}")
+        if self.max not in (256, 448):
+            raise ValueError(f"max is 256 or 448, not {self.max}")
+
+
+# What an option is called, which field it sets, and to what; a type means that it takes a value or arguments.
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    "e4m3": ("element", "e4m3"),
+    "e5m2": ("element", "e5m2"),
+    "2d": ("two_d", True),
+    "row_scaled": ("row_scaled", True),
+    "rht": ("rht", True),
+    "sr": ("sr", True),
+    "4over6": ("four_over_six", FourOverSix),
+    "pow2": ("pow2", True),
+    "f32_scales": ("f32_scales", True),
+    "eps": ("eps", float),
+    "delayed": ("delayed", Delayed),
+    "bf16": ("dtype", "bf16"),
+    "fp16": ("dtype", "fp16"),
+    "fp32": ("dtype", "fp32"),
+}
+
+# The formats that have options of their own; every other registered format is only data and has `sr`.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "hp": ("bf16", "fp16", "fp32"),
+    "fp8": ("e4m3", "e5m2", "pow2", "eps", "delayed"),
+    "fp8_block": ("e4m3", "e5m2", "2d", "f32_scales", "eps"),
+    "mxfp8": ("e4m3", "e5m2", "2d"),
+    "nvfp4": ("2d", "row_scaled", "rht", "sr", "4over6"),
+}
+
+ALIASES: dict[str, str] = {
+    "identity": "hp",
+    "high_precision": "hp",
+    "bf16": "hp(bf16)",
+    "fp16": "hp(fp16)",
+    "fp32": "hp(fp32)",
+    "fp8_e4m3": "fp8",
+    "mxfp8_e4m3": "mxfp8",
+    **{f"{name}_e5m2": f"{name}(e5m2)" for name in ("fp8", "fp8_block", "mxfp8")},
+    **{f"{name}_2d": f"{name}(2d)" for name in ("fp8_block", "mxfp8", "nvfp4")},
+    **{f"{name}_2d_e5m2": f"{name}(2d, e5m2)" for name in ("fp8_block", "mxfp8")},
+    "nvfp4_row_scaled": "nvfp4(row_scaled)",
+    "nvfp4_max256": "nvfp4(4over6)",
+    "nvfp4_max256_2d": "nvfp4(2d, 4over6)",
+}
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """A format and its options, as in ``FormatSpec.parse("nvfp4(rht, sr)")``; `str` gives the text back.
+
+    Which options go together is known only for one operand (`2d` and `rht` may stand together for a
+    whole recipe, where they mean the weight and the wgrad), so conflicts are found by `quantizer`.
+    """
+
+    format: str
+    element: str = "e4m3"
+    two_d: bool = False
+    row_scaled: bool = False
+    rht: bool = False
+    sr: bool = False
+    four_over_six: FourOverSix | None = None
+    pow2: bool = False
+    f32_scales: bool = False
+    eps: float = 0.0
+    delayed: Delayed | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in format_names():
+            raise ValueError(f"no format {self.format!r}{did_you_mean(self.format, format_names())}")
+        if not (self.eps >= 0 and math.isfinite(self.eps)):
+            raise ValueError(f"eps is a number from 0 up, not {self.eps}")
+        allowed = {_OPTIONS[option][0] for option in options_of(self.format)}
+        for field in self.set_fields():
+            if field not in allowed:
+                raise ValueError(f"{self.format} has no option {field!r}")
+
+    def set_fields(self) -> list[str]:
+        """The fields of the options that are not at their default."""
+        return [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
+
+    def without(self, names: Iterable[str]) -> FormatSpec:
+        """This format with the options of these fields at their defaults."""
+        names = set(names)
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in names}
+        return replace(self, **defaults)
+
+    # ---- text ----------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str | FormatSpec) -> FormatSpec:
+        """From text; a spec is returned as it is."""
+        if isinstance(text, FormatSpec):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"a format is written as text, like 'mxfp8', not as {type(text).__name__}")
+        call = parse_call(text)
+        base = parse_call(ALIASES[call.name]) if call.name in ALIASES else Call(call.name, call.start, call.end)
+        if base.name not in format_names():
+            known = [*format_names(), *ALIASES]
+            raise RecipeSyntaxError(
+                f"no format {call.name!r}{did_you_mean(call.name, known)}", text, call.start, call.end
+            )
+        if call.value is not None:
+            raise RecipeSyntaxError(f"options of {call.name} stand in parentheses", text, call.start, call.end)
+        options: dict[str, Any] = {}
+        for where, option in [("", option) for option in base.args] + [(text, option) for option in call.args]:
+            field, value = _option(base.name, option, where)
+            if field in options:
+                raise RecipeSyntaxError(f"{call.name} has {option_name(field)} already", text, option.start, option.end)
+            options[field] = value
+        try:
+            return cls(base.name, **options)
+        except ValueError as error:
+            raise RecipeSyntaxError(str(error), text, call.start, call.end) from None
+
+    def __str__(self) -> str:
+        options = []
+        for option in options_of(self.format):
+            field, wanted = _OPTIONS[option]
+            value = getattr(self, field)
+            if field not in self.set_fields():
+                continue
+            if wanted is float:
+                options.append(f"{option}={value!r}")
+            elif isinstance(wanted, type):
+                options.append(option + _arguments(value))
+            elif value == wanted:
+                options.append(option)
+        return f"{self.format}({', '.join(options)})" if options else self.format
+
+    # ---- what it means -------------------------------------------------------------------------
+
+    def quantizer(self, tensor: str | None = None) -> Quantizer | QuantizerRequest:
+        """A new quantizer of this format, or the request for one that needs a history of amaxes.
+
+        ``tensor`` ("input", "weight", "grad_output") lets a request name the pair of FP8 types that the
+        field calls hybrid. ValueError for options that exclude each other.
+        """
+        if self.delayed is not None:
+            return self._delayed_request(self.delayed, tensor)
+        try:
+            return self._quantizer()
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}") from None
+
+    def stored_format(self, direction: Direction) -> Format:
+        """What the bytes of one direction are; ValueError for options that exclude each other."""
+        if self.delayed is not None:
+            self._refuse_options_of_current_scaling()
+            return fp8_format(self._fp8_dtype.element)
+        quantizer = self.quantizer()
+        assert isinstance(quantizer, Quantizer)
+        return quantizer.encoding(direction).format
+
+    def _quantizer(self) -> Quantizer:
+        match self.format:
+            case "hp":
+                return IdentityQuantizer(dtype=_DTYPES[self.dtype] if self.dtype else None)
+            case "fp8":
+                return Float8CurrentScalingQuantizer(
+                    self._fp8_dtype, force_pow_2_scales=self.pow2, amax_epsilon=self.eps
+                )
+            case "fp8_block":
+                return Float8BlockQuantizer(
+                    self._fp8_dtype,
+                    rowwise=True,
+                    columnwise=True,
+                    amax_epsilon=self.eps,
+                    force_pow_2_scales=not self.f32_scales,
+                    block_scaling_dim=2 if self.two_d else 1,
+                )
+            case "mxfp8":
+                return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self.two_d)
+            case "nvfp4":
+                four_over_six = self.four_over_six or FourOverSix()
+                return NVFP4Quantizer(
+                    with_rht=self.rht,
+                    with_post_rht_amax=self.rht,
+                    with_2d_quantization=self.two_d,
+                    stochastic_rounding=self.sr,
+                    row_scaled_nvfp4=self.row_scaled,
+                    nvfp4_use_4over6=self.four_over_six is not None,
+                    nvfp4_e4m3_max=four_over_six.max,
+                    nvfp4_4over6_err_mode="MSE" if four_over_six.error == "mse" else "MAE",
+                )
+        return FormatQuantizer(self.format, stochastic_rounding=True) if self.sr else quantizer_for(self.format)
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        return DType.kFloat8E5M2 if self.element == "e5m2" else DType.kFloat8E4M3
+
+    def _refuse_options_of_current_scaling(self) -> None:
+        if self.pow2 or self.eps:
+            raise ValueError(f"{self}: pow2 and eps are options of current scaling, not of delayed scaling")
+
+    def _delayed_request(self, delayed: Delayed, tensor: str | None) -> QuantizerRequest:
+        self._refuse_options_of_current_scaling()
+        # All requests of a module's pass have to be equal, and other recipes request the hybrid pair.
+        usual = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
+        name = "HYBRID" if usual.get(tensor or "") == self.element else self.element.upper()
+        return DelayedScalingRequest(
+            fp8_format=Elements[name],
+            margin=delayed.margin,
+            amax_history_len=delayed.history,
+            amax_compute_algo="max" if delayed.algo == "max" else "most_recent",
+            reduce_amax=delayed.reduce,
+        )
+
+
+def format_names() -> list[str]:
+    """Canonical names: the families, and every registered format that is not one of theirs."""
+    return [*FAMILIES, *(fmt.name for fmt in formats() if fmt.name not in FAMILIES and fmt.name not in ALIASES)]
+
+
+def options_of(format: str) -> tuple[str, ...]:
+    """The options of a format, in the order in which they are written."""
+    return FAMILIES.get(format, ("sr",))
+
+
+def option_name(field: str) -> str:
+    """``4over6`` for the field ``four_over_six``."""
+    names = [option for option, (name, _) in _OPTIONS.items() if name == field]
+    return names[0] if len(names) == 1 else "/".join(names)
+
+
+def _option(format: str, call: Call, text: str) -> tuple[str, Any]:
+    """Field and value of one option."""
+    if call.name not in options_of(format):
+        hint = did_you_mean(call.name, options_of(format))
+        raise RecipeSyntaxError(f"{format} has no option {call.name!r}{hint}", text, call.start, call.end)
+    field, wanted = _OPTIONS[call.name]
+    try:
+        if wanted is float:
+            if call.value is None or call.args:
+                raise ValueError(f"{call.name} needs a value, like {call.name}=1e-6")
+            return field, _number(call.value, float)
+        if call.value is not None:
+            raise ValueError(f"{call.name} takes no value")
+        if isinstance(wanted, type):
+            return field, _group(wanted, call, text)
+        if call.args:
+            raise ValueError(f"{call.name} has no options")
+        return field, wanted
+    except RecipeSyntaxError:
+        raise
+    except ValueError as error:
+        raise RecipeSyntaxError(str(error), text, call.start, call.end) from None
+
+
+def _group(kind: type, call: Call, text: str) -> Any:
+    """An option with arguments: ``delayed(history=16)``. A bare word is the value of the first text argument."""
+    defaults = {field.name: field.default for field in fields(kind)}
+    first_text = next(name for name, default in defaults.items() if isinstance(default, str))
+    given: dict[str, Any] = {}
+    for arg in call.args:
+        name, word = (first_text, arg.name) if arg.value is None else (arg.name, arg.value)
+        if name not in defaults:
+            hint = did_you_mean(name, defaults)
+            raise RecipeSyntaxError(f"{call.name} has no argument {name!r}{hint}", text, arg.start, arg.end)
+        if name in given:
+            raise RecipeSyntaxError(f"{call.name} has {name} already", text, arg.start, arg.end)
+        try:
+            given[name] = _number(word, type(defaults[name]))
+            kind(**given)  # which argument is wrong is known only here
+        except ValueError as error:
+            raise RecipeSyntaxError(str(error), text, arg.start, arg.end) from None
+    return kind(**given)
+
+
+def _arguments(group: Any) -> str:
+    values = {f.name: getattr(group, f.name) for f in fields(group) if getattr(group, f.name) != f.default}
+    first = fields(group)[0].name
+    words = [
+        value if name == first and isinstance(value, str) else f"{name}={str(value).lower()}"
+        for name, value in values.items()
+    ]
+    return f"({', '.join(words)})" if words else ""
+
+
+def _number(word: str, kind: type) -> Any:
+    if kind is str:
+        return word
+    if kind is bool:
+        if word not in ("true", "false"):
+            raise ValueError(f"true or false is expected, not {word!r}")
+        return word == "true"
+    try:
+        return kind(word)
+    except ValueError:
+        raise ValueError(f"a number is expected, not {word!r}") from None

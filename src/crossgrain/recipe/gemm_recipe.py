@@ -1,0 +1,313 @@
+"""Recipes by GEMM: what to multiply in fprop, dgrad and wgrad, for which layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import FrozenInstanceError
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+
+from torch import nn
+
+from ..identity import IdentityQuantizer
+from ..operands import GEMMS, TENSORS
+from ..quantizer import Quantizer
+from ..request import QuantizerRequest
+from .base import BackwardOverride, Recipe
+from .binding import bound, check_names, layers_of
+from .document import OPTIONS, Document, document_of, make_option, make_rule, mapping_of
+from .files import is_recipe_path, read_mapping, write_mapping
+from .format_spec import FormatSpec
+from .params import Format
+from .plan import ATTENTION, LayerPlan, Settings, gemms_of, make_plan, make_settings
+from .presets import PRESETS
+from .roles import QuantizerRole
+from .rules import ModuleType, Rule
+from .syntax import did_you_mean
+from .text import format_line, parse_line, parse_rule
+
+if TYPE_CHECKING:
+    from .explain import Explanation
+
+_NOT_SAID = {"attention": FormatSpec("hp"), **{f"{tensor}.source": "original" for tensor in TENSORS}}
+_ATTENTION_NOT_SAID: Settings = (("attention", FormatSpec("hp")),)
+_DEFAULTS = {"allow_mixed": False, "backward_override": None, "blocks": None}
+
+
+class GemmRecipe(Recipe):
+    """An immutable, hashable value: formats by GEMM, with exceptions for operands and layers.
+
+    >>> recipe = GemmRecipe(fprop="mxfp8", dgrad="nvfp4(sr)", wgrad="nvfp4(rht, sr)", rules=["*.lm_head: hp"])
+    >>> recipe == GemmRecipe.load("fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr); *.lm_head: hp")
+    True
+
+    ``operands``  formats of single operands: ``{"fprop.weight": "nvfp4(2d)", "attention.s": "fp8"}``
+    ``sources``   "dequantized" for a tensor whose columnwise plane is made from its decoded rowwise plane
+    ``rules``     texts, pairs of pattern and format or settings, or `Rule`; later rules win
+    ``blocks``    path (or glob) of the module whose children "first 2 blocks" counts, if it is not obvious
+    """
+
+    _kind: ClassVar[str] = "custom"
+    quantization_alignment: ClassVar[int] = 128
+    fp8_format: ClassVar[Format] = Format.HYBRID
+
+    settings: Settings
+    rules: tuple[Rule, ...]
+    blocks: str | None
+
+    def __init__(
+        self,
+        fprop: str | FormatSpec,
+        dgrad: str | FormatSpec,
+        wgrad: str | FormatSpec,
+        *,
+        operands: Mapping[str, str | FormatSpec] | None = None,
+        sources: Mapping[str, str] | None = None,
+        attention: str | FormatSpec = "hp",
+        rules: Iterable[Rule | str | tuple[str, Any]] = (),
+        blocks: str | None = None,
+        allow_mixed: bool = False,
+        backward_override: BackwardOverride = None,
+    ) -> None:
+        values = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "attention": attention}
+        for key, operand in (operands or {}).items():
+            if "." not in key or key.endswith(".source"):
+                raise ValueError(f"operands are called 'fprop.weight' and the like, not {key!r}")
+            values[key] = operand
+        values.update({f"{tensor}.source": source for tensor, source in (sources or {}).items()})
+        settings = make_settings(values)
+        options = {"allow_mixed": allow_mixed, "backward_override": backward_override, "blocks": blocks}
+        # Fields are written here and nowhere else: assignment raises.
+        vars(self).update(
+            settings=tuple(item for item in settings if item not in _NOT_SAID.items()),
+            rules=tuple(_as_rule(rule) for rule in rules),
+            **{key: make_option(key, value) for key, value in options.items()},
+        )
+        stages = (self.settings, *(rule.settings for rule in self.rules))
+        vars(self).update(fp8_dpa=any(_quantizes_attention(settings) for settings in stages))
+        self._check_rules()
+
+    # ---- parts ---------------------------------------------------------------------------------
+
+    @property
+    def fprop(self) -> FormatSpec:
+        return self._spec("fprop")
+
+    @property
+    def dgrad(self) -> FormatSpec:
+        return self._spec("dgrad")
+
+    @property
+    def wgrad(self) -> FormatSpec:
+        return self._spec("wgrad")
+
+    @property
+    def attention(self) -> FormatSpec:
+        return self._spec("attention")
+
+    @property
+    def set_options(self) -> dict[str, Any]:
+        """The options of the whole recipe that are not at their defaults."""
+        return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) != _DEFAULTS[key]}
+
+    def _spec(self, key: str) -> FormatSpec:
+        spec = {**_NOT_SAID, **dict(self.settings)}[key]
+        assert isinstance(spec, FormatSpec)
+        return spec
+
+    # ---- a value -------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise FrozenInstanceError(f"a GemmRecipe cannot be changed ({name}); make another one")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise FrozenInstanceError(f"a GemmRecipe cannot be changed ({name}); make another one")
+
+    def _value(self) -> tuple[Any, ...]:
+        return (self.settings, self.rules, self.allow_mixed, self.backward_override, self.blocks)
+
+    def __eq__(self, other: object) -> bool:
+        return self._value() == other._value() if isinstance(other, GemmRecipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    # ---- text and files ------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return format_line(self.settings, self.rules, self.set_options)
+
+    def __repr__(self) -> str:
+        return f"GemmRecipe.load({str(self)!r})"
+
+    @classmethod
+    def load(cls, value: str | os.PathLike[str] | Mapping[str, Any] | GemmRecipe) -> Self:
+        """From the name of a preset, a line, the path of a .yaml or .json file, or a mapping."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        if is_recipe_path(value):
+            mapping = read_mapping(value)
+            try:
+                return cls.from_dict(mapping)
+            except ValueError as error:
+                raise ValueError(f"{value}: {error}") from error
+        if not isinstance(value, str):
+            raise TypeError(f"a recipe is a preset's name, a line, a path or a mapping, not {type(value).__name__}")
+        recipe: Self = _of_line(cls, value)  # type: ignore[arg-type]  # classes are hashable
+        return recipe
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
+        """From what `to_dict` gives; ``preset`` names a recipe that the rest changes."""
+        return cls._from_document(document_of(mapping))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strings, lists and dicts, as in a file."""
+        return mapping_of(self.settings, self.rules, self.set_options)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """To a .yaml, .yml or .json file."""
+        write_mapping(self.to_dict(), path)
+
+    @classmethod
+    def _from_document(cls, document: Document) -> Self:
+        settings: dict[str, Any] = {}
+        rules = document.rules
+        options = document.options
+        if document.preset is not None:
+            if document.preset not in PRESETS:
+                raise ValueError(f"no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
+            base = cls._from_document(parse_line(PRESETS[document.preset].line))
+            settings = {key: value for key, value in base.settings if key.partition(".")[0] not in document.settings}
+            rules, options = [*base.rules, *rules], {**base.set_options, **options}
+        settings.update(document.settings)
+        if isinstance(everything := settings.pop("all", None), FormatSpec):
+            settings = {**gemms_of(everything), **settings}
+        missing = [gemm for gemm in GEMMS if gemm not in settings]
+        if missing:
+            raise ValueError(f"{missing[0]} is not set; say '{missing[0]}: hp' if it is to stay in high precision")
+        return cls(
+            **{gemm: settings.pop(gemm) for gemm in GEMMS},
+            attention=settings.pop("attention", "hp"),
+            operands={key: value for key, value in settings.items() if not key.endswith(".source")},
+            sources={key.partition(".")[0]: value for key, value in settings.items() if key.endswith(".source")},
+            rules=rules,
+            **options,
+        )
+
+    # ---- what it means for a layer -------------------------------------------------------------
+
+    def qfactory(self, role: QuantizerRole | None) -> Quantizer | QuantizerRequest:
+        """A new quantizer for a role, or the request for one.
+
+        Tensors that no GEMM of the module reads (boundary slots, whose role is None or says so) stay as they are.
+        """
+        tensor, module_type = _tensor_of(role)
+        if role is None or tensor is None:
+            return IdentityQuantizer()
+        return self.plan(role.name, module_type).quantizer(tensor)
+
+    def plan(self, name: str, module_type: str = "linear") -> LayerPlan:
+        """What the layer of this name does with each direction of its tensors."""
+        matching = [i for i, rule in enumerate(self.rules) if rule.matcher.matches(name, module_type)]
+        return _checked_plan(self._stages(matching), self._gemms_to_check(), name)
+
+    def for_model(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
+        """This recipe with its blocks known; ValueError if a pattern matches no layer, or formats do not pair."""
+        blocks = blocks if blocks is not None else self.blocks
+        layers = layers_of(model)
+        if any(not isinstance(rule.matcher, ModuleType) for rule in self.rules):
+            check_names(model)
+        rules = [Rule(bound(rule.matcher, model, layers, blocks), rule.settings) for rule in self.rules]
+        recipe = self._with(rules=tuple(rules), blocks=blocks)
+        for layer in layers:
+            recipe.plan(layer.name, layer.module_type)
+        return recipe
+
+    def explain(self, model: nn.Module | None = None, *, every_layer: bool = False) -> Explanation:
+        """Which format each direction of each tensor has, and why; `print` it.
+
+        Without a model it shows the default and each rule. Layers that are treated alike are shown once, with
+        numbers in their names as ``*``, unless ``every_layer``.
+        """
+        from .explain import explain
+
+        return explain(self, model, every_layer=every_layer)
+
+    def rule_label(self, index: int) -> str:
+        """How explanations and errors call a rule: ``rule 1 (*.lm_head)``."""
+        return f"rule {index + 1} ({str(self.rules[index].matcher).partition(' (')[0]})"
+
+    def _stages(self, indices: Iterable[int]) -> tuple[tuple[str, Settings], ...]:
+        rules = [(self.rule_label(i), self.rules[i].settings) for i in indices]
+        return (("default", _ATTENTION_NOT_SAID), ("default", self.settings), *rules)
+
+    def _with(self, **changes: Any) -> Self:
+        new = object.__new__(type(self))
+        vars(new).update({**vars(self), **changes})
+        return new
+
+    def _gemms_to_check(self) -> tuple[str, ...]:
+        """Those that multiply operands as they are; a ``backward_override`` decodes them in backward."""
+        if self.allow_mixed:
+            return ()
+        return ("fprop",) if self.backward_override else tuple(GEMMS)
+
+    def _check_rules(self) -> None:
+        """Raise if the default does not pair, or if a rule does not with any of the rules before it.
+
+        Which rules meet in a layer is known only with a model; a rule may complete one before it.
+        """
+        _checked_plan(self._stages([]), self._gemms_to_check(), "")
+        for i in range(len(self.rules)):
+            before = [[], *([j] for j in range(i)), list(range(i))]
+            problems = [self._problem([*others, i]) for others in before]
+            if all(problems):
+                raise ValueError(f"{self.rule_label(i)}: {problems[0]}")
+
+    def _problem(self, rules: list[int]) -> str | None:
+        try:
+            _checked_plan(self._stages(rules), self._gemms_to_check(), "")
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+@lru_cache(maxsize=256)
+def _of_line(cls: Any, line: str) -> Any:
+    """Autocast may be given the same line in every step."""
+    return cls._from_document(parse_line(line))
+
+
+def _quantizes_attention(settings: Settings) -> bool:
+    return any(key.startswith("attention") and value != FormatSpec("hp") for key, value in settings)
+
+
+@lru_cache(maxsize=4096)
+def _checked_plan(stages: tuple[tuple[str, Settings], ...], gemms: tuple[str, ...], layer: str) -> LayerPlan:
+    plan = make_plan(stages)
+    plan.check_pairs(layer, gemms)
+    return plan
+
+
+def _as_rule(rule: Rule | str | tuple[str, Any]) -> Rule:
+    if isinstance(rule, Rule):
+        return rule
+    return parse_rule(rule) if isinstance(rule, str) else make_rule(*rule)
+
+
+def _tensor_of(role: QuantizerRole | None) -> tuple[str | None, str]:
+    """Which of our tensors a role means, None if it is none of them, and the type of its module."""
+    if role is None:
+        return None, ""
+    if role.module_type == "dpa":
+        return (role.tensor_type if role.tensor_type in ATTENTION else None), "dpa"
+    if role.tensor_type in TENSORS:
+        return role.tensor_type, role.module_type
+    # What leaves an attention core is marked only by the end of its name.
+    hints = {"dpa_output": "o", "dpa_grad_input": "dqkv"}
+    found = [tensor for end, tensor in hints.items() if role.name.endswith(end) and not role.module_type]
+    return (found[0], "dpa") if found else (None, role.module_type)

@@ -1,0 +1,105 @@
+"""What all texts of the recipe language share: calls like ``nvfp4(rht, sr)``, and errors that point at the mistake."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_WORD = re.compile(r"[A-Za-z0-9_.+-]+")
+_SHOWN = 90  # columns of the text that an error shows
+
+
+class RecipeSyntaxError(ValueError):
+    """A mistake in a recipe, at a place of its text.
+
+    >>> FormatSpec.parse("nvfp4(rth)")
+    RecipeSyntaxError: nvfp4 has no option 'rth'; did you mean 'rht'?
+      nvfp4(rth)
+            ^^^
+    """
+
+    def __init__(self, message: str, text: str, start: int = 0, end: int | None = None) -> None:
+        super().__init__(message, text, start, len(text) if end is None else end)
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+    def within(self, text: str, offset: int) -> RecipeSyntaxError:
+        """The same mistake, seen in the longer ``text`` that has this one at ``offset``."""
+        return RecipeSyntaxError(self.message, text, self.args[2] + offset, self.args[3] + offset)
+
+    def __str__(self) -> str:
+        message, text, start, end = self.args
+        text = re.sub(r"\s", " ", text)  # a caret points into one line
+        left = max(0, min(start - _SHOWN // 3, len(text) - _SHOWN))
+        shown, start, end = text[left : left + _SHOWN], start - left, end - left
+        if left:
+            shown, start, end = "..." + shown, start + 3, end + 3
+        if left + _SHOWN < len(text):
+            shown += "..."
+        carets = "^" * max(1, min(end, len(shown)) - start)
+        return f"{message}\n  {shown}\n  {' ' * start}{carets}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'rht'?"``, or the list of what there is."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """``name``, ``name=value`` or ``name(args)``, and where it stood."""
+
+    name: str
+    start: int
+    end: int
+    value: str | None = None
+    args: tuple[Call, ...] = ()
+
+
+def parse_call(text: str) -> Call:
+    """``nvfp4(rht, 4over6(mse))`` as a tree; the whole text has to be one call."""
+    call, position = _call(text, _skip(text, 0))
+    if position != len(text):
+        raise RecipeSyntaxError(f"nothing may follow {call.name!r} here", text, position)
+    return call
+
+
+def _call(text: str, position: int) -> tuple[Call, int]:
+    word = _WORD.match(text, position)
+    if word is None:
+        what = repr(text[position]) if position < len(text) else "the end"
+        raise RecipeSyntaxError(f"a name is expected, not {what}", text, position, position + 1)
+    name, start, end = word.group(), word.start(), word.end()
+    position = _skip(text, end)
+    if text[position : position + 1] == "=":
+        value = _WORD.match(text, _skip(text, position + 1))
+        if value is None:
+            raise RecipeSyntaxError(f"{name}= needs a value", text, start, position + 1)
+        return Call(name, start, value.end(), value.group()), _skip(text, value.end())
+    if text[position : position + 1] != "(":
+        return Call(name, start, end), position
+    opened, separator = position, ","
+    args: list[Call] = []
+    while separator == ",":
+        position = _skip(text, position + 1)
+        if not args and text[position : position + 1] == ")":
+            separator = ")"
+            break
+        arg, position = _call(text, position)
+        args.append(arg)
+        separator = text[position : position + 1]
+    if separator != ")":
+        raise RecipeSyntaxError("this parenthesis is not closed", text, opened, opened + 1)
+    return Call(name, start, end, args=tuple(args)), _skip(text, position + 1)
+
+
+def _skip(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

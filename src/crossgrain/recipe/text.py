@@ -1,0 +1,138 @@
+"""A recipe in one line.
+
+    fprop: mxfp8, dgrad: nvfp4, wgrad: nvfp4(rht, sr), weight.source: dequantized; *.lm_head: hp
+
+Before the first ``;`` stand the settings and options of the recipe; a first entry without a key is the name of a
+preset or a format for all GEMMs. After each ``;`` stands a rule, ``pattern: format`` or ``pattern: settings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .document import OPTIONS, Document
+from .format_spec import ALIASES, format_names
+from .plan import KEYS, Settings, make_settings
+from .presets import PRESETS
+from .rules import Rule, parse_matcher
+from .syntax import RecipeSyntaxError, did_you_mean
+
+
+def parse_line(text: str) -> Document:
+    """The document that a line stands for; errors point at the mistake."""
+    (start, end), *rules = _split(text, 0, len(text), ";")
+    document = Document()
+    for index, (key, value_start, value_end) in enumerate(_entries(text, start, end)):
+        value = text[value_start:value_end]
+        if key is None and index == 0 and value in PRESETS:
+            document.preset = value
+        elif key is None and index > 0:
+            raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
+        else:
+            if key is None:
+                _check_name(text, value_start, value_end)
+            _set(document, key or "all", text, value_start, value_end)
+    for start, end in rules:
+        if start == end:
+            raise RecipeSyntaxError("a rule is expected after ';'", text, max(0, start - 1), start + 1)
+        document.rules.append(_rule(text, start, end))
+    return document
+
+
+def format_line(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> str:
+    """The line that `parse_line` turns into this."""
+    words = [_settings_text(settings)]
+    words += [f"{key}: {str(value).lower() if value is True else value}" for key, value in options.items()]
+    return "; ".join([", ".join(words), *(f"{rule.matcher}: {_settings_text(rule.settings)}" for rule in rules)])
+
+
+def parse_rule(text: str) -> Rule:
+    """``*.lm_head: hp``."""
+    return _rule(text, *_strip(text, 0, len(text)))
+
+
+def _check_name(text: str, start: int, end: int) -> None:
+    """A first word that is no format may be the name of a preset that is misspelt."""
+    name = text[start:end].partition("(")[0].strip()
+    known = [*PRESETS, *format_names(), *ALIASES]
+    if name not in known:
+        raise RecipeSyntaxError(f"no preset or format {name!r}{did_you_mean(name, known)}", text, start, end)
+
+
+def _settings_text(settings: Settings) -> str:
+    return ", ".join(str(value) if key == "all" else f"{key}: {value}" for key, value in settings)
+
+
+def _rule(text: str, start: int, end: int) -> Rule:
+    colon = text.find(":", start, end)
+    if colon < 0:
+        raise RecipeSyntaxError("a rule is written 'pattern: format'", text, start, end)
+    pattern = text[start:colon]
+    if pattern.strip() in (*KEYS, *OPTIONS):
+        raise RecipeSyntaxError(
+            f"{pattern.strip()!r} is a setting, and after ';' come rules; settings are separated by ','",
+            text,
+            start,
+            colon,
+        )
+    try:
+        matcher = parse_matcher(pattern)
+    except RecipeSyntaxError as error:
+        raise error.within(text, start) from None
+    document = Document()
+    for index, (key, value_start, value_end) in enumerate(_entries(text, *_strip(text, colon + 1, end))):
+        value = text[value_start:value_end]
+        if key in OPTIONS:
+            raise RecipeSyntaxError(f"{key} is for the whole recipe, not for a rule", text, value_start, value_end)
+        if key is None and index > 0:
+            raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
+        _set(document, key or "all", text, value_start, value_end)
+    return Rule(matcher, make_settings(document.settings))
+
+
+def _set(document: Document, key: str, text: str, start: int, end: int) -> None:
+    try:
+        document.set(key, text[start:end])
+    except RecipeSyntaxError as error:
+        raise error.within(text, start) from None
+    except ValueError as error:
+        raise RecipeSyntaxError(str(error), text, start, end) from None
+
+
+def _entries(text: str, start: int, end: int) -> Iterator[tuple[str | None, int, int]]:
+    """Key (None if there is none) and the place of the value, of each ``key: value`` between commas."""
+    for first, last in _split(text, start, end, ","):
+        if first == last:
+            raise RecipeSyntaxError("a setting is expected here, like 'fprop: mxfp8'", text, first, first + 1)
+        colon = text.find(":", first, last)
+        if colon < 0:
+            yield None, first, last
+            continue
+        key = text[first:colon].strip()
+        if key not in (*KEYS, *OPTIONS):
+            hint = did_you_mean(key, [*KEYS, *OPTIONS])
+            raise RecipeSyntaxError(f"no setting {key!r}{hint}", text, first, max(first + 1, colon))
+        value_start, value_end = _strip(text, colon + 1, last)
+        if value_start == value_end:
+            raise RecipeSyntaxError(f"{key} needs a value", text, first, last)
+        yield key, value_start, value_end
+
+
+def _split(text: str, start: int, end: int, separator: str) -> list[tuple[int, int]]:
+    """The places between separators that are not inside parentheses, without the blanks around."""
+    depth, first, places = 0, start, []
+    for i in range(start, end):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if text[i] == separator and depth <= 0:
+            places.append(_strip(text, first, i))
+            first = i + 1
+    return [*places, _strip(text, first, end)]
+
+
+def _strip(text: str, start: int, end: int) -> tuple[int, int]:
+    while start < end and text[start].isspace():
+        start += 1
+    while start < end and text[end - 1].isspace():
+        end -= 1
+    return start, end
