@@ -4,6 +4,7 @@ import torch as _torch
 
 from . import formats, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
+from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .encoding import Encoding
 from .float8 import (
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 __all__ = [
     "COLUMNWISE",
     "ROWWISE",
+    "ConvertReport",
     "DType",
     "DelayedScalingRequest",
     "Direction",
@@ -93,6 +95,7 @@ __all__ = [
     "TE_DType",
     "TE_DType_To_Torch",
     "autocast",
+    "convert",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
@@ -118,6 +121,7 @@ __all__ = [
     "set_backend",
     "settings",
     "swizzle_scales",
+    "unconvert",
     "unswizzle_scales",
 ]
 
