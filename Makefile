@@ -1,7 +1,7 @@
 # Every target sets up what it needs, in .venv, on a machine with nothing but Python and make.
 #
 #   make test    lint, types, tests      make demo    all formats in a table and a picture
-#   make lint    lint and types only     make bench   kernel times relative to a copy
+#   make lint    lint and types only     make bench   times of kernels and layers
 #   make clean   remove everything that make has made
 
 PYTHON ?= python3
@@ -36,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out out
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py --json out/kernels.json --chart out/kernels.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --json out/benchmarks.json --chart out/benchmarks.png
 
 clean:
 	rm -rf $(VENV) out build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -35,6 +35,8 @@ def assert_same_bytes(a: cg.QuantizedTensorStorage, b: cg.QuantizedTensorStorage
     assert a.shape == b.shape
     for mine, theirs in zip(a.planes(), b.planes(), strict=True):
         assert mine.format == theirs.format
+        assert not mine.stale
+        assert not theirs.stale
         assert torch.equal(mine.operand_codes(), theirs.operand_codes()), f"{mine.direction.value} codes differ"
         if mine.scale is not None:
             assert torch.equal(mine.operand_scales(), theirs.operand_scales()), f"{mine.direction.value} scales differ"

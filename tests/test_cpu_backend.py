@@ -140,6 +140,12 @@ def test_pairs_of_formats(pair):
             assert_backends_agree(x.to(dtype), encodings)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2"])
+def test_stochastic_rows_of_bytes(name):
+    for x in awkward_inputs():
+        assert_backends_agree(x, [(ROWWISE, Encoding(get_format(name), stochastic=True))])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_plane_twice_is_written_twice(name):
     assert_backends_agree(torch.randn(128, 128), encodings_of(name, (ROWWISE, COLUMNWISE, ROWWISE, COLUMNWISE)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import sys
@@ -70,20 +69,19 @@ def test_demo_draws_a_picture(demo):
     assert len(content) > 20_000
 
 
-def test_benchmark_times_every_format_in_every_direction(tmp_path, monkeypatch, capsys):
-    report = tmp_path / "report.json"
-    arguments = ("--size", "128", "--repeats", "1", "--json", report, "--chart", tmp_path / "chart.png")
-    printed = run("benchmarks/kernels.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    content = json.loads(report.read_text())
-    cases = {(timing["name"], timing["direction"]) for timing in content["timings"]}
-    names = NAMES - {"identity"}
-    assert cases >= {(name, direction) for name in names for direction in ("row", "column", "both")}
-    assert ("mxfp8 | nvfp4 + RHT", "both") in cases
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    assert all(timing["encode"] > 0 and timing["decode"] > 0 for timing in content["timings"])
-    assert content["environment"]["threads"] == 1
-    assert content["environment"]["backend"] in printed
-    assert all(name in printed for name in names)
+def test_gradient_error_of_each_gemm(monkeypatch, capsys):
+    printed = run("examples/gradient_error.py", monkeypatch=monkeypatch, capsys=capsys)
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("nvfp4 ", "mxfp8 ", "fp8 "))]
+    found = {(name, gemms): [float(cell) for cell in cells] for name, gemms, *cells in rows}
+    assert found.keys() == {
+        (name, gemms) for name in ("nvfp4", "mxfp8", "fp8") for gemms in ("fprop", "dgrad", "wgrad", "all")
+    }
+    for (name, gemms), (error, cosine, input_error, input_cosine) in found.items():
+        assert 0 < error < 1 and 0.5 < cosine <= 1 and 0.5 < input_cosine <= 1
+        assert (input_error == 0) == (gemms == "wgrad")  # what the input gets does not go through wgrad
+        assert error <= found[name, "all"][0]
+        if name != "nvfp4":
+            assert error < found["nvfp4", gemms][0]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])

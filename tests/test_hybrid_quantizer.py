@@ -408,7 +408,7 @@ def test_custom_children(x, custom, source):
             refused()
 
 
-def test_a_custom_child_that_fails_leaves_no_mixture(x):
+def test_a_custom_child_that_fails_leaves_no_mixture(x, monkeypatch):
     h = cg.HybridQuantizer(
         rowwise_quantizer=cg.MXFP8Quantizer(E4M3), columnwise_quantizer=HalvesQuantizer(rowwise=True, columnwise=True)
     )
@@ -423,6 +423,12 @@ def test_a_custom_child_that_fails_leaves_no_mixture(x):
         derived.update_quantized(torch.full_like(x, 13.0), q)
     with pytest.raises(RuntimeError, match="columnwise HalvesStorage .* is stale"):
         q.dequantize(direction=COLUMNWISE)
+    q.quantize_(x)
+    monkeypatch.setattr(kernels, "write", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        q.quantize_(x * 2)
+    with pytest.raises(RuntimeError, match="rowwise MXFP8Tensor .* is stale"):
+        q.dequantize()
 
 
 def test_kernels_are_asked_with_the_encoding_of_each_child(x, monkeypatch):

@@ -150,6 +150,15 @@ def test_a_slice_with_a_shared_scale_is_not_written_at_all(names, x, source):
     assert unchanged(q, before)
 
 
+def test_a_child_that_the_source_lacks_is_not_written_under_a_shared_scale(x):
+    q = hybrid_of("mxfp8", "fp8")(torch.cat((x, x)))
+    before, src = buffers_of(q), hybrid_of("mxfp8", "fp8")(x * 2)
+    src.update_usage(columnwise_usage=False)
+    with pytest.raises(RuntimeError, match="shares its per-tensor"):
+        q[:128].copy_(src)
+    assert unchanged(q, before)
+
+
 def test_a_quantizer_of_other_formats_is_refused_before_anything_is_written(x):
     q = hybrid_of("mxfp8", "fp8_block")(x)
     before = buffers_of(q)

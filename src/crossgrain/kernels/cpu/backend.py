@@ -6,7 +6,7 @@ Both give the same bytes, so which one ran shows only in the time it took.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,20 +18,26 @@ from ..target import Target
 from . import measure
 from .decoders import decoder
 from .elements import INFINITY_BITS
-from .encoders import ENCODERS
+from .encoders import ENCODERS, Encoder
 from .runtime import kernel, run_ranges
 from .support import (
+    all_have_memory,
     from_bits,
     has_memory,
     is_readable,
     is_standard,
     readable_memory,
+    scales_of,
     tag_of_input,
+    tensor_factor,
     yes_or_no,
 )
 from .tags import NO, YES, Tag
 
 _STREAM_FROM = 1 << 20  # elements of a result that does not fit the caches anyway
+
+
+_steps: dict[Hashable, tuple[Encoder, ...]] = {}  # the encoders for each kind of work that needs no other
 
 
 class CpuBackend(ReferenceBackend):
@@ -89,16 +95,43 @@ class CpuBackend(ReferenceBackend):
         return super().measure(x, [target])[0] if bits > INFINITY_BITS else from_bits(bits)
 
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
-        if not is_readable(x) or not all(has_memory(b) for target in targets for b in target.plane.buffers()):
+        if not is_readable(x) or not all_have_memory([b for target in targets for b in target.plane.buffers()]):
             super().encode(x, targets, seed)
             return
+        source = readable_memory(x)
+        key = _kind_of_work(x, targets)
+        steps = None if key is None else _steps.get(key)
+        if steps is None:
+            self._encode_and_note(x, source, targets, seed, key)
+            return
+        left = list(targets)
+        for encode_some in steps:
+            left = encode_some(source, left, seed)
+        if left:
+            super().encode(x, left, seed)
+
+    def _encode_and_note(
+        self, x: Tensor, source: Tensor, targets: Sequence[Target], seed: int | None, key: Hashable | None
+    ) -> None:
+        """Try all encoders, and note which have done it all, to go straight to these the next time."""
         # fp16 goes through fp32, but for the scales that depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
         slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_usable_amax(t)]
-        source, left = readable_memory(x), [target for target in targets if target not in slow]
+        left = [target for target in targets if target not in slow]
+        steps = []
         for encode_some in ENCODERS:
-            left = encode_some(source, left, seed)
+            rest = encode_some(source, left, seed)
+            if len(rest) < len(left):
+                steps.append(encode_some)
+            left = rest
+        if key is not None and not slow and not left:
+            _steps[key] = tuple(steps)
         super().encode(x, left + slow, seed)
+
+    def tensor_scale(self, target: Target) -> Tensor:
+        if target.amax is None or target.amax.numel() != 1 or not has_memory(target.amax):
+            return super().tensor_scale(target)
+        return torch.tensor([tensor_factor(target)], dtype=torch.float32, device="cpu")
 
     # ---- decoding ------------------------------------------------------------------------------
 
@@ -121,7 +154,7 @@ class CpuBackend(ReferenceBackend):
         self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
         """The plane as it lies: the operand, or [M, K] if it is stored so. None: there is no kernel."""
-        if not plane.data.is_contiguous() or not all(map(has_memory, plane.buffers())):
+        if not plane.data.is_contiguous() or not all_have_memory(list(plane.buffers())):
             return None
         if plane.scale is None or not is_standard(plane):
             return None
@@ -156,6 +189,19 @@ def _amax_of_each_row(x: Tensor, plane: Plane) -> Tensor:
 
     parts = run_ranges(work, height, x.numel())
     return (found if rowwise else torch.stack(parts).amax(dim=0)).view(torch.float32)
+
+
+def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
+    """All that the choice of encoders depends on, None if the targets are stored or scaled in unusual ways."""
+    kinds: list[Hashable] = [x.dtype]
+    for target in targets:
+        plane = target.plane
+        scale = scales_of(plane) if plane.scale is not None else None
+        plain = plane.data.is_contiguous() and (scale is None or scale.dim() < 2 or scale.stride(1) == 1)
+        if not plain or (plane.amax is not None and not plane.amax.is_contiguous()) or not _has_usable_amax(target):
+            return None
+        kinds.append((target.encoding, plane.direction, plane.shape, plane.transposed))
+    return tuple(kinds)
 
 
 def _has_usable_amax(target: Target) -> bool:

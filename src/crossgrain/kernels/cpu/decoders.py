@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -65,8 +66,7 @@ def decoder(plane: Plane, width: int) -> Decoder | None:
         constant = float(np.float32(1.0 / (E2M1.max * fmt.scale_bound)))
 
         def nvfp4(out: Tensor, first: int, last: int, streaming: Tag) -> None:
-            table = torch.empty(320, dtype=torch.float32, device="cpu")
-            table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8, device="cpu")
+            table = _tables.mine()
             arguments = (
                 plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
                 amax.data_ptr(), 4 if fmt.global_amax == "row" else 0, constant,
@@ -76,3 +76,20 @@ def decoder(plane: Plane, width: int) -> Decoder | None:
 
         return nvfp4
     return None
+
+
+class _Tables(threading.local):
+    """Scratch of the NVFP4 decoder, one for each thread: 256 numbers, then the bytes 0 to 255."""
+
+    def __init__(self) -> None:
+        self.table: Tensor | None = None
+
+    def mine(self) -> Tensor:
+        if self.table is None:
+            with torch.inference_mode(False):
+                self.table = torch.empty(320, dtype=torch.float32, device="cpu")
+                self.table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8, device="cpu")
+        return self.table
+
+
+_tables = _Tables()

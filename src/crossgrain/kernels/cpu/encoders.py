@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from .support import (
     reciprocal,
     row_bytes,
     scales_of,
+    scratch_memory,
     tag_of_input,
     tag_of_plane,
     tensor_factor,
@@ -79,58 +81,75 @@ def _finish(target: Target | None) -> None:
         scales_of(target.plane).fill_(reciprocal(tensor_factor(target)))
 
 
+def _parted(targets: list[Target], wanted: Callable[[Target], bool]) -> tuple[list[Target], list[Target]]:
+    mine = [target for target in targets if wanted(target)]
+    return mine, [target for target in targets if target not in mine] if mine else targets
+
+
 def encode_rows(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
     """Rowwise planes, one after the other."""
-    height, width = targets[0].plane.shape if targets else (0, 0)
-    for target in filter(is_row_run, targets):
-        run = _run(target, seed)
+    mine, others = _parted(targets, is_row_run)
+    for target in mine:
+        _encode_row_run(x, target, _run(target, seed))
+    return others
 
-        def work(first: int, last: int, run: Run = run) -> None:
-            scratch = torch.empty(rows.RUN_SCRATCH, dtype=torch.uint8, device="cpu")
-            arguments = (
-                x.data_ptr(), width * x.element_size(), *run.place,
-                first, last, width, scratch.data_ptr(), *run.keys, tag_of_input(x), *run.tags,
-            )  # fmt: skip
-            kernel(rows.encode_rows, *arguments)(*arguments)
 
-        run_ranges(work, height, x.numel())
-        _finish(target)
-    return [target for target in targets if not is_row_run(target)]
+def _encode_row_run(x: Tensor, target: Target, run: Run) -> None:
+    height, width = target.plane.shape
+
+    def work(first: int, last: int) -> None:
+        arguments = (
+            x.data_ptr(), width * x.element_size(), *run.place,
+            first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.keys, tag_of_input(x), *run.tags,
+        )  # fmt: skip
+        kernel(rows.encode_rows, *arguments)(*arguments)
+
+    run_ranges(work, height, x.numel())
+    _finish(target)
 
 
 def encode_columns(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
     """Columnwise planes that are stored transposed, one after the other."""
-    height, width = targets[0].plane.shape if targets else (0, 0)
+    mine, others = _parted(targets, is_column_run)
+    for target in mine:
+        _encode_column_run(x, target, _run(target, seed))
+    return others
+
+
+def _encode_column_run(x: Tensor, target: Target, run: Run) -> None:
+    height, width = target.plane.shape
     strip = min(_TURNED_WIDTH, width)
-    for target in filter(is_column_run, targets):
-        run = _run(target, seed)
 
-        def work(first: int, last: int, run: Run = run) -> None:
-            scratch = torch.empty(strip * transposed.PITCH + rows.RUN_SCRATCH, dtype=torch.uint8, device="cpu")
-            arguments = (
-                x.data_ptr(), width * x.element_size(), *run.place,
-                first, last, height, width, strip, scratch.data_ptr(), *run.keys, tag_of_input(x), *run.tags,
-            )  # fmt: skip
-            kernel(transposed.encode_columns, *arguments)(*arguments)
+    def work(first: int, last: int) -> None:
+        scratch = scratch_memory(strip * transposed.PITCH + rows.RUN_SCRATCH)
+        arguments = (
+            x.data_ptr(), width * x.element_size(), *run.place,
+            first, last, height, width, strip, scratch, *run.keys, tag_of_input(x), *run.tags,
+        )  # fmt: skip
+        kernel(transposed.encode_columns, *arguments)(*arguments)
 
-        run_ranges(work, -(-height // transposed.HEIGHT), x.numel())
-        _finish(target)
-    return [target for target in targets if not is_column_run(target)]
+    run_ranges(work, -(-height // transposed.HEIGHT), x.numel())
+    _finish(target)
 
 
 def encode_casts(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
     """Per-tensor FP8 that is stored as the input is."""
-    for target in filter(is_cast, targets):
-        plane, factor = target.plane, tensor_factor(target)
+    mine, others = _parted(targets, is_cast)
+    for target in mine:
+        _cast(x, target)
+    return others
 
-        def work(first: int, last: int, target: Target = target, factor: float = factor) -> None:
-            place = (x.data_ptr(), target.plane.data.data_ptr())
-            arguments = (*place, factor, first, last, tag_of_input(x), tag_of_plane(target.plane), YES)
-            kernel(rows.cast, *arguments)(*arguments)
 
-        run_ranges(work, x.numel(), x.numel())
-        scales_of(plane).fill_(reciprocal(factor))
-    return [target for target in targets if not is_cast(target)]
+def _cast(x: Tensor, target: Target) -> None:
+    plane, factor = target.plane, tensor_factor(target)
+
+    def work(first: int, last: int) -> None:
+        place = (x.data_ptr(), plane.data.data_ptr())
+        arguments = (*place, factor, first, last, tag_of_input(x), tag_of_plane(plane), YES)
+        kernel(rows.cast, *arguments)(*arguments)
+
+    run_ranges(work, x.numel(), x.numel())
+    scales_of(plane).fill_(reciprocal(factor))
 
 
 def encode_mxfp8_columns(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
@@ -144,11 +163,11 @@ def encode_mxfp8_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
     strip = min(_STRIP_WIDTH, width)
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(33 * strip * 4 + rows.RUN_SCRATCH, dtype=torch.uint8, device="cpu")
+        scratch = scratch_memory(33 * strip * 4 + rows.RUN_SCRATCH)
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), width, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-            *run.place, first, last, width, strip, scratch.data_ptr(), *run.keys,
+            *run.place, first, last, width, strip, scratch, *run.keys,
             tag_of_input(x), tag_of_plane(plane), *run.tags,
         )  # fmt: skip
         kernel(columns.mx_columns, *arguments)(*arguments)
@@ -171,12 +190,12 @@ def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
     rotation = Tag("none" if plane.format.rotation is None else str(plane.format.rotation))
 
     def work(first: int, last: int) -> bool:
-        scratch = torch.empty((16 * 4 + 64 + 8) * strip + rows.RUN_SCRATCH, dtype=torch.uint8, device="cpu")
+        scratch = scratch_memory((16 * 4 + 64 + 8) * strip + rows.RUN_SCRATCH)
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), height // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
             *(scale.data_ptr() for scale in spread), bound, *run.place,
-            first, last, height, width, strip, scratch.data_ptr(), *keys_of(seed, column), *run.keys,
+            first, last, height, width, strip, scratch, *keys_of(seed, column), *run.keys,
             plane.format.block_rows > 1,
             tag_of_input(x), rotation, yes_or_no(column.encoding.stochastic), _four_over_six(column), *run.tags,
         )  # fmt: skip
@@ -193,7 +212,12 @@ def _for_each_row(target: Target) -> tuple[list[Tensor], float]:
     """Global scales and amax, one for each row of the operand, and the largest product of code and block scale."""
     fmt, rows_ = target.plane.format, target.plane.operand_shape[0]
     assert target.amax is not None
-    spread = [scale.reshape(-1).expand(rows_).contiguous() for scale in (*global_scales(target), target.amax)]
+    scales = (*global_scales(target), target.amax)
+    if target.amax.numel() == 1:
+        one = torch.tensor([[scale.item()] for scale in scales], dtype=torch.float32, device="cpu")
+        spread = list(one.expand(3, rows_).contiguous())
+    else:
+        spread = [scale.reshape(-1).expand(rows_).contiguous() for scale in scales]
     return spread, E2M1.max * fmt.scale_bound
 
 
@@ -215,11 +239,11 @@ def _encode_nvfp4_rows(x: Tensor, target: Target, seed: int | None) -> bool:
     spread, bound = _for_each_row(target)
 
     def work(first: int, last: int) -> bool:
-        scratch = torch.empty(nvfp4_rows.SCRATCH, dtype=torch.uint8, device="cpu")
+        scratch = scratch_memory(nvfp4_rows.SCRATCH)
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-            *(scale.data_ptr() for scale in spread), bound, first, last, width, scratch.data_ptr(),
+            *(scale.data_ptr() for scale in spread), bound, first, last, width, scratch,
             *keys_of(seed, target), tag_of_input(x), yes_or_no(target.encoding.stochastic), _four_over_six(target),
         )  # fmt: skip
         return bool(kernel(nvfp4_rows.tile_rows if tiled else nvfp4_rows.block_rows, *arguments)(*arguments))
@@ -233,9 +257,9 @@ def _encode_nvfp4_rows(x: Tensor, target: Target, seed: int | None) -> bool:
 def encode_mxfp8_tiles(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
     """MXFP8 with 32x32 tiles, in one or both directions."""
     group = [target for target in targets if is_mxfp8_tiled(target)]
-    group = one_per_direction([target for target in group if target.encoding == group[0].encoding])
     if not group:
         return targets
+    group = one_per_direction([target for target in group if target.encoding == group[0].encoding])
     planes = {target.plane.direction: target.plane for target in group}
     first_plane = group[0].plane
     row, column = planes.get(ROWWISE, first_plane), planes.get(COLUMNWISE, first_plane)
@@ -270,14 +294,14 @@ def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: int | None) -> list
     to_row, to_column = row or first.plane, column or first.plane
 
     def work(begin: int, end: int) -> None:
-        scratch = torch.empty(fp8_tiles.SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
+        scratch = scratch_memory(fp8_tiles.SCRATCH_BYTES)
         arguments = (
             x.data_ptr(), width * x.element_size(),
             to_row.data.data_ptr(), width, to_column.data.data_ptr(), height,
             scales_of(to_row).data_ptr(), row_bytes(scales_of(to_row)),
             scales_of(to_column).data_ptr(), row_bytes(scales_of(to_column)),
             begin, end, height, width, factor, float(encoding.epsilon), largest_code,
-            float(torch.finfo(x.dtype).max), scratch.data_ptr(),
+            float(torch.finfo(x.dtype).max), scratch,
             row is not None, column is not None, fmt.block == (1, 128), fmt.block == (128, 128),
             tag_of_input(x), tag_of_plane(first.plane), yes_or_no(encoding.power_of_two),
         )  # fmt: skip
@@ -291,7 +315,9 @@ def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: int | None) -> list
     return [target for target in targets if target not in group]
 
 
-ENCODERS = (
+Encoder = Callable[[Tensor, list[Target], int | None], list[Target]]
+
+ENCODERS: tuple[Encoder, ...] = (
     encode_nvfp4_columns,
     encode_mxfp8_columns,
     encode_mxfp8_tiles,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -41,7 +44,7 @@ def global_scales(target: Target) -> tuple[Tensor, Tensor]:
     if fmt.block is None:
         return _pair(tensor_factor(target), 0.0)
     if fmt.scale_rule != "two_level":
-        return _pair(1.0, 1.0)
+        return _unit(), _unit()
     assert target.amax is not None
     if target.amax.numel() == 1:
         encode, decode = scalars.global_factors(target.amax.item(), fmt)
@@ -52,6 +55,27 @@ def global_scales(target: Target) -> tuple[Tensor, Tensor]:
         return scale.encode.contiguous(), scale.decode.contiguous()
     sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
     return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
+
+
+@cache
+def _unit() -> Tensor:
+    return torch.ones(1, dtype=torch.float32, device="cpu")
+
+
+class _Scratch(threading.local):
+    memory: Tensor | None = None
+
+
+_scratch = _Scratch()
+
+
+def scratch_memory(size: int) -> int:
+    """The address of memory for the next kernel that this thread runs; small matrices feel an allocation."""
+    memory = _scratch.memory
+    if memory is None or memory.numel() < size:
+        with torch.inference_mode(False):
+            memory = _scratch.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    return memory.data_ptr()
 
 
 def tensor_factor(target: Target) -> float:
@@ -86,6 +110,13 @@ def has_memory(tensor: Tensor) -> bool:
     )
 
 
+def all_have_memory(tensors: list[Tensor]) -> bool:
+    """`has_memory` of each. Where nothing is traced or transformed, only the addresses have to be looked at."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return all(map(has_memory, tensors))
+    return all(type(tensor) is Tensor and tensor.data_ptr() != 0 for tensor in tensors)
+
+
 def _new_tensors_are_fake() -> bool:
     """Whether a mode is on under which scratch and results would have no memory either."""
     return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device="cpu")) is not Tensor
@@ -96,6 +127,9 @@ def is_readable(x: Tensor) -> bool:
 
 
 def readable_memory(x: Tensor) -> Tensor:
+    """``x`` as a matrix that kernels can read: a copy only if it has to be."""
+    if x.dtype != torch.float16 and x.is_contiguous():
+        return x
     x = x.detach()
     return (x.to(torch.float32) if x.dtype == torch.float16 else x).contiguous()
 
@@ -141,9 +175,9 @@ def _is_plain(target: Target) -> bool:
 def is_mxfp8(target: Target, block: tuple[int, int]) -> bool:
     fmt = target.encoding.format
     return (
-        fmt.element in (E4M3, E5M2)
+        fmt.scale_rule == "e8m0_up"
         and fmt.block == block
-        and fmt.scale_rule == "e8m0_up"
+        and fmt.element in (E4M3, E5M2)
         and not target.encoding.stochastic
         and not target.plane.transposed
         and _is_plain(target)
@@ -162,8 +196,8 @@ def is_mxfp8_tiled(target: Target) -> bool:
 def is_cast(target: Target) -> bool:
     fmt, plane = target.encoding.format, target.plane
     return (
-        fmt.element in (E4M3, E5M2)
-        and fmt.block is None
+        fmt.block is None
+        and fmt.element in (E4M3, E5M2)
         and not target.encoding.stochastic
         and not plane.transposed
         and plane.data.is_contiguous()
@@ -193,8 +227,8 @@ def is_fp8_tiled(target: Target, beside: Target | None = None) -> bool:
     """Block scales of 128, or per-tensor FP8 stored transposed; ``beside``: what goes with it in one pass."""
     fmt, plane = target.encoding.format, target.plane
     suits = (
-        fmt.element in (E4M3, E5M2)
-        and fmt.scale_rule == "fp32"
+        fmt.scale_rule == "fp32"
+        and fmt.element in (E4M3, E5M2)
         and fmt.block in (None, (1, 128), (128, 128))
         and not target.encoding.stochastic
         and (plane.direction is ROWWISE or plane.transposed)

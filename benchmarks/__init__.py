@@ -1,0 +1,1 @@
+"""``python -m benchmarks``: how long the kernels, small calls and whole layers take, beside what others need."""

@@ -1,0 +1,107 @@
+"""Run the benchmarks and print tables; on request, write one JSON file and one chart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import chart, kernels, linear, others, small
+from .timing import environment, one_thread
+
+PARTS = ("kernels", "small", "linear", "others")
+QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    if options.quick:
+        options.size, options.repeats = min(options.size, QUICK_SIZE), min(options.repeats, 2)
+    with one_thread():
+        report = run(options)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2, default=asdict) + "\n")
+    if options.chart:
+        chart.draw(report.get("linear", ()), report["kernels"].timings if "kernels" in report else (), options.chart)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to run: {', '.join(PARTS)} (all)")
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix, a multiple of 128")
+    parser.add_argument("--repeats", type=int, default=7, help="small calls and small layers are repeated more often")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats: does it run?")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name contains this")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw layers and compiled kernels")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    options.parts = options.parts or PARTS
+    return options
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Tables are printed as they become ready; all that is in them is returned by part."""
+    about = environment()
+    report: dict[str, Any] = {"environment": about}
+    for key, value in about.items():
+        print(f"{key:<8} {value}")
+
+    if "kernels" in options.parts:
+        measured = report["kernels"] = kernels.run(options.size, options.only, options.repeats)
+        size = f"[{options.size}, {options.size}]"
+        title = f"Kernels, multiples of a copy of fp32 {size} ({measured.copy_seconds * 1e3:.2f} ms)"
+        print_table(title, ("format", "direction", "amax", "encode", "decode"), kernels.rows(measured.timings))
+
+    if "small" in options.parts:
+        calls = report["small"] = small.run(options.only, 20 * options.repeats)
+        title = f"Small calls, microseconds by the wall clock, [{small.SIZE}, {small.SIZE}]"
+        print_table(title, ("format", "quantize both", "decode one"), small.rows(calls))
+
+    libraries = {"crossgrain": _only(linear.layers(), options.only)}
+    compare = "others" in options.parts
+    if compare and others.installed():
+        torchao = others.torchao()
+        libraries["torchao"] = _only(torchao.layers, options.only)
+        report["others"] = others.run(options.size, torchao.conversions, options.only, options.repeats)
+        report["notes"] = torchao.notes
+        title = f"Quantizing fp32 [{options.size}, {options.size}] rowwise into a new tensor, multiples of a copy"
+        print_table(title, ("format", "library", "quantize", "decode"), others.rows(report["others"]))
+
+    if "linear" in options.parts:
+        shapes = QUICK_SHAPES if options.quick else linear.SHAPES
+        plain, report["linear"] = linear.run(shapes, libraries, 7 * options.repeats)
+        head = ("library", "layer", *("x".join(map(str, shape)) for shape in shapes))
+        title = "Linear forward + backward, multiples of fp32 nn.Linear (target), tokens x in x out"
+        print_table(title, head, linear.rows(plain, report["linear"]))
+    if compare:
+        print("\n" + "\n".join(report.get("notes", [others.HOW_TO_INSTALL])))
+    return report
+
+
+def _only(layers: dict[str, linear.MakeLayer], text: str) -> dict[str, linear.MakeLayer]:
+    return {name: make for name, make in layers.items() if text.lower() in name.lower()}
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    numeric = [all(not cell or cell[0].isdigit() for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numeric or [False] * len(head), strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+    print(f"\n{title}\n\n{lines[0]}\n{'-' * max(map(len, lines))}")
+    print("\n".join(lines[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The benchmarks run, and report every row they promise; what they measure depends on the machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import linear, others, small
+from benchmarks.__main__ import QUICK_SHAPES, main
+from benchmarks.timing import least_times
+from crossgrain.formats import formats
+
+NAMES = {fmt.name for fmt in formats()} - {"identity"}  # as registered by the package alone
+LAYERS = {"MXFP8", "NVFP4", "FP8 current", "FP8 block", "MXFP8 forward, NVFP4 backward"}
+
+
+@pytest.fixture
+def quick(tmp_path, capsys):
+    """What a quick run prints, and its JSON; a chart is drawn as well."""
+
+    def run(*arguments: str) -> tuple[str, dict]:
+        report, chart = tmp_path / "out" / "report.json", tmp_path / "out" / "chart.png"
+        options = ("--quick", "--size", "128", "--repeats", "1", "--json", str(report), "--chart", str(chart))
+        main([*arguments, *options])
+        if "linear" in arguments or "kernels" in arguments:
+            assert chart.read_bytes().startswith(b"\x89PNG")
+        return capsys.readouterr().out, json.loads(report.read_text())
+
+    return run
+
+
+def test_kernels_of_every_format_in_every_direction(quick):
+    threads = torch.get_num_threads()
+    printed, report = quick("kernels")
+    assert torch.get_num_threads() == threads
+    timings = report["kernels"]["timings"]
+    cases = {(timing["name"], timing["direction"]) for timing in timings}
+    assert cases >= {(name, direction) for name in NAMES for direction in ("row", "column", "both")}
+    assert ("mxfp8 | nvfp4 + RHT", "both") in cases
+    assert all(timing["encode"] > 0 and timing["decode"] > 0 for timing in timings)
+    assert report["environment"]["threads"] == 1
+    assert report["environment"]["backend"] in printed
+    assert all(name in printed for name in NAMES)
+
+
+def test_small_calls(quick):
+    printed, report = quick("small")
+    assert {timing["name"] for timing in report["small"]} == set(small.quantizers())
+    assert all(timing["quantize_us"] > 0 and timing["dequantize_us"] > 0 for timing in report["small"])
+    assert "[64, 64]" in printed
+
+
+def test_layers_of_every_recipe_in_every_shape(quick):
+    printed, report = quick("linear")
+    rows = {(timing["library"], timing["name"], tuple(timing["shape"])) for timing in report["linear"]}
+    assert rows == {("crossgrain", name, shape) for name in LAYERS for shape in QUICK_SHAPES}
+    assert all(name in printed for name in LAYERS)
+
+
+def test_targets_belong_to_layers_and_shapes_that_are_measured():
+    assert linear.TARGETS.keys() <= linear.layers().keys() == LAYERS
+    assert all(by_shape.keys() == set(linear.SHAPES) for by_shape in linear.TARGETS.values())
+
+
+def test_a_selection_by_name(quick):
+    _, report = quick("linear", "--only", "mxfp8")
+    assert {timing["name"] for timing in report["linear"]} == {"MXFP8", linear.HYBRID}
+
+
+def test_a_part_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["kernel"])
+    assert "there is no part kernel" in capsys.readouterr().err
+
+
+def test_without_torchao_one_line_says_how_to_get_it(quick, monkeypatch):
+    monkeypatch.setattr(others, "installed", lambda: False)
+    printed, report = quick("others")
+    assert printed.splitlines()[-1] == others.HOW_TO_INSTALL
+    assert report.keys() == {"environment"}
+
+
+def test_conversions_stand_beside_a_clone():
+    timings = others.run(128, {}, only="", repeats=1)
+    assert [(t.library, t.name) for t in timings] == [
+        ("torch", "clone"),
+        ("crossgrain", "MXFP8"),
+        ("crossgrain", "NVFP4"),
+        ("crossgrain", "FP8 current"),
+    ]
+    assert len(others.rows(timings)) == 4
+
+
+def test_with_torchao_its_rows_stand_beside_ours(quick):
+    pytest.importorskip("torchao")
+    printed, report = quick("others", "linear")
+    for name in ("MXFP8", "NVFP4", "FP8 current"):
+        assert {timing["library"] for timing in report["others"] if timing["name"] == name} == {"crossgrain", "torchao"}
+    assert {t["name"] for t in report["linear"] if t["library"] == "torchao"} >= {"MXFP8", "FP8 current"}
+    assert all(note in printed for note in report["notes"])
+
+
+def test_what_another_library_cannot_do_is_a_note():
+    def convert(x):
+        raise RuntimeError("needs a GPU\nand a long explanation")
+
+    notes: list[str] = []
+    works = others._working({"a": len, "b": convert}, lambda what: what([]), notes)
+    assert works == {"a": len}
+    assert notes == ["torchao, convert: not on this machine: RuntimeError: needs a GPU"]
+
+
+def test_slow_jobs_are_repeated_less_often():
+    now, runs = 0.0, [0, 0]
+
+    def job(index: int, takes: float) -> None:
+        nonlocal now
+        now += takes
+        runs[index] += 1
+
+    least = least_times([lambda: job(0, 1.0), lambda: job(1, 0.25)], repeats=10, clock=lambda: now)
+    assert least == [1.0, 0.25]
+    assert runs == [1 + 4, 1 + 10]  # one untimed run each; the first stops once it has used more than 3 s
