@@ -84,7 +84,14 @@ def test_gradient_error_of_each_gemm(monkeypatch, capsys):
             assert error < found["nvfp4", gemms][0]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
+def test_a_compiled_gpt_computes_as_in_eager(monkeypatch, capsys):
+    printed = run("examples/compile_gpt.py", "--backend", "aot_eager", monkeypatch=monkeypatch, capsys=capsys)
+    torch.compiler.reset()
+    losses = re.findall(r"loss ([\d.]+), in eager ([\d.]+)", printed)
+    assert len(losses) == 4 and all(compiled == eager for compiled, eager in losses)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/convert.md", "docs/formats.md"])
 def test_code_in_the_documentation_runs(page, monkeypatch):
     """Blocks of one page run one after the other, as a reader would type them."""
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))

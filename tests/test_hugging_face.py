@@ -123,3 +123,14 @@ def test_recomputation_in_backward_gives_the_same_gradients(model, tokens):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         results.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_it_compiles_to_the_numbers_of_eager(model, tokens):
+    cg.convert(model, "mxfp8; lm_head: hp")
+    torch.compiler.reset()
+    results = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(*results)
+    torch.compiler.reset()

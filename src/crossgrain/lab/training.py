@@ -32,7 +32,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(GPTConfig(layers=2, width=64, heads=2, context=64), batch=16, steps=120, learning_rate=4e-3),
+    "tiny": Preset(GPTConfig(layers=2, width=64, heads=2, context=64), batch=16, steps=120, learning_rate=2e-3),
     "small": Preset(GPTConfig(layers=4, width=128, heads=4, context=128), batch=16, steps=500, learning_rate=2e-3),
     "medium": Preset(GPTConfig(layers=6, width=256, heads=4, context=256), batch=16, steps=1000, learning_rate=1e-3),
     "large": Preset(GPTConfig(layers=12, width=512, heads=8, context=512), batch=16, steps=2000, learning_rate=6e-4),

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
-from ..recipe import QuantizerRole, Recipe, keep_high_precision_init_val
+from ..recipe import QuantizerRole, Recipe, active, keep_high_precision_init_val
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from .base import Built, Mode, QuantizedModule
+from .compiled import constant_ticket, traced_linear
 from .linear_function import LinearCall, linear, quantize_weight
-from .padding import Padding, Sizes, padding_for
+from .padding import Padding, Sizes, known_format, padding_for
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -183,6 +184,38 @@ class Linear(QuantizedModule):
                                  is used. A weight that changes needs True in the next call.
         ``fp8_output``           y is returned quantized; ``fp8_grad``: dx is
         """
+        if torch.compiler.is_compiling():
+            if is_first_microbatch is None and not (fp8_output or fp8_grad) and constant_traceable(self):
+                return self._traced_forward(inp)
+            return _untraced_forward(self, inp, is_first_microbatch, fp8_output, fp8_grad)
+        return self._forward(inp, is_first_microbatch, fp8_output, fp8_grad)
+
+    def _traced_forward(self, inp: Tensor) -> Tensor:
+        number = constant_ticket(self)
+        weight, bias = self._weight(), self._bias()
+        if number is None:
+            return nn.functional.linear(inp, weight, bias)
+        return traced_linear(inp, weight, bias, number, _activation_dtype(inp))
+
+    def _traceable(self) -> bool:
+        """Whether the layer can be an operator in a graph; options with effects of their own break graphs."""
+        recipe = self._recipe_in_force()
+        effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
+        if effects or self.return_bias or len(self._splits) > 1 or self.primary_weights_in_fp8 or active().calibrating:
+            return False
+        if recipe is None:
+            return True
+        details: LinearDetails = self._build_quantizers(recipe).details
+        return not any(known_format(q, d) is None for q in details[:3] for d in Direction)
+
+    def _traced_call(self, dtype: torch.dtype, recipe: Recipe, built: Built) -> LinearCall:
+        """What an operator in a graph does."""
+        call = LinearCall(dtype=dtype, layer=self.layer)
+        self._add_quantizers(call, recipe, built, self._weight(), None)
+        call.on_backward = self._backward_noted(built)
+        return call
+
+    def _forward(self, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
         recipe = self._recipe_in_force()
         built = self._prepare(recipe)
         weight, bias = self._weight(), self._bias()
@@ -274,6 +307,11 @@ class Linear(QuantizedModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+# Functions that the compiler calls and does not look into: at tracing, once, and in every run between two graphs.
+constant_traceable = torch.compiler.assume_constant_result(lambda layer: layer._traceable())
+_untraced_forward = torch.compiler.disable(lambda layer, *arguments: layer._forward(*arguments))
 
 
 def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:

@@ -112,41 +112,72 @@ def _check_takes_gradient(weight: Tensor, call: LinearCall) -> None:
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:
-        done = _forward(x, weight, bias, call, needs)
-        x_buffers, ctx.x_note = buffers_and_note(done.x_saved)
-        w_buffers, ctx.w_note = buffers_and_note(done.w_saved)
-        ctx.save_for_backward(*x_buffers, *w_buffers)
-        call.quantized_weight = None  # backward has its plane; the copy belongs to the cache alone
-        ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, done.sizes, done.padded
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.weight = weight if needs.dw else None
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        return done.y
+        return saved_forward(ctx, x, weight, bias, call, needs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
-        dx = dw = db = None
-        if isinstance(dy, QuantizedTensor):
-            dy = dy.dequantize()
-        dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
-        if needs.db:
-            db = dy.sum(0, dtype=_sum_dtype(dy)).to(ctx.bias_dtype)
-        if needs.dx or needs.dw:
-            saved = ctx.saved_tensors
-            x = restored_operand(saved[:BUFFERS_PER_OPERAND], ctx.x_note)
-            w = restored_operand(saved[BUFFERS_PER_OPERAND:], ctx.w_note)
-            if needs.dw and call.accumulate_main_grad:
-                _check_has_main_grad(ctx)
-            if call.on_backward is not None:
-                call.on_backward()
-            dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
-            if needs.dx:
-                dx = _input_gradient(dy_used, w, ctx)
-            if needs.dw:
-                dw = _weight_gradient(dy_used, x, ctx)
-        return dx, dw, db, None, None
+        return *gradients(ctx, dy), None, None
+
+
+def saved_forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:
+    """y; everything for backward goes to ``ctx``."""
+    done = _forward(x, weight, bias, call, needs)
+    _save(ctx, done, x, weight, bias, call, needs)
+    return done.y
+
+
+def empty_forward(ctx: Any, x: Tensor, weight: Tensor, call: LinearCall, needs: Needs) -> Tensor:
+    """The same for compilers, which only ask for sizes: nothing is computed."""
+    sizes, padded = (Sizes(*map(int, some)) for some in _sizes(x, weight, call, needs))  # no symbols: a graph per size
+    y = x.new_empty((*x.shape[:-1], sizes.n), dtype=call.dtype)
+    assert call.input is not None and call.weight is not None
+    columnwise = call.quantizes_backward
+    for_x = call.input.storing(rowwise=True, columnwise=columnwise and needs.dw and not call.keep_input)
+    for_w = call.weight.storing(rowwise=True, columnwise=columnwise and needs.dx)
+    x_used = for_x.make_empty((padded.m, padded.k), dtype=call.dtype, device=x.device)
+    w_used = for_w.make_empty((padded.n, padded.k), dtype=weight.dtype, device=weight.device)
+    done = _Forward(y, *_operands_for_backward(x, x_used, weight, w_used, call, needs), sizes, padded)
+    _save(ctx, done, x, weight, None, call, needs)
+    return y
+
+
+def _save(
+    ctx: Any, done: _Forward, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs
+) -> None:
+    x_buffers, ctx.x_note = buffers_and_note(done.x_saved)
+    w_buffers, ctx.w_note = buffers_and_note(done.w_saved)
+    ctx.save_for_backward(*x_buffers, *w_buffers)
+    call.quantized_weight = None  # backward has its plane; the copy belongs to the cache alone
+    ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, done.sizes, done.padded
+    ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+    ctx.weight = weight if needs.dw else None
+    ctx.bias_dtype = bias.dtype if bias is not None else None
+
+
+def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dW and db; those that are not needed are None."""
+    call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
+    dx = dw = db = None
+    if isinstance(dy, QuantizedTensor):
+        dy = dy.dequantize()
+    dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
+    if needs.db:
+        db = dy.sum(0, dtype=_sum_dtype(dy)).to(ctx.bias_dtype)
+    if needs.dx or needs.dw:
+        saved = ctx.saved_tensors
+        x = restored_operand(saved[:BUFFERS_PER_OPERAND], ctx.x_note)
+        w = restored_operand(saved[BUFFERS_PER_OPERAND:], ctx.w_note)
+        if needs.dw and call.accumulate_main_grad:
+            _check_has_main_grad(ctx)
+        if call.on_backward is not None:
+            call.on_backward()
+        dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
+        if needs.dx:
+            dx = _input_gradient(dy_used, w, ctx)
+        if needs.dw:
+            dw = _weight_gradient(dy_used, x, ctx)
+    return dx, dw, db
 
 
 def _sum_dtype(values: Tensor) -> torch.dtype:
@@ -165,8 +196,7 @@ class _Forward(NamedTuple):
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> _Forward:
-    sizes = Sizes(math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0])
-    padded = call.padding.padded(sizes, backward=needs.dx or needs.dw)
+    sizes, padded = _sizes(x, weight, call, needs)
     x_used = _quantized_input(x, call, sizes, padded, columnwise=needs.dw and not call.keep_input)
     w_used = _quantized_weight(weight, call, padded, columnwise=needs.dx)
     y = gemm(
@@ -177,13 +207,26 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, n
         bias=padded_vector(bias, padded.n),
         allow_mixed=call.allow_mixed,
     )
-    x_saved = _input_for_backward(x, x_used, call) if needs.dw else None
-    w_saved = _weight_for_backward(weight, w_used, call) if needs.dx else None
+    saved = _operands_for_backward(x, x_used, weight, w_used, call, needs)
     if padded != sizes:
         y = y[: sizes.m, : sizes.n].contiguous()
     # Not a view: in-place operations on the output are fine, as they are for any layer.
     y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], sizes.n))
-    return _Forward(y if call.output is None else call.output(y), x_saved, w_saved, sizes, padded)
+    return _Forward(y if call.output is None else call.output(y), *saved, sizes, padded)
+
+
+def _sizes(x: Tensor, weight: Tensor, call: LinearCall, needs: Needs) -> tuple[Sizes, Sizes]:
+    """As they are, and padded."""
+    sizes = Sizes(math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0])
+    return sizes, call.padding.padded(sizes, backward=needs.dx or needs.dw)
+
+
+def _operands_for_backward(
+    x: Tensor, x_used: Quantized, weight: Tensor, w_used: Quantized, call: LinearCall, needs: Needs
+) -> tuple[Operand | None, Operand | None]:
+    x_saved = _input_for_backward(x, x_used, call) if needs.dw else None
+    w_saved = _weight_for_backward(weight, w_used, call) if needs.dx else None
+    return x_saved, w_saved
 
 
 def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:

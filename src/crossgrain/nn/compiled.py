@@ -1,0 +1,233 @@
+"""Linear layers in `torch.compile`: two operators that the compiler does not look into.
+
+Tracing needs to know the sizes of all that an operator returns, and nothing of how it is made: forward returns y
+and the buffers that backward reads, backward returns the gradients. What is not a tensor (quantizers, formats) stays
+here, in the `Traced` layer that a number in the graph stands for.
+
+A graph is made for the recipe in force when it was traced. Running it under another one raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..recipe import Recipe
+from .linear_function import LinearCall, Needs, empty_forward, gradients, saved_forward
+
+if TYPE_CHECKING:
+    from .linear import Linear
+
+
+class Traced:
+    """A layer in a graph."""
+
+    def __init__(self, layer: Linear, recipe: Recipe) -> None:
+        self._layer = weakref.ref(layer)  # the graph holds the parameters, but not the layer
+        self.recipe = recipe
+        self.contexts: dict[Any, Context] = {}  # what backward needs beside tensors, by sizes and needs
+
+    @property
+    def layer(self) -> Linear:
+        layer = self._layer()
+        if layer is None:
+            raise RuntimeError("a compiled graph runs a layer that is gone; compile the model again")
+        return layer
+
+
+class Context:
+    """Stands for autograd's: ``save_for_backward``, ``saved_tensors`` and attributes."""
+
+    saved_tensors: Sequence[Tensor | None] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def without_tensors(self) -> Context:
+        """What may be kept; remembers which buffers there were."""
+        kept = Context()
+        vars(kept).update(vars(self), weight=None, call=None)
+        kept.saved_tensors = ()
+        vars(kept)["present"] = [tensor is not None for tensor in self.saved_tensors]
+        return kept
+
+    def with_tensors(self, buffers: Sequence[Tensor], weight: Tensor, call: LinearCall) -> Context:
+        full, rest = Context(), iter(buffers)
+        vars(full).update(vars(self), weight=weight, call=call)
+        full.saved_tensors = [next(rest) if there else None for there in vars(self)["present"]]
+        return full
+
+
+_traced: list[Traced] = []
+
+
+def ticket(layer: Linear) -> int | None:
+    """The number that stands for a layer in a graph that is being traced; None if it computes in high precision."""
+    recipe = layer._recipe_in_force()
+    if recipe is None:
+        return None
+    layer._prepare(recipe)
+    for number, traced in enumerate(_traced):
+        if traced._layer() is layer and traced.recipe is recipe:
+            return number
+    _traced.append(Traced(layer, recipe))
+    return len(_traced) - 1
+
+
+# Evaluated once, when a graph is traced. Assigned, not decorated: it has to stay callable elsewhere.
+constant_ticket = torch.compiler.assume_constant_result(ticket)
+
+
+@torch.library.custom_op("crossgrain::linear", mutates_args=())
+def linear_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: int,
+    dtype: torch.dtype,
+    dx: bool,
+    dw: bool,
+    db: bool,
+) -> list[Tensor]:
+    """y, and what backward needs."""
+    traced = _traced[number]
+    layer = traced.layer
+    if layer._recipe_in_force() != traced.recipe:
+        raise RuntimeError(
+            f"{layer.layer} was compiled for the recipe '{traced.recipe}', and another one is in force now "
+            f"('{layer._recipe_in_force()}'): compile the model again, or enter the same autocast"
+        )
+    needs, context = Needs(dx, dw, db), Context()
+    built = layer._prepare(traced.recipe)
+    call = layer._traced_call(dtype, traced.recipe, built)
+    # Operators run without gradients, by which delayed scaling would take this for a validation.
+    with torch.set_grad_enabled(any(needs)), layer._step(traced.recipe, built), torch.no_grad():
+        y = saved_forward(context, x, weight, bias, call, needs)
+    return [y, *_kept(context, traced, needs, x, weight)]
+
+
+@linear_op.register_fake
+def _linear_shapes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: int,
+    dtype: torch.dtype,
+    dx: bool,
+    dw: bool,
+    db: bool,
+) -> list[Tensor]:
+    traced, needs, context = _traced[number], Needs(dx, dw, db), Context()
+    layer = traced.layer
+    call = layer._traced_call(dtype, traced.recipe, layer._build_quantizers(traced.recipe))
+    y = empty_forward(context, x, weight, call, needs)
+    return [y, *(torch.empty_like(tensor) for tensor in context.saved_tensors if tensor is not None)]
+
+
+def _kept(context: Context, traced: Traced, needs: Needs, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """Buffers for backward. An operator must not return its inputs, so what is one of them is copied."""
+    traced.contexts[tuple(x.shape), x.dtype, needs] = context.without_tensors()
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
+    return [
+        tensor.clone() if tensor.untyped_storage().data_ptr() in inputs else tensor
+        for tensor in context.saved_tensors
+        if tensor is not None
+    ]
+
+
+@torch.library.custom_op("crossgrain::linear_backward", mutates_args=())
+def linear_backward_op(
+    dy: Tensor,
+    buffers: list[Tensor],
+    weight: Tensor,
+    number: int,
+    dtype: torch.dtype,
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    dx: bool,
+    dw: bool,
+    db: bool,
+) -> list[Tensor]:
+    """Those of dx, dW and db that are needed."""
+    traced, needs = _traced[number], Needs(dx, dw, db)
+    layer = traced.layer
+    call = layer._traced_call(dtype, traced.recipe, layer._build_quantizers(traced.recipe))
+    context = traced.contexts[tuple(x_shape), x_dtype, needs].with_tensors(buffers, weight, call)
+    found = gradients(context, dy)
+    return [gradient.contiguous() for gradient in found if gradient is not None]
+
+
+@linear_backward_op.register_fake
+def _linear_backward_shapes(
+    dy: Tensor,
+    buffers: list[Tensor],
+    weight: Tensor,
+    number: int,
+    dtype: torch.dtype,
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    dx: bool,
+    dw: bool,
+    db: bool,
+) -> list[Tensor]:
+    found = []
+    if dx:
+        found.append(dy.new_empty(x_shape, dtype=x_dtype))
+    if dw:
+        found.append(dy.new_empty(weight.shape, dtype=weight.dtype))
+    if db:
+        found.append(dy.new_empty(weight.shape[:1], dtype=bias_dtype))
+    return found
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weight, bias, ctx.number, ctx.dtype, ctx.dx, ctx.dw, ctx.db = inputs
+    ctx.save_for_backward(weight, *output[1:])
+    ctx.x_shape, ctx.x_dtype = list(x.shape), x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> Any:
+    weight, *buffers = ctx.saved_tensors
+    found = iter(
+        linear_backward_op(
+            grads[0],
+            buffers,
+            weight,
+            ctx.number,
+            ctx.dtype,
+            ctx.x_shape,
+            ctx.x_dtype,
+            ctx.bias_dtype,
+            ctx.dx,
+            ctx.dw,
+            ctx.db,
+        )
+    )
+    dx, dw, db = (next(found) if needed else None for needed in (ctx.dx, ctx.dw, ctx.db))
+    return dx, dw, db, None, None, None, None, None
+
+
+linear_op.register_autograd(_backward, setup_context=_setup)
+
+
+def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
+    """The layer, in a graph that is being traced."""
+    grad = torch.is_grad_enabled()
+    result: Tensor = linear_op(
+        x,
+        weight,
+        bias,
+        number,
+        dtype,
+        grad and x.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )[0]
+    return result
