@@ -211,7 +211,7 @@ class Linear(QuantizedModule):
     def _traced_call(self, dtype: torch.dtype, recipe: Recipe, built: Built) -> LinearCall:
         """What an operator in a graph does."""
         call = LinearCall(dtype=dtype, layer=self.layer)
-        self._add_quantizers(call, recipe, built, self._weight(), None)
+        self._add_quantizers(call, recipe, built)
         call.on_backward = self._backward_noted(built)
         return call
 
@@ -232,7 +232,9 @@ class Linear(QuantizedModule):
             if recipe is not None and self._only_calibrates():
                 self._calibrate(built.details, inp, weight)
             elif recipe is not None:
-                self._add_quantizers(call, recipe, built, weight, is_first_microbatch)
+                self._add_quantizers(call, recipe, built)
+                if is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
+                    call.quantized_weight = self._cached_weight(call, built.details, weight, is_first_microbatch)
                 call.output = built.quantizers["scaling_fwd"][2] if fp8_output else None
                 call.grad_input = built.quantizers["scaling_bwd"][1] if fp8_grad else None
             y = linear(inp, weight, bias if self.apply_bias else None, call)
@@ -244,17 +246,13 @@ class Linear(QuantizedModule):
             for quantizer, tensor in ((details.input, inp), (details.weight, weight)):
                 quantizer.calibrate(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach())
 
-    def _add_quantizers(
-        self, call: LinearCall, recipe: Recipe, built: Built, weight: Tensor, is_first_microbatch: bool | None
-    ) -> None:
+    def _add_quantizers(self, call: LinearCall, recipe: Recipe, built: Built) -> None:
         details: LinearDetails = built.details
         call.input, call.weight, call.grad_output, call.padding = details
         call.backward_override = recipe.backward_override
         call.allow_mixed = recipe.allow_mixed
         call.keep_input = self.save_original_input and self._keeps_input(recipe, built)
         call.on_backward = self._backward_noted(built) if torch.is_grad_enabled() else None
-        if is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
-            call.quantized_weight = self._cached_weight(call, details, weight, refresh=is_first_microbatch)
 
     def _cached_weight(
         self, call: LinearCall, details: LinearDetails, weight: Tensor, refresh: bool
