@@ -165,9 +165,8 @@ class HybridQuantizer(Quantizer):
             made: Any = HybridQuantizedTensorStorage(**storage, fake_dtype=dtype, shape=shape)
         else:
             made = HybridQuantizedTensor(shape, dtype, device=device, **storage)
-        held = [child for child in children.values() if child is not None]
-        for child in held:
-            if child._quantizer is not None:
+        for child in children.values():
+            if child is not None and child._quantizer is not None:
                 child._quantizer._leave_group()
         return made
 

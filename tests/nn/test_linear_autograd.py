@@ -233,11 +233,20 @@ def test_calibration_computes_in_high_precision_and_takes_statistics():
     torch.testing.assert_close(scale[:2], 448 / torch.stack([x.abs().max(), layer.weight.abs().max()]).detach())
 
 
-def test_delayed_scaling_without_an_autocast_is_refused():
-    layer = cg.Linear(64, 96, name="fc1")
-    layer.bound_recipe = recipes.DelayedScaling()
-    with pytest.raises(RuntimeError, match="fc1: delayed scaling is updated when an autocast ends"):
-        layer(torch.randn(4, 64))
+def test_delayed_scaling_without_an_autocast_ends_a_step_with_each_forward():
+    bound, plain = cg.Linear(64, 96), cg.Linear(64, 96)
+    plain.load_state_dict(bound.state_dict())
+    bound.bound_recipe = recipe = make_recipe("fp8_delayed")
+    for _ in range(3):
+        x, dy = sizes()
+        y = bound(x)
+        dx, dw = torch.autograd.grad(y, [x, bound.weight], dy)
+        step = run(plain, x, recipe, dy)
+        assert torch.equal(y, step.y) and torch.equal(dx, step.dx) and torch.equal(dw, step.dw)
+    with torch.no_grad():
+        before = bound.get_extra_state()["forward.amax_history"]
+        bound(1000 * x)
+        assert torch.equal(bound.get_extra_state()["forward.amax_history"], before)
 
 
 def test_a_bound_recipe_serves_where_no_autocast_says_otherwise():

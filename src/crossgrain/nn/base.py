@@ -7,6 +7,7 @@ histories of delayed scaling survive such a change where they fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,10 +26,10 @@ from ..recipe import (
     check_extra_state,
     check_weight_matches_recipe,
     extra_state_of,
+    forward_step,
     keep_high_precision_init_val,
     load_extra_state,
     ran_in_backward,
-    ran_in_forward,
 )
 from ..recipe.updates import in_backward
 from ..tensor import QuantizedTensor
@@ -38,6 +39,7 @@ from .weight_cache import WeightCache
 Mode = Literal["forward", "backward"]
 _SLOTS: dict[Mode, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
+_NO_STEP = nullcontext()
 _EXTRA_STATE = "_extra_state"  # torch's name
 
 
@@ -139,19 +141,25 @@ class QuantizedModule(nn.Module):
             )
         return self.bound_recipe
 
+    @staticmethod
+    def _only_calibrates() -> bool:
+        context = active()
+        return context.calibrating and not context.enabled
+
     def _prepare(self, recipe: Recipe | None) -> Built:
         """What forward needs for ``recipe``; called at its start."""
         if recipe is None:
             self.fp8 = False
             return self._built
         built = self._build_quantizers(recipe)
-        state = built.states["forward"]
-        if state.delayed is not None:
-            if active().step is None:
-                raise RuntimeError(f"{self.layer}: delayed scaling is updated when an autocast ends, and there is none")
-            ran_in_forward(state)
         self.fp8 = True
         return built
+
+    def _step(self, recipe: Recipe | None, built: Built) -> AbstractContextManager[None]:
+        """Around what forward quantizes: histories take part in the autocast's step, or this forward is one."""
+        if recipe is None or built.states["forward"].delayed is None:
+            return _NO_STEP
+        return forward_step(built.states["forward"])
 
     def _build_quantizers(self, recipe: Recipe) -> Built:
         """Quantizers for ``recipe``. Nothing has changed if it is refused."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
-from ..recipe import QuantizerRole, Recipe, active, keep_high_precision_init_val
+from ..recipe import QuantizerRole, Recipe, keep_high_precision_init_val
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from .base import Built, Mode, QuantizedModule
 from .linear_function import LinearCall, linear, quantize_weight
@@ -193,15 +193,16 @@ class Linear(QuantizedModule):
             weight_parts=self._parameters_of_weight() if len(self._splits) > 1 else None,
             layer=self.layer,
         )
-        if recipe is not None and not active().enabled and active().calibrating:
-            self._calibrate(built.details, inp, weight)
-        elif recipe is not None:
-            self._add_quantizers(call, recipe, built, weight, is_first_microbatch)
-            call.output = built.quantizers["scaling_fwd"][2] if fp8_output else None
-            call.grad_input = built.quantizers["scaling_bwd"][1] if fp8_grad else None
-        elif fp8_output or fp8_grad:
+        if recipe is None and (fp8_output or fp8_grad):
             raise RuntimeError(f"{self.layer}: a quantized output or gradient needs a recipe, and none is in force")
-        y = linear(inp, weight, bias if self.apply_bias else None, call)
+        with self._step(recipe, built):
+            if recipe is not None and self._only_calibrates():
+                self._calibrate(built.details, inp, weight)
+            elif recipe is not None:
+                self._add_quantizers(call, recipe, built, weight, is_first_microbatch)
+                call.output = built.quantizers["scaling_fwd"][2] if fp8_output else None
+                call.grad_input = built.quantizers["scaling_bwd"][1] if fp8_grad else None
+            y = linear(inp, weight, bias if self.apply_bias else None, call)
         return (y, bias) if self.return_bias else y
 
     def _calibrate(self, details: LinearDetails, inp: Tensor, weight: Tensor) -> None:
