@@ -22,7 +22,7 @@ from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQ
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from .nn import Linear, name_layers
+from .nn import Linear, name_layers, requantize_
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
@@ -112,6 +112,7 @@ __all__ = [
     "quantizer_for",
     "recipe",
     "register_format",
+    "requantize_",
     "restore_from_func_ctx",
     "restore_from_saved",
     "set_backend",

@@ -24,6 +24,8 @@ from .operands import GEMMS, check_operands
 from .plane import ROWWISE, Direction, Plane, matrix_shape
 from .settings import settings
 
+_FP32_MAX = torch.finfo(torch.float32).max
+
 
 class _Operand(NamedTuple):
     """``values`` [rows, summed], and the scale that is left: one number, or one for each row."""
@@ -42,6 +44,7 @@ def gemm(
     out: Tensor | None = None,
     accumulate: bool = False,
     alpha: float = 1.0,
+    beta: float = 1.0,
     allow_mixed: bool = False,
 ) -> Tensor:
     """The GEMM ``which`` of a linear layer with x [M, K], W [N, K], dy [M, N].
@@ -50,35 +53,45 @@ def gemm(
         dgrad(dy, W) = dy · W    [M, K]    dy rowwise, W columnwise
         wgrad(dy, x) = dyᵀ · x   [N, K]    both columnwise
 
-    A plane of another direction than the GEMM reads is refused; a plain tensor serves any. ``bias`` is
-    added in fp32. ``out`` is written to, or added to (``accumulate``), in its own dtype. Operands of
-    different scaling families are refused unless ``allow_mixed``.
+    The product is scaled by ``alpha``. ``bias`` is added in fp32. ``out`` is written to, or added to
+    (``accumulate``) after it is scaled by ``beta``, in its own dtype. A plane of another direction than the
+    GEMM reads is refused; a plain tensor serves any. Operands of different scaling families are refused
+    unless ``allow_mixed``.
     """
+    if which not in GEMMS:
+        raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}, not {which!r}")
     (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
     planes = [_as_plane(a, a_direction), _as_plane(b, b_direction)]
     for plane, name, direction in zip(planes, (a_name, b_name), (a_direction, b_direction), strict=True):
         if plane.direction is not direction:
             raise ValueError(f"{which} reads {name} {direction.value}, but was given its {plane.direction.value} plane")
+        plane.check_fresh()
     if not allow_mixed:
         _check_pair(which, planes[0].format, planes[1].format)
     _check_inner_size(which, a_name, b_name, planes)
 
+    if accumulate and out is None:
+        raise ValueError(f"{which}: accumulate needs an out to add to")
     if out is not None:
+        _check_out(which, out, planes)
         out_dtype = out.dtype
+    if bias is not None:
+        bias = bias.detach()
+    if _in_double(planes):
+        return _multiplied_in_double(planes, out_dtype, bias, out, accumulate, alpha, beta)
     plain = bias is None and not accumulate and alpha == 1.0
     left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
     if left.values.dtype == torch.bfloat16:
         return _multiplied_in_bf16(left, right, out)
     rows, columns = left.values.shape[0], right.values.shape[0]
     if accumulate:
-        if out is None:
-            raise ValueError(f"{which}: accumulate needs an out to add to")
+        assert out is not None
         total = out if out_dtype == torch.float32 else out.to(torch.float32)
     elif out is not None and out_dtype == torch.float32:
         total = out
     else:
         total = _fp32_memory("gemm.out", rows, columns, left.values, keep=out_dtype == torch.float32)
-    _multiply(left, right, total, bias, accumulate, alpha)
+    _multiply(left, right, total, bias, alpha, beta if accumulate else None)
     if out is None:
         return total if out_dtype == torch.float32 else total.to(out_dtype)
     return out if total is out else out.copy_(total)
@@ -105,6 +118,12 @@ def _check_inner_size(which: str, a_name: str, b_name: str, planes: list[Plane])
             f"{name} {list(plane.shape)}" for name, plane in zip((a_name, b_name), planes, strict=True)
         )
         raise ValueError(f"{which}: {shapes} do not agree: it sums over {inner[0]} and {inner[1]} elements")
+
+
+def _check_out(which: str, out: Tensor, planes: list[Plane]) -> None:
+    shape = [plane.operand_shape[0] for plane in planes]
+    if list(out.shape) != shape:
+        raise ValueError(f"{which}: the result is {shape}, and out is {list(out.shape)}")
 
 
 # ---- operands ----------------------------------------------------------------------------------------
@@ -174,48 +193,67 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _multiply(
-    left: _Operand, right: _Operand, total: Tensor, bias: Tensor | None, accumulate: bool, alpha: float
+    left: _Operand, right: _Operand, total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
 ) -> None:
-    """``total`` = (or +=) alpha * scales * left · rightᵀ + bias."""
+    """``total`` = alpha * scales * left · rightᵀ + bias, plus beta * total if there is a beta.
+
+    Everything is written with ``out=`` or in place, which torch.autocast leaves alone: it would have the
+    fp32 operands rounded to bf16.
+    """
     a, b = left.values, right.values.t()
-    if isinstance(left.scale, float) and isinstance(right.scale, float):
-        scale = alpha * left.scale * right.scale
-        if accumulate:
-            total.addmm_(a, b, alpha=scale)
-            if bias is not None:
-                total.add_(bias)
-        elif bias is not None:
-            torch.addmm(bias.detach().to(torch.float32), a, b, alpha=scale, out=total)
-        elif scale == 1.0:
+    if _is_one(left.scale) and _is_one(right.scale) and alpha == 1.0:
+        if beta is not None:
+            total.addmm_(a, b, beta=beta)
+        elif bias is None:
             torch.mm(a, b, out=total)
         else:
-            torch.addmm(total, a, b, beta=0, alpha=scale, out=total)
+            torch.addmm(bias.to(torch.float32), a, b, out=total)
+            return
+        if bias is not None:
+            total.add_(bias)
         return
-    product = _scaled_by_vectors(torch.mm(a, b), left.scale, right.scale, alpha)
-    if bias is not None:
-        product.add_(bias)
-    if accumulate:
-        total.add_(product)
-    else:
-        total.copy_(product)
+    # Not the alpha of addmm: BLAS applies that to an operand, whose numbers would then no longer be exact.
+    product = total if beta is None else _fp32_memory("gemm.product", a.shape[0], b.shape[1], a, keep=False)
+    torch.mm(a, b, out=product)
+    factor = _one_factor(left.scale, right.scale, alpha)
+    if factor is None:
+        _scale_by_vectors(product, left.scale, right.scale, alpha)
+        factor = 1.0
+    if beta is not None:
+        total.mul_(beta).add_(product, alpha=factor)
+        if bias is not None:
+            total.add_(bias)
+    elif bias is not None:
+        torch.add(bias.to(torch.float32), product, alpha=factor, out=total)
+    elif factor != 1.0:
+        total.mul_(factor)
 
 
-def _scaled_by_vectors(
-    product: Tensor, row_scale: float | Tensor, column_scale: float | Tensor, alpha: float
-) -> Tensor:
+def _one_factor(row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> float | None:
+    """The whole scale as one number, if it is one that fp32 can hold."""
+    if isinstance(row_scale, float) and isinstance(column_scale, float):
+        factor = alpha * row_scale * column_scale
+        return factor if abs(factor) <= _FP32_MAX else None
+    return None
+
+
+def _scale_by_vectors(product: Tensor, row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> None:
     """A scale for each row of the left operand scales rows of the product, one of the right operand its columns."""
-    if isinstance(row_scale, float) or row_scale.numel() == 1:
-        factor = column_scale * row_scale * alpha
-        return product.mul_(_fp32(factor).view(1, -1))
-    if isinstance(column_scale, float) or column_scale.numel() == 1:
-        factor = row_scale * column_scale * alpha
-        return product.mul_(_fp32(factor).view(-1, 1))
-    return product.mul_(_fp32(row_scale * alpha).view(-1, 1)).mul_(_fp32(column_scale).view(1, -1))
+    both_one = _is_single(row_scale) and _is_single(column_scale)
+    if not both_one and _is_single(row_scale):
+        product.mul_(_fp32(column_scale * row_scale * alpha).view(1, -1))
+    elif not both_one and _is_single(column_scale):
+        product.mul_(_fp32(row_scale * column_scale * alpha).view(-1, 1))
+    else:  # one after the other, so that 0 stays 0 where the product of the scales is beyond fp32
+        product.mul_(_fp32(row_scale * alpha).view(-1, 1)).mul_(_fp32(column_scale).view(1, -1))
+
+
+def _is_single(scale: float | Tensor) -> bool:
+    return isinstance(scale, float) or scale.numel() == 1
 
 
 def _fp32(factor: float | Tensor) -> Tensor:
-    assert isinstance(factor, Tensor)
-    return factor.to(torch.float32)
+    return torch.as_tensor(factor, dtype=torch.float32)
 
 
 def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:
@@ -255,3 +293,32 @@ def _multiplied_in_bf16(left: _Operand, right: _Operand, out: Tensor | None) -> 
     if out is None:
         return torch.mm(left.values, right.values.t())
     return torch.mm(left.values, right.values.t(), out=out)
+
+
+# ---- double precision --------------------------------------------------------------------------------
+
+
+def _in_double(planes: list[Plane]) -> bool:
+    """Unquantized operands in double precision, as in a gradient check, stay in it."""
+    return all(plane.format.is_identity for plane in planes) and any(
+        plane.data.dtype == torch.float64 for plane in planes
+    )
+
+
+def _multiplied_in_double(
+    planes: list[Plane],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    alpha: float,
+    beta: float,
+) -> Tensor:
+    numbers = [plane.data.detach().reshape(plane.shape).to(torch.float64) for plane in planes]
+    left, right = (n if p.direction is ROWWISE else n.t() for n, p in zip(numbers, planes, strict=True))
+    product = (left @ right.t()).mul_(alpha)
+    if bias is not None:
+        product.add_(bias)
+    if accumulate and out is not None:
+        product.add_(out.to(torch.float64), alpha=beta)
+    return product.to(out_dtype) if out is None else out.copy_(product)

@@ -7,12 +7,14 @@ histories of delayed scaling survive such a change where they fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..formats import Format
 from ..operands import GEMMS, check_operands
+from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import (
     QuantizerRole,
@@ -20,16 +22,39 @@ from ..recipe import (
     RecipeState,
     active,
     active_recipe,
+    check_extra_state,
     check_weight_matches_recipe,
+    extra_state_of,
     keep_high_precision_init_val,
+    load_extra_state,
     ran_in_backward,
     ran_in_forward,
 )
+from ..recipe.updates import in_backward
 from ..tensor import QuantizedTensor
+from .padding import known_format
 from .weight_cache import WeightCache
 
 Mode = Literal["forward", "backward"]
 _SLOTS: dict[Mode, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+_EXTRA_STATE = "_extra_state"  # torch's name
+
+
+class Built(NamedTuple):
+    """What was made for a recipe. One object, so that a thread never sees parts of two recipes."""
+
+    recipe: Recipe | None
+    states: Mapping[Mode, RecipeState]
+    quantizers: dict[str, list[Quantizer]]
+    details: Any = None  # what the module derives from them
+
+
+class ParameterInit(NamedTuple):
+    """How weights that are still on the meta device are to be made."""
+
+    recipe: Recipe
+    preserve_init_value: bool
 
 
 class QuantizedModule(nn.Module):
@@ -47,13 +72,18 @@ class QuantizedModule(nn.Module):
         self.name = name
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
-        self.quantizers: dict[str, list[Quantizer]] = {"scaling_fwd": [], "scaling_bwd": []}
-        self._states: dict[Mode, RecipeState] = {}
+        self._built = _nothing_built()
+        self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
+        self._unloaded: Any = None  # extra state that waits for states to load it into
         self._weight_cache = WeightCache()
         self._output_role: QuantizerRole | None = None
         self._grad_input_role: QuantizerRole | None = None
         self._wgrads: list[Callable[[], None]] = []
         self._wgrad_hooks: list[Callable[[], None]] = []
+        context = active()
+        self._parameter_init = (
+            ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
+        )
 
     # ---- what a module provides ----------------------------------------------------------------
 
@@ -65,13 +95,17 @@ class QuantizedModule(nn.Module):
         """``{"forward": ..., "backward": ...}``"""
         raise NotImplementedError
 
-    def _gemm_operands(self) -> Sequence[Mapping[str, Quantizer]]:
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
         """For each linear layer inside: its quantizers by tensor, to be checked as pairs."""
         raise NotImplementedError
 
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> Any:
+        """Whatever the module wants to work out once per recipe."""
+        return None
+
     @property
     def weight_names(self) -> list[str]:
-        """Names of the parameters that are quantized for GEMMs."""
+        """Names of the parameters that are quantized for GEMMs, one for each of `_gemm_operands`."""
         raise NotImplementedError
 
     # ---- quantizers ----------------------------------------------------------------------------
@@ -82,71 +116,118 @@ class QuantizedModule(nn.Module):
         return self.name or type(self).__name__
 
     @property
+    def quantizers(self) -> dict[str, list[Quantizer]]:
+        return self._built.quantizers
+
+    @property
     def primary_weights_in_fp8(self) -> bool:
-        return any(isinstance(getattr(self, name), QuantizedTensor) for name in self.weight_names)
+        return bool(self._quantized_weights())
+
+    def _quantized_weights(self) -> dict[str, QuantizedTensor]:
+        found = {name: getattr(self, name, None) for name in self.weight_names}  # there may be none yet
+        return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedTensor)}
 
     def _recipe_in_force(self) -> Recipe | None:
         """Autocast decides, where there is one; else what the module is bound to."""
         context = active()
         if context.depth:
             return active_recipe() if context.enabled or context.calibrating else None
+        if self.bound_recipe is None and self.fp8 and in_backward():
+            raise RuntimeError(
+                f"{self.layer} ran in an autocast and is computed again in backward outside of it, where it would not "
+                "quantize: enter the autocast inside the function that is checkpointed"
+            )
         return self.bound_recipe
 
-    def _prepare(self, recipe: Recipe | None) -> None:
-        """Have quantizers for ``recipe``; called at the start of forward."""
-        self.fp8 = recipe is not None
+    def _prepare(self, recipe: Recipe | None) -> Built:
+        """What forward needs for ``recipe``; called at its start."""
         if recipe is None:
-            return
-        self._build_quantizers(recipe)
-        if recipe.delayed() or recipe.custom():
-            ran_in_forward(self._states["forward"])
+            self.fp8 = False
+            return self._built
+        built = self._build_quantizers(recipe)
+        state = built.states["forward"]
+        if state.delayed is not None:
+            if active().step is None:
+                raise RuntimeError(f"{self.layer}: delayed scaling is updated when an autocast ends, and there is none")
+            ran_in_forward(state)
+        self.fp8 = True
+        return built
 
-    def _build_quantizers(self, recipe: Recipe) -> None:
-        counts = self._slot_counts()
-        roles = {mode: self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=counts[mode]) for mode in counts}
-        if self._states and all(state.fits(recipe, roles[mode]) for mode, state in self._states.items()):
-            return
+    def _build_quantizers(self, recipe: Recipe) -> Built:
+        """Quantizers for ``recipe``. Nothing has changed if it is refused."""
+        built = self._built
+        if built.states and all(state.fits(recipe, self._roles(mode)) for mode, state in built.states.items()):
+            return built
+        new = self._made_for(recipe)
+        weights = self._quantized_weights()
+        for name, weight in weights.items():
+            check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}: {name}")
+        self._check_pairs(recipe, new.quantizers, weights)
+        self._adopt(new)
+        return new
+
+    def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
+        return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
+
+    def _made_for(self, recipe: Recipe) -> Built:
+        device = next((parameter.device for parameter in self.parameters()), None)
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
-        for mode, count in counts.items():
-            device = next((parameter.device for parameter in self.parameters()), None)
-            state = RecipeState.create(
-                recipe,
-                mode=mode,
-                num_quantizers=count,
-                device=device,
-                roles=roles[mode],
-            )
-            if mode in self._states:
-                state.inherit_state_from(self._states[mode])
+        for mode, count in self._slot_counts().items():
+            state = RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device, roles=self._roles(mode))
+            if mode in self._learned:
+                state.inherit_state_from(self._learned[mode])
             states[mode] = state
             quantizers[_SLOTS[mode]] = state.make_quantizers()
-        before = self.quantizers
-        self.quantizers = quantizers
-        try:
-            self._check_recipe(recipe)
-        except Exception:
-            self.quantizers = before
-            raise
-        self._states = states
-        self.fp8_meta["recipe"] = recipe
-        self._weight_cache.clear()
+        return Built(recipe, states, quantizers, self._details(recipe, quantizers))
 
-    def _check_recipe(self, recipe: Recipe) -> None:
-        """Before the first step: the two operands of every GEMM pair, and quantized weights can be used."""
-        for name in self.weight_names:
-            weight = getattr(self, name)
-            if isinstance(weight, QuantizedTensor):
-                check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}: {name}")
-        if recipe.allow_mixed or recipe.backward_override is not None:
+    def _check_pairs(
+        self,
+        recipe: Recipe,
+        quantizers: Mapping[str, Sequence[Quantizer]],
+        quantized_weights: Mapping[str, QuantizedTensor],
+    ) -> None:
+        """Before the first step: the two operands of every GEMM can be multiplied."""
+        if recipe.allow_mixed:
             return
-        for by_tensor in self._gemm_operands():
-            for which, operands in GEMMS.items():
-                check_operands(
-                    which,
-                    [(t, d, by_tensor[t].encoding(d).format) for t, d in operands.items() if not by_tensor[t].custom],
-                    self.layer,
-                )
+        gemms = GEMMS if recipe.backward_override is None else {"fprop": GEMMS["fprop"]}
+        for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):
+            for which, operands in gemms.items():
+                formats = [
+                    (tensor, direction, _format(by_tensor[tensor], direction, quantized_weights.get(name), tensor))
+                    for tensor, direction in operands.items()
+                ]
+                check_operands(which, [(t, d, fmt) for t, d, fmt in formats if fmt is not None], self.layer)
+
+    def _adopt(self, new: Built) -> None:
+        """Use these quantizers from now on."""
+        learned = {mode: state for mode, state in new.states.items() if state.delayed is not None}
+        if learned and self._unloaded is not None:
+            load_extra_state(self._unloaded, new.states["forward"], new.states["backward"], self.layer)
+            self._unloaded = None
+        self._learned |= learned
+        self._built = new
+        self.fp8_meta["recipe"] = new.recipe
+        self._weight_cache.clear()
+        self._relink_weights(new.quantizers)
+
+    def _relink_weights(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> None:
+        """Weights that are kept quantized are written by the new quantizers from now on; their bytes stay.
+
+        Usages stay as well: what a later step needs must not be lost in a step that does not.
+        """
+        weights = self._quantized_weights()
+        if not weights:
+            return
+        for name, quantizer in self._weight_quantizers(quantizers).items():
+            weight = weights.get(name)
+            if weight is None or type(weight._quantizer) is not type(quantizer):
+                continue
+            try:
+                quantizer.check_writable(weight)
+            except ValueError:
+                continue  # another format of the same family: the weight stays what it is
+            weight._quantizer = quantizer
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Build quantizers for ``recipe`` now instead of in the next forward."""
@@ -156,9 +237,14 @@ class QuantizedModule(nn.Module):
         """The same for the recipe in force."""
         self._prepare(self._recipe_in_force())
 
-    def _backward_noted(self) -> Callable[[], None] | None:
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """One process holds the whole layer."""
+        if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
+            raise NotImplementedError(f"{self.layer}: one process holds the whole layer")
+
+    def _backward_noted(self, built: Built) -> Callable[[], None] | None:
         """What backward calls before it quantizes, so that delayed scaling is updated when backward ends."""
-        state = self._states["backward"]
+        state = built.states["backward"]
         if state.delayed is None:
             return None
         group = active().group
@@ -183,24 +269,38 @@ class QuantizedModule(nn.Module):
 
     # ---- parameters ----------------------------------------------------------------------------
 
-    def _register_weight(self, name: str, value: Tensor, slot: int) -> None:
-        """A parameter, quantized if a `quantized_model_init` is in force."""
-        context = active()
-        if not context.quantized_parameters or value.device.type == "meta":
+    def _register_weight(self, name: str, value: Tensor) -> None:
+        """A parameter, quantized if the module was made in a `quantized_model_init`."""
+        if self._parameter_init is None or value.device.type == "meta":
             self.register_parameter(name, nn.Parameter(value))
             return
-        recipe = active_recipe()
-        with torch.no_grad():
-            self._build_quantizers(recipe)
-            quantizer = self.quantizers["scaling_fwd"][slot].copy()
-            # Both directions, also under no_grad: whoever builds a model there may still train it.
-            quantizer.set_usage(rowwise=True, columnwise=True)
-            quantizer.internal = False
-            quantized = quantizer.quantize(value)
-        parameter = nn.Parameter(quantized)
-        if context.preserve_init_value:
+        built = self._build_quantizers(self._parameter_init.recipe)
+        parameter = nn.Parameter(self._quantized_parameter(value, name, built))
+        if self._parameter_init.preserve_init_value:
             keep_high_precision_init_val(parameter, value)
         self.register_parameter(name, parameter)
+
+    def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
+        """``value`` as the weight ``name``."""
+        quantizer = self._weight_quantizers(built.quantizers)[name]
+        try:
+            with torch.no_grad():
+                quantized: QuantizedTensor = quantizer.quantize(value.detach())
+        except ValueError as error:
+            raise ValueError(f"{self.layer}: {name} cannot be kept quantized: {error}") from error
+        return quantized
+
+    def _weight_quantizers(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
+        """By the name of the weight, for weights that are kept quantized.
+
+        Both directions, also under no_grad: whoever builds a model there may still train it.
+        """
+        made = {}
+        for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):
+            made[name] = quantizer = by_tensor["weight"].copy()
+            quantizer.set_usage(rowwise=True, columnwise=True)
+            quantizer.internal = False
+        return made
 
     # ---- weights: cache, delayed gradients ------------------------------------------------------
 
@@ -210,15 +310,11 @@ class QuantizedModule(nn.Module):
 
     @property
     def _fp8_workspaces(self) -> dict[str, Any]:
-        return self._weight_cache.by_name
+        return self._weight_cache.copies()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._weight_cache.clear()  # parameters move or change: copies of them would be stale
         return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._weight_cache.clear()
-        super()._load_from_state_dict(*args, **kwargs)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for `backward_dw`."""
@@ -236,6 +332,80 @@ class QuantizedModule(nn.Module):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Called after `backward_dw` has computed gradients."""
         self._wgrad_hooks.append(hook)
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The histories of delayed scaling as a plain dict; empty, and not in the state dict, if there are none."""
+        if self._unloaded is not None:
+            return dict(self._unloaded)
+        return extra_state_of(self._learned.get("forward"), self._learned.get("backward"))
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take histories from `get_extra_state`. Without states of their kind yet, they wait for the first forward."""
+        check_extra_state(state, self.layer)
+        self._unloaded = None
+        if state is None or not len(state):
+            return
+        if self._learned:
+            load_extra_state(state, self._learned.get("forward"), self._learned.get("backward"), self.layer)
+        else:
+            self._unloaded = {
+                key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not destination[prefix + _EXTRA_STATE]:
+            del destination[prefix + _EXTRA_STATE]  # then the keys are those of torch.nn
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + _EXTRA_STATE
+        if key in state_dict:
+            self.set_extra_state(state_dict[key])  # which refuses what it cannot use before parameters are overwritten
+        self._weight_cache.clear()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in missing_keys:
+            missing_keys.remove(key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: quantizers are built again from the recipe, and histories travel as plain data.
+
+        Gradients that wait for `backward_dw` belong to this module's parameters.
+        """
+        state = dict(self.__dict__)
+        state.update(
+            _built=_nothing_built(),
+            _learned={},
+            _unloaded=self.get_extra_state() or None,
+            _weight_cache=WeightCache(),
+            _wgrads=[],
+            _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
+            fp8_meta={name: value for name, value in self.fp8_meta.items() if name != "recipe"},
+        )
+        return state
+
+
+def _nothing_built() -> Built:
+    return Built(None, {}, {"scaling_fwd": [], "scaling_bwd": []})
+
+
+def _format(quantizer: Quantizer, direction: Direction, weight: QuantizedTensor | None, tensor: str) -> Format | None:
+    """What will be multiplied: a weight that is kept quantized is used as it is."""
+    if tensor == "weight" and weight is not None:
+        return weight._formats.get(direction)
+    return known_format(quantizer, direction)
 
 
 def name_layers(model: nn.Module) -> None:

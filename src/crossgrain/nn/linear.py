@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,22 @@ from torch import Tensor, nn
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
-from ..recipe import QuantizerRole, Recipe
+from ..recipe import QuantizerRole, Recipe, active, keep_high_precision_init_val
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from .base import Mode, QuantizedModule
-from .linear_function import LinearCall, Sizes, linear, padded_sizes, quantize_weight
+from .base import Built, Mode, QuantizedModule
+from .linear_function import LinearCall, linear, quantize_weight
+from .padding import Padding, Sizes, padding_for
 
 InitMethod = Callable[[Tensor], Any]
+
+
+class LinearDetails(NamedTuple):
+    """What a recipe means for a linear layer."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    padding: Padding
 
 
 def _default_init(weight: Tensor) -> None:
@@ -75,6 +85,8 @@ class Linear(QuantizedModule):
         self.init_method = init_method or _default_init
         self._rng_tracker = (get_rng_state_tracker, rng_tracker_name)
         self._splits = _resolved_splits(parameters_split, out_features)
+        if len(self._splits) > 1 and self._parameter_init is not None:
+            raise NotImplementedError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
         factory: Any = {"dtype": params_dtype or torch.get_default_dtype(), "device": _resolved_device(device)}
         for split, rows in self._splits.items():
             self._make_parameters(split, torch.empty(rows, in_features, **factory), bias)
@@ -82,7 +94,7 @@ class Linear(QuantizedModule):
     def _make_parameters(self, split: str, weight: Tensor, bias: bool) -> None:
         if weight.device.type != "meta":
             self._initialise(weight)
-        self._register_weight(f"{split}weight", weight, slot=1)
+        self._register_weight(f"{split}weight", weight)
         self.register_parameter(f"{split}bias", nn.Parameter(weight.new_zeros(weight.shape[0])) if bias else None)
 
     def _initialise(self, weight: Tensor) -> None:
@@ -95,20 +107,35 @@ class Linear(QuantizedModule):
                     self.init_method(weight)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters again; those on the meta device get memory on the default device."""
+        """Initialise the parameters again, in place.
+
+        Those on the meta device get memory on the default device, and those that are to be kept quantized are
+        quantized, which needs new parameters.
+        """
         if defer_init:
             return
+        self._weight_cache.clear()
         for split, rows in self._splits.items():
             old = getattr(self, f"{split}weight")
-            device = torch.get_default_device() if old.device.type == "meta" else old.device
-            weight = torch.empty(rows, self.in_features, dtype=old.dtype, device=device)
-            if isinstance(old, QuantizedTensor):
+            quantized = isinstance(old, QuantizedTensor)
+            if old.is_meta or quantized or self._parameter_init is not None:
+                device = torch.get_default_device() if old.is_meta else old.device
+                weight = torch.empty(rows, self.in_features, dtype=old.dtype, device=device)
+                if not quantized:
+                    self._make_parameters(split, weight, self.use_bias)
+                    continue
                 self._initialise(weight)
-                with torch.no_grad():
-                    old.copy_(weight)
-                getattr(self, f"{split}bias").data.zero_() if self.use_bias else None
+                self._requantize_in_place(old, weight)
             else:
-                self._make_parameters(split, weight, self.use_bias)
+                self._initialise(old)
+            if self.use_bias:
+                nn.init.zeros_(getattr(self, f"{split}bias"))
+
+    def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(value)
+        if getattr(parameter, "get_high_precision_init_val", None) is not None:
+            keep_high_precision_init_val(parameter, value)
 
     # ---- recipes -------------------------------------------------------------------------------
 
@@ -134,8 +161,16 @@ class Linear(QuantizedModule):
     def _slot_counts(self) -> Mapping[Mode, int]:
         return {"forward": 3, "backward": 2}
 
-    def _gemm_operands(self) -> Sequence[Mapping[str, Quantizer]]:
-        return [_by_tensor(self.quantizers)]
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
+        forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
+        return [{"input": forward[0], "weight": forward[1], "grad_output": backward[0]}]
+
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> LinearDetails:
+        by_tensor = self._gemm_operands(quantizers)[0]
+        x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
+        quantizes_backward = recipe.backward_override is None
+        padding = padding_for(x, weight, grad_output if quantizes_backward else None)
+        return LinearDetails(x, weight, grad_output, padding)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -149,58 +184,69 @@ class Linear(QuantizedModule):
         ``fp8_output``           y is returned quantized; ``fp8_grad``: dx is
         """
         recipe = self._recipe_in_force()
-        self._prepare(recipe)
+        built = self._prepare(recipe)
         weight, bias = self._weight(), self._bias()
         call = LinearCall(
             dtype=_activation_dtype(inp),
             accumulate_main_grad=self.fuse_wgrad_accumulation,
             wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
+            weight_parts=self._parameters_of_weight() if len(self._splits) > 1 else None,
             layer=self.layer,
         )
-        if recipe is not None:
-            self._add_quantizers(call, recipe, weight, inp, is_first_microbatch)
-            call.output = self.quantizers["scaling_fwd"][2] if fp8_output else None
-            call.grad_input = self.quantizers["scaling_bwd"][1] if fp8_grad else None
+        if recipe is not None and not active().enabled and active().calibrating:
+            self._calibrate(built.details, inp, weight)
+        elif recipe is not None:
+            self._add_quantizers(call, recipe, built, weight, is_first_microbatch)
+            call.output = built.quantizers["scaling_fwd"][2] if fp8_output else None
+            call.grad_input = built.quantizers["scaling_bwd"][1] if fp8_grad else None
         elif fp8_output or fp8_grad:
             raise RuntimeError(f"{self.layer}: a quantized output or gradient needs a recipe, and none is in force")
         y = linear(inp, weight, bias if self.apply_bias else None, call)
         return (y, bias) if self.return_bias else y
 
+    def _calibrate(self, details: LinearDetails, inp: Tensor, weight: Tensor) -> None:
+        """Statistics are taken, nothing is quantized."""
+        with torch.no_grad():
+            for quantizer, tensor in ((details.input, inp), (details.weight, weight)):
+                quantizer.calibrate(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach())
+
     def _add_quantizers(
-        self, call: LinearCall, recipe: Recipe, weight: Tensor, inp: Tensor, is_first_microbatch: bool | None
+        self, call: LinearCall, recipe: Recipe, built: Built, weight: Tensor, is_first_microbatch: bool | None
     ) -> None:
-        by_tensor = _by_tensor(self.quantizers)
-        call.input, call.weight, call.grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
+        details: LinearDetails = built.details
+        call.input, call.weight, call.grad_output, call.padding = details
         call.backward_override = recipe.backward_override
         call.allow_mixed = recipe.allow_mixed
-        call.keep_input = self._keeps_input(recipe, by_tensor["input"])
-        call.on_backward = self._backward_noted() if torch.is_grad_enabled() else None
+        call.keep_input = self.save_original_input and self._keeps_input(recipe, built)
+        call.on_backward = self._backward_noted(built) if torch.is_grad_enabled() else None
         if is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
-            call.quantized_weight = self._cached_weight(call, weight, inp, refresh=is_first_microbatch)
+            call.quantized_weight = self._cached_weight(call, details, weight, refresh=is_first_microbatch)
 
-    def _cached_weight(self, call: LinearCall, weight: Tensor, inp: Tensor, refresh: bool) -> QuantizedTensorStorage:
-        grad = torch.is_grad_enabled()
+    def _cached_weight(
+        self, call: LinearCall, details: LinearDetails, weight: Tensor, refresh: bool
+    ) -> QuantizedTensorStorage:
         # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
-        padded = padded_sizes(Sizes(0, weight.shape[1], weight.shape[0]), call, needs_dx=True, needs_dw=True)
-        columnwise = grad and call.quantizes_backward
-        assert call.weight is not None
-        quantizer = call.weight
+        columnwise = torch.is_grad_enabled() and call.quantizes_backward
+        padded = details.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
         return self._weight_cache.get(
             "weight",
+            self._parameters_of_weight(),
             refresh=refresh,
             columnwise=columnwise,
-            shape=(padded.n, padded.k),
-            make=lambda: quantize_weight(weight, quantizer, padded, columnwise),
+            make=lambda: quantize_weight(weight, details.weight, padded, columnwise),
         )
 
-    def _keeps_input(self, recipe: Recipe, quantizer: Quantizer) -> bool:
-        if not self.save_original_input:
-            return False
+    def _keeps_input(self, recipe: Recipe, built: Built) -> bool:
+        """Whether backward may quantize the input again: only if it gets what forward would have kept."""
         if recipe.delayed():
             raise ValueError(
                 f"{self.layer}: save_original_input needs a quantizer without history, not delayed scaling"
             )
-        if recipe.backward_override == "high_precision" or can_reconstruct_wgrad_input_from_original(quantizer):
+        if recipe.backward_override == "high_precision":
+            return True
+        state = built.states["forward"].delayed
+        has_history = state is not None and any(slot == 0 for slot, _ in state.columns)  # its scale changes meanwhile
+        if not has_history and can_reconstruct_wgrad_input_from_original(built.details.input):
             return True
         warnings.warn(
             f"{self.layer}: save_original_input is off, for its input's quantizer would not make the same bytes twice",
@@ -208,11 +254,13 @@ class Linear(QuantizedModule):
         )
         return False
 
+    def _parameters_of_weight(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.weight_names]
+
     def _weight(self) -> Tensor:
-        weights = [getattr(self, name) for name in self.weight_names]
+        weights = self._parameters_of_weight()
         if len(weights) == 1:
-            weight: Tensor = weights[0]
-            return weight
+            return weights[0]
         if any(isinstance(weight, QuantizedTensor) for weight in weights):
             raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
         return torch.cat(weights)
@@ -237,11 +285,6 @@ def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:
         row: Quantizer = quantizer.child(Direction.ROWWISE)
         return quantizer.columnwise_source == "original" or row.is_requantization_safe()
     return quantizer.is_requantization_safe()
-
-
-def _by_tensor(quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
-    forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
-    return {"input": forward[0], "weight": forward[1], "grad_output": backward[0]}
 
 
 def _activation_dtype(x: Tensor) -> torch.dtype:

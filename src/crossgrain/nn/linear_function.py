@@ -15,26 +15,32 @@ again: real rows and columns get the numbers they would get without padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..gemm import gemm
-from ..plane import COLUMNWISE, ROWWISE, Direction, Plane, round_up
+from ..hybrid import HybridQuantizer
+from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe.base import BackwardOverride
-from ..tensor import QuantizedTensor, QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
+from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
+from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
+
+Quantized = QuantizedTensorStorage | Tensor
 
 
-class Sizes(NamedTuple):
-    """Of x [M, K], W [N, K] and dy [M, N]."""
+class Needs(NamedTuple):
+    """Which gradients are wanted. Known before autograd is entered: inside, gradients are always off."""
 
-    m: int
-    k: int
-    n: int
+    dx: bool
+    dw: bool
+    db: bool
 
 
 @dataclass
@@ -43,12 +49,14 @@ class LinearCall:
 
     ``input``, ``weight``, ``grad_output``  the quantizers; without them the layer computes as the tensors are
     ``output``, ``grad_input``              quantizers of what is handed on, if that is to be quantized
+    ``padding``                             what the blocks of these quantizers ask of the sizes
     ``dtype``                               of activations and their gradients
     ``quantized_weight``                    W as cached by the caller, used instead of quantizing it again
     ``keep_input``                          save x as it is for backward and quantize it again there
     ``on_backward``                         called before backward quantizes anything
     ``wgrad_queue``                         where to put off wgrad to, instead of computing it in backward
     ``accumulate_main_grad``                add dW to ``weight.main_grad``
+    ``weight_parts``                        the parameters that W was put together from, if it was
     """
 
     dtype: torch.dtype
@@ -57,6 +65,7 @@ class LinearCall:
     grad_output: Quantizer | None = None
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
+    padding: Padding = NO_PADDING
     quantized_weight: QuantizedTensorStorage | None = None
     backward_override: BackwardOverride = None
     allow_mixed: bool = False
@@ -64,6 +73,7 @@ class LinearCall:
     accumulate_main_grad: bool = False
     wgrad_queue: list[Callable[[], None]] | None = None
     on_backward: Callable[[], None] | None = None
+    weight_parts: Sequence[Tensor] | None = None
     layer: str = "Linear"
 
     @property
@@ -73,71 +83,107 @@ class LinearCall:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """``x · weightᵀ + bias`` for x [..., K] and weight [N, K], by the quantizers of ``call``."""
-    if x.shape[-1] != weight.shape[-1]:
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            f"{call.layer}: the input {list(x.shape)} ends in {x.shape[-1]}, but the weight {list(weight.shape)} "
-            f"takes {weight.shape[-1]} features"
+            f"{call.layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
+            f"{list(weight.shape)} takes"
         )
-    result: Tensor = LinearFunction.apply(x, weight, bias, call)
+    grad = torch.is_grad_enabled()
+    needs = Needs(
+        grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
+    )
+    if not any(needs):
+        return _forward(x, weight, bias, call, needs).y
+    if needs.dw and call.weight_parts is None and (call.accumulate_main_grad or call.wgrad_queue is not None):
+        _check_takes_gradient(weight, call)
+    result: Tensor = LinearFunction.apply(x, weight, bias, call, needs)
     return result
+
+
+def _check_takes_gradient(weight: Tensor, call: LinearCall) -> None:
+    """A gradient that does not go through autograd ends at this tensor."""
+    if not weight.is_leaf:
+        raise RuntimeError(
+            f"{call.layer}: the weight was computed from other tensors, and a gradient that is put off or added to "
+            "main_grad would not reach them"
+        )
 
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Any:
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        sizes = Sizes(math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0])
-        padded = padded_sizes(sizes, call, needs_dx, needs_dw)
-
-        x_used = _quantized_input(x, call, padded, columnwise=needs_dw and not call.keep_input)
-        w_used = _quantized_weight(weight, call, padded, columnwise=needs_dx)
-        y = gemm(
-            "fprop",
-            _operand(x_used, ROWWISE, "input", call),
-            _operand(w_used, ROWWISE, "weight", call),
-            out_dtype=call.dtype,
-            bias=_padded_vector(bias, padded.n),
-            allow_mixed=call.allow_mixed,
-        )
-        if needs_dx or needs_dw:
-            x_saved = _input_for_backward(x, x_used, call, padded) if needs_dw else None
-            w_saved = _weight_for_backward(weight, w_used, call) if needs_dx else None
-            tensors, ctx.tensor_objects = prepare_for_saving(x_saved, w_saved)
-            ctx.save_for_backward(*tensors)
-        ctx.call, ctx.sizes, ctx.padded = call, sizes, padded
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:
+        done = _forward(x, weight, bias, call, needs)
+        x_buffers, ctx.x_note = buffers_and_note(done.x_saved)
+        w_buffers, ctx.w_note = buffers_and_note(done.w_saved)
+        ctx.save_for_backward(*x_buffers, *w_buffers)
+        call.quantized_weight = None  # backward has its plane; the copy belongs to the cache alone
+        ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, done.sizes, done.padded
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.weight = weight if needs_dw else None
-        ctx.bias_dtype = bias.dtype if needs_db and bias is not None else None
-        y = y[: sizes.m, : sizes.n].reshape(*x.shape[:-1], sizes.n)
-        return y if call.output is None else call.output(y)
+        ctx.weight = weight if needs.dw else None
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return done.y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        x: Any = None
-        w: Any = None
+        call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
         dx = dw = db = None
-        if needs_dx or needs_dw:
-            x, w = restore_from_func_ctx(ctx)
         if isinstance(dy, QuantizedTensor):
             dy = dy.dequantize()
         dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
-        if needs_db and ctx.bias_dtype is not None:
-            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if needs_dx or needs_dw:
+        if needs.db:
+            db = dy.sum(0, dtype=_sum_dtype(dy)).to(ctx.bias_dtype)
+        if needs.dx or needs.dw:
+            saved = ctx.saved_tensors
+            x = restored_operand(saved[:BUFFERS_PER_OPERAND], ctx.x_note)
+            w = restored_operand(saved[BUFFERS_PER_OPERAND:], ctx.w_note)
+            if needs.dw and call.accumulate_main_grad:
+                _check_has_main_grad(ctx)
             if call.on_backward is not None:
                 call.on_backward()
-            dy_used = _quantized_gradient(_padded_matrix(dy, padded.m, padded.n), call, needs_dx, needs_dw)
-        if needs_dx:
-            dx = _input_gradient(dy_used, w, call, ctx)
-        if needs_dw:
-            dw = _weight_gradient(dy_used, x, call, ctx)
-        return dx, dw, db, None
+            dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
+            if needs.dx:
+                dx = _input_gradient(dy_used, w, ctx)
+            if needs.dw:
+                dw = _weight_gradient(dy_used, x, ctx)
+        return dx, dw, db, None, None
+
+
+def _sum_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 # ---- forward -----------------------------------------------------------------------------------------
+
+
+class _Forward(NamedTuple):
+    y: Tensor
+    x_saved: Operand | None
+    w_saved: Operand | None
+    sizes: Sizes
+    padded: Sizes
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> _Forward:
+    sizes = Sizes(math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0])
+    padded = call.padding.padded(sizes, backward=needs.dx or needs.dw)
+    x_used = _quantized_input(x, call, sizes, padded, columnwise=needs.dw and not call.keep_input)
+    w_used = _quantized_weight(weight, call, padded, columnwise=needs.dx)
+    y = gemm(
+        "fprop",
+        _operand(x_used, ROWWISE, "input", call),
+        _operand(w_used, ROWWISE, "weight", call),
+        out_dtype=call.dtype,
+        bias=padded_vector(bias, padded.n),
+        allow_mixed=call.allow_mixed,
+    )
+    x_saved = _input_for_backward(x, x_used, call) if needs.dw else None
+    w_saved = _weight_for_backward(weight, w_used, call) if needs.dx else None
+    if padded != sizes:
+        y = y[: sizes.m, : sizes.n].contiguous()
+    # Not a view: in-place operations on the output are fine, as they are for any layer.
+    y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], sizes.n))
+    return _Forward(y if call.output is None else call.output(y), x_saved, w_saved, sizes, padded)
 
 
 def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
@@ -149,23 +195,34 @@ def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bo
     return made
 
 
-def _quantized_input(x: Tensor, call: LinearCall, padded: Sizes, columnwise: bool) -> QuantizedTensorStorage | Tensor:
+def _quantized_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, columnwise: bool) -> Quantized:
+    columnwise = columnwise and call.quantizes_backward
     if isinstance(x, QuantizedTensor):
+        if call.input is not None and padded == sizes and _made_alike(x, call.input, columnwise):
+            return x
         x = x.dequantize(dtype=call.dtype)
-    matrix = _padded_matrix(x.detach().reshape(-1, x.shape[-1]).to(call.dtype), padded.m, padded.k)
+    matrix = x.detach().reshape(sizes.m, sizes.k).to(call.dtype)
     if call.input is None:
         return matrix
-    return _made_by(call.input, matrix, True, columnwise and call.quantizes_backward)
+    return _made_by(call.input, padded_matrix(matrix, padded.m, padded.k), True, columnwise)
 
 
-def _quantized_weight(
-    weight: Tensor, call: LinearCall, padded: Sizes, columnwise: bool
-) -> QuantizedTensorStorage | Tensor:
+def _made_alike(x: QuantizedTensor, quantizer: Quantizer, columnwise: bool) -> bool:
+    """Whether an input that comes quantized holds what ``quantizer`` would make of it."""
+    derives = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original"
+    if quantizer.custom or derives:
+        return False
+    directions = (ROWWISE, COLUMNWISE) if columnwise else (ROWWISE,)
+    planes = [(x.plane(direction), quantizer.encoding(direction).format) for direction in directions]
+    return all(plane is not None and plane.format == fmt for plane, fmt in planes)
+
+
+def _quantized_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Quantized:
     columnwise = columnwise and call.quantizes_backward
     if isinstance(weight, QuantizedTensor):
         return _usable_weight(weight, call, padded, columnwise)
     if call.weight is None:
-        return weight.detach()
+        return weight.detach().to(call.dtype)
     if call.quantized_weight is not None:
         return call.quantized_weight
     return quantize_weight(weight, call.weight, padded, columnwise)
@@ -173,28 +230,24 @@ def _quantized_weight(
 
 def quantize_weight(weight: Tensor, quantizer: Quantizer, padded: Sizes, columnwise: bool) -> QuantizedTensorStorage:
     """W for fprop, and for dgrad if ``columnwise``."""
-    return _made_by(quantizer, _padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
+    return _made_by(quantizer, padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
 
 
-def _usable_weight(
-    weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool
-) -> QuantizedTensorStorage | Tensor:
+def _usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Quantized:
     """A weight that is kept quantized: a missing direction is asked for, none is ever dropped."""
     if call.weight is None:
-        return weight.dequantize().detach()
+        return weight.dequantize(dtype=call.dtype).detach()
     if tuple(weight.shape) != (padded.n, padded.k):
         raise ValueError(
             f"{call.layer}: the weight {list(weight.shape)} is kept quantized and cannot be padded to "
             f"{[padded.n, padded.k]}, which the other operands' blocks ask for"
         )
-    missing = [
-        direction
-        for direction, wanted in ((ROWWISE, True), (COLUMNWISE, columnwise))
-        if wanted and weight.plane(direction) is None
-    ]
-    for direction in missing:
+    for direction in (ROWWISE, COLUMNWISE) if columnwise else (ROWWISE,):
+        if weight.plane(direction) is not None:
+            continue
         try:
-            weight.update_usage(**{f"{direction.value}_usage": True})
+            with torch.inference_mode(False):  # the weight outlives the inference that asks first
+                weight.update_usage(**{f"{direction.value}_usage": True})
         except Exception as error:
             raise RuntimeError(
                 f"{call.layer}: the quantized weight {list(weight.shape)} has no {direction.value} plane, which "
@@ -203,9 +256,7 @@ def _usable_weight(
     return weight
 
 
-def _operand(
-    used: QuantizedTensorStorage | Tensor, direction: Direction, role: str, call: LinearCall
-) -> Plane | Tensor:
+def _operand(used: Quantized, direction: Direction, role: str, call: LinearCall) -> Operand:
     if not isinstance(used, QuantizedTensorStorage):
         return used
     plane = used.plane(direction)
@@ -214,161 +265,123 @@ def _operand(
     return plane
 
 
-def _input_for_backward(
-    x: Tensor, used: QuantizedTensorStorage | Tensor, call: LinearCall, padded: Sizes
-) -> QuantizedTensorStorage | Tensor:
+def _input_for_backward(x: Tensor, used: Quantized, call: LinearCall) -> Operand:
     if call.input is None or call.keep_input or call.backward_override == "high_precision":
-        kept = x.dequantize(dtype=call.dtype) if isinstance(x, QuantizedTensor) else x
-        return kept.detach()
-    assert isinstance(used, QuantizedTensorStorage)
-    return used if call.backward_override == "dequantized" else _columns_of(used)
+        return x.dequantize(dtype=call.dtype).detach() if isinstance(x, QuantizedTensor) else x.detach()
+    return _operand(used, ROWWISE if call.backward_override == "dequantized" else COLUMNWISE, "input", call)
 
 
-def _weight_for_backward(
-    weight: Tensor, used: QuantizedTensorStorage | Tensor, call: LinearCall
-) -> QuantizedTensorStorage | Tensor:
+def _weight_for_backward(weight: Tensor, used: Quantized, call: LinearCall) -> Operand:
     if call.weight is None or call.backward_override == "high_precision":
-        return weight.detach()  # for a quantized weight another wrapper: saving empties what is saved
-    assert isinstance(used, QuantizedTensorStorage)
-    with torch.no_grad():
-        mine = used is not call.quantized_weight and not isinstance(used, QuantizedTensor)
-        kept = used if mine else used._rewrap()  # saving empties what is saved
-    return kept if call.backward_override == "dequantized" else _columns_of(kept)
-
-
-def _columns_of(made: QuantizedTensorStorage) -> QuantizedTensorStorage:
-    """Backward reads the columnwise plane only: the rowwise bytes are let go."""
-    made.update_usage(rowwise_usage=False)
-    return made
+        return weight._readable_plane(None) if isinstance(weight, QuantizedTensor) else weight.detach()
+    return _operand(used, ROWWISE if call.backward_override == "dequantized" else COLUMNWISE, "weight", call)
 
 
 # ---- backward ----------------------------------------------------------------------------------------
 
 
-def _quantized_gradient(
-    dy: Tensor, call: LinearCall, rowwise: bool, columnwise: bool
-) -> QuantizedTensorStorage | Tensor:
+def _quantized_gradient(dy: Tensor, call: LinearCall, needs: Needs) -> Quantized:
     if call.grad_output is None or not call.quantizes_backward:
         return dy
-    return _made_by(call.grad_output, dy, rowwise, columnwise)
+    return _made_by(call.grad_output, dy, needs.dx, needs.dw)
 
 
 def _saved_operand(
-    saved: QuantizedTensorStorage | Tensor, role: str, call: LinearCall, rows: int, columns: int
-) -> Plane | Tensor:
+    saved: Operand | None, call: LinearCall, rows: int, columns: int, padded: tuple[int, int]
+) -> Operand:
     """What backward multiplies by: the columnwise plane, or high precision where there is no such plane."""
-    if not isinstance(saved, QuantizedTensorStorage):
-        return _padded_matrix(saved.detach().reshape(-1, saved.shape[-1]).to(call.dtype), rows, columns)
-    if call.backward_override is not None or call.weight is None:
-        return _padded_matrix(saved.dequantize(dtype=call.dtype).detach(), rows, columns)
-    return _operand(saved, COLUMNWISE, role, call)
+    assert saved is not None
+    if isinstance(saved, Plane):
+        if call.quantizes_backward:
+            return saved
+        return padded_matrix(kernels.decode(saved, call.dtype), *padded)
+    return padded_matrix(saved.reshape(rows, columns).to(call.dtype), *padded)
 
 
-def _input_gradient(
-    dy: QuantizedTensorStorage | Tensor, w: QuantizedTensorStorage | Tensor, call: LinearCall, ctx: Any
-) -> Tensor:
+def _input_gradient(dy: Quantized, w: Operand | None, ctx: Any) -> Tensor:
+    call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
     dx = gemm(
         "dgrad",
         _operand(dy, ROWWISE, "grad_output", call),
-        _saved_operand(w, "weight", call, ctx.padded.n, ctx.padded.k),
+        _saved_operand(w, call, sizes.n, sizes.k, (padded.n, padded.k)),
         out_dtype=call.dtype,
         allow_mixed=call.allow_mixed,
     )
-    dx = dx[: ctx.sizes.m, : ctx.sizes.k].reshape(ctx.x_shape).to(ctx.x_dtype)
+    dx = dx[: sizes.m, : sizes.k].reshape(ctx.x_shape).to(ctx.x_dtype)
     return dx if call.grad_input is None else call.grad_input(dx)
 
 
-def _weight_gradient(
-    dy: QuantizedTensorStorage | Tensor, x: QuantizedTensorStorage | Tensor, call: LinearCall, ctx: Any
-) -> Tensor | None:
-    weight, sizes, padded = ctx.weight, ctx.sizes, ctx.padded
-    if call.wgrad_queue is not None:
-        dy = _columns_of(dy) if isinstance(dy, QuantizedTensorStorage) else dy
-
-    def compute(out: Tensor | None = None) -> Tensor:
-        if call.keep_input and call.quantizes_backward:
-            assert isinstance(x, Tensor) and call.input is not None
-            matrix = _padded_matrix(x.reshape(-1, sizes.k).to(call.dtype), padded.m, padded.k)
-            used: Any = _operand(_made_by(call.input, matrix, False, True), COLUMNWISE, "input", call)
-        else:
-            used = _saved_operand(x, "input", call, padded.m, padded.k)
-        fits = out is not None and padded[1:] == sizes[1:]
-        dw = gemm(
-            "wgrad",
-            _operand(dy, COLUMNWISE, "grad_output", call),
-            used,
-            out_dtype=weight.dtype if out is None else torch.float32,
-            out=out if fits else None,
-            accumulate=fits,
-            allow_mixed=call.allow_mixed,
-        )
-        if out is not None and not fits:
-            out.add_(dw[: sizes.n, : sizes.k])
-        return dw[: sizes.n, : sizes.k]
-
-    def deliver() -> Tensor | None:
-        if not call.accumulate_main_grad:
-            return compute()
-        compute(out=weight.main_grad)
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
-            return dummy_weight_gradient(weight)
-        return None
-
+def _weight_gradient(dy: Quantized, x: Operand | None, ctx: Any) -> Tensor | None:
+    """dW for autograd, or None if it goes elsewhere or is put off."""
+    call, weight = ctx.call, ctx.weight
+    dy_operand = _operand(dy, COLUMNWISE, "grad_output", call)
+    assert x is not None
     if call.wgrad_queue is None:
-        return deliver()
+        if call.accumulate_main_grad:
+            return _added_to_main_grad(dy_operand, x, ctx)
+        return _wgrad(dy_operand, x, ctx, weight.dtype)
+    unchanged = Unchanged(dy_operand, x)
 
     def later() -> None:
+        unchanged.check(call.layer)
         with torch.no_grad():
-            dw = deliver()
-        if dw is not None:
-            weight.grad = dw if weight.grad is None else weight.grad + dw
+            if call.accumulate_main_grad:
+                dw = _added_to_main_grad(dy_operand, x, ctx)
+            else:
+                dw = _wgrad(dy_operand, x, ctx, weight.dtype)
+            if dw is not None:
+                _add_to_grads(_parts(ctx), dw)
 
     call.wgrad_queue.append(later)
     return None
+
+
+def _wgrad(dy: Operand, x: Operand, ctx: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
+    x = _saved_operand(x, call, sizes.m, sizes.k, (padded.m, padded.k))
+    if call.keep_input and call.quantizes_backward:
+        assert isinstance(x, Tensor)
+        x = _operand(_made_by(call.input, x, False, True), COLUMNWISE, "input", call)
+    dw = gemm("wgrad", dy, x, out_dtype=dtype, out=out, accumulate=out is not None, allow_mixed=call.allow_mixed)
+    return dw if padded == sizes else dw[: sizes.n, : sizes.k]
+
+
+def _parts(ctx: Any) -> Sequence[Tensor]:
+    """The parameters that the gradient of the weight belongs to, from the top down."""
+    return ctx.call.weight_parts or [ctx.weight]
+
+
+def _check_has_main_grad(ctx: Any) -> None:
+    if not all(isinstance(getattr(part, "main_grad", None), Tensor) for part in _parts(ctx)):
+        raise RuntimeError(f"{ctx.call.layer}: fuse_wgrad_accumulation adds to weight.main_grad, and there is none")
+
+
+def _added_to_main_grad(dy: Operand, x: Operand, ctx: Any) -> Tensor | None:
+    """Add dW to ``main_grad``; for those who wait for a gradient, returns one without content."""
+    parts: Any = _parts(ctx)
+    if len(parts) == 1 and ctx.padded[1:] == ctx.sizes[1:]:
+        _wgrad(dy, x, ctx, torch.float32, out=parts[0].main_grad)
+    else:
+        dw = _wgrad(dy, x, ctx, torch.float32)
+        for part, rows in zip(parts, dw.split([len(part) for part in parts]), strict=True):
+            part.main_grad.add_(rows)
+    waiting = [part for part in parts if hasattr(part, "grad_added_to_main_grad")]
+    for part in waiting:
+        part.grad_added_to_main_grad = True
+    return dummy_weight_gradient(ctx.weight) if waiting else None
+
+
+def _add_to_grads(parts: Sequence[Tensor], dw: Tensor) -> None:
+    """As autograd does it: the first gradient is kept, later ones are added in place."""
+    pieces = [dw] if len(parts) == 1 else [piece.clone() for piece in dw.split([len(part) for part in parts])]
+    for part, piece in zip(parts, pieces, strict=True):
+        if part.grad is None:
+            part.grad = piece
+        else:
+            part.grad.add_(piece)
 
 
 def dummy_weight_gradient(weight: Tensor) -> Tensor:
     """A gradient without memory, for those who wait for one while the real one is in ``main_grad``."""
     zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
     return zero.expand(weight.shape)
-
-
-# ---- padding -----------------------------------------------------------------------------------------
-
-
-def padded_sizes(sizes: Sizes, call: LinearCall, needs_dx: bool, needs_dw: bool) -> Sizes:
-    """The sizes up to whole blocks, of the planes that this call will make."""
-    if call.input is None or call.weight is None:
-        return sizes
-    backward = call.quantizes_backward and call.grad_output is not None
-    x, w, dy = ("m", "k"), ("n", "k"), ("m", "n")
-    planes: list[tuple[Any, Direction, tuple[str, str]]] = [(call.input, ROWWISE, x), (call.weight, ROWWISE, w)]
-    if backward and needs_dw:
-        planes += [(call.input, COLUMNWISE, x), (call.grad_output, COLUMNWISE, dy)]
-    if backward and needs_dx:
-        planes += [(call.weight, COLUMNWISE, w), (call.grad_output, ROWWISE, dy)]
-    multiples = {"m": 1, "k": 1, "n": 1}
-    for quantizer, direction, (rows, columns) in planes:
-        if quantizer.custom:
-            continue
-        fmt = quantizer.encoding(direction).format
-        if fmt.block is None or fmt.ragged:
-            continue
-        summed, other = (columns, rows) if direction is ROWWISE else (rows, columns)
-        multiples[summed] = math.lcm(multiples[summed], fmt.block_length)
-        multiples[other] = math.lcm(multiples[other], fmt.block_rows)
-    return Sizes(*(round_up(size, multiples[name]) for name, size in sizes._asdict().items()))
-
-
-def _padded_matrix(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    if tuple(matrix.shape) == (rows, columns):
-        return matrix
-    padding = (0, columns - matrix.shape[1], 0, rows - matrix.shape[0])
-    return torch.nn.functional.pad(matrix, padding)
-
-
-def _padded_vector(vector: Tensor | None, size: int) -> Tensor | None:
-    if vector is None or vector.shape[0] == size:
-        return vector
-    return torch.nn.functional.pad(vector, (0, size - vector.shape[0]))

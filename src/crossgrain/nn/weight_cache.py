@@ -1,46 +1,59 @@
 """Quantized copies of weights that microbatches of one step share.
 
 The cache belongs to one module and is emptied by it whenever its parameters are moved, loaded or
-quantized by another recipe. Between those, the caller says when a copy is made again: with
-``is_first_microbatch=True``, after each optimizer step.
+quantized by another recipe; a copy serves only the parameters it was made from. Between those, the
+caller says when a copy is made again: with ``is_first_microbatch=True``, after each optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..plane import COLUMNWISE, ROWWISE
 from ..tensor import QuantizedTensorStorage
 
 
+class _Entry(NamedTuple):
+    copy: QuantizedTensorStorage
+    made_from: list[weakref.ref[Tensor]]
+
+    def serves(self, parameters: Sequence[Tensor], columnwise: bool) -> bool:
+        if len(parameters) != len(self.made_from):
+            return False
+        if any(ref() is not parameter for ref, parameter in zip(self.made_from, parameters, strict=True)):
+            return False
+        return self.copy.plane(ROWWISE) is not None and not (columnwise and self.copy.plane(COLUMNWISE) is None)
+
+
 class WeightCache:
-    """Copies by the name of the parameter."""
+    """Copies by the name of the weight."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, QuantizedTensorStorage] = {}
+        self._entries: dict[str, _Entry] = {}
 
     def get(
-        self, name: str, *, refresh: bool, columnwise: bool, shape: tuple[int, int], make: Callable[[], Any]
+        self,
+        name: str,
+        parameters: Sequence[Tensor],
+        *,
+        refresh: bool,
+        columnwise: bool,
+        make: Callable[[], QuantizedTensorStorage],
     ) -> QuantizedTensorStorage:
-        """The copy; made by ``make()`` if it is to be refreshed, or lacks a direction, or is of another size."""
-        copy = self.by_name.get(name)
-        if refresh or copy is None or not _serves(copy, columnwise, shape):
-            copy = self.by_name[name] = make()
-        return copy
+        """The copy; made by ``make()`` if it is to be refreshed, lacks a direction, or is of other parameters."""
+        entry = self._entries.get(name)
+        if refresh or entry is None or not entry.serves(parameters, columnwise):
+            with torch.inference_mode(False), torch.no_grad():  # a copy made for inference may be used for training
+                entry = self._entries[name] = _Entry(make(), [weakref.ref(parameter) for parameter in parameters])
+        return entry.copy
+
+    def copies(self) -> dict[str, QuantizedTensorStorage]:
+        return {name: entry.copy for name, entry in self._entries.items()}
 
     def clear(self) -> None:
-        self.by_name.clear()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        """A copied module makes its own."""
-        return WeightCache()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WeightCache, ()
-
-
-def _serves(copy: QuantizedTensorStorage, columnwise: bool, shape: tuple[int, int]) -> bool:
-    if tuple(copy.shape) != shape or copy.plane(ROWWISE) is None:
-        return False
-    return not columnwise or copy.plane(COLUMNWISE) is not None
+        self._entries.clear()

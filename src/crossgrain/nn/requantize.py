@@ -1,0 +1,76 @@
+"""Weights that are kept quantized, converted to the formats of another recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from ..recipe.coerce import as_recipe
+from ..tensor import QuantizedTensor
+from .base import Built, QuantizedModule
+
+
+def requantize_(model: nn.Module, recipe: Recipe | str) -> dict[str, nn.Parameter]:
+    """Quantize the weights of ``model`` that are kept quantized anew, for ``recipe``.
+
+    They are made from what `quantized_model_init` preserved, as long as the weight still stands for it,
+    else from what the weight decodes to. A weight that stays of its class stays the same parameter. One
+    that does not is replaced, with its gradient and its attributes: the result names these new parameters,
+    and an optimizer has to be told. Nothing has changed if any weight cannot be converted.
+    """
+    recipe = as_recipe(recipe)
+    made: dict[int, QuantizedTensor] = {}  # by the old parameter: tied weights stay tied
+    plans: list[tuple[str, QuantizedModule, Built, dict[str, QuantizedTensor]]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedModule) and module.primary_weights_in_fp8:
+            built = module._made_for(recipe)
+            module._check_pairs(recipe, built.quantizers, {})
+            weights = {}
+            for name, weight in module._quantized_weights().items():
+                if id(weight) not in made:
+                    made[id(weight)] = module._quantized_parameter(_value(weight), name, built)
+                weights[name] = made[id(weight)]
+            plans.append((path, module, built, weights))
+
+    parameters: dict[int, Any] = {}
+    replaced: dict[str, nn.Parameter] = {}
+    for path, module, built, weights in plans:
+        for name, quantized in weights.items():
+            old: Any = getattr(module, name)
+            if type(old) is type(quantized):
+                if id(quantized) not in parameters:
+                    old.data = quantized
+                parameters[id(quantized)] = old
+                continue
+            if id(quantized) not in parameters:
+                parameters[id(quantized)] = _successor(old, quantized)
+            setattr(module, name, parameters[id(quantized)])
+            replaced[f"{path}.{name}" if path else name] = parameters[id(quantized)]
+        module._adopt(built)
+    return replaced
+
+
+def _value(weight: QuantizedTensor) -> Tensor:
+    """High precision for a weight: the preserved initial value, unless the weight was written since."""
+    get: Callable[[], Tensor | None] | None = getattr(weight, "get_high_precision_init_val", None)
+    preserved = None if get is None else get()
+    decoded = weight.dequantize().detach()
+    if preserved is None:
+        return decoded
+    preserved = preserved.to(weight.device)
+    with torch.no_grad():
+        again = weight.detach().clone().copy_(preserved)
+    return preserved if torch.equal(again.dequantize(), decoded) else decoded
+
+
+def _successor(old: Any, quantized: QuantizedTensor) -> nn.Parameter:
+    new = nn.Parameter(quantized, requires_grad=old.requires_grad)
+    for name, value in vars(old).items():
+        if name not in old._shared_names():  # what users hung on the parameter
+            setattr(new, name, value)
+    new.grad = old.grad
+    return new
