@@ -22,7 +22,7 @@ from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQ
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from .nn import Linear, name_layers, requantize_
+from .nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, name_layers, requantize_
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
@@ -77,6 +77,9 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
@@ -90,6 +93,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
     "TE_DType",
     "TE_DType_To_Torch",
     "autocast",
