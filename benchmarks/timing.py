@@ -6,7 +6,9 @@ a slow moment of the machine does not fall on one of them alone.
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,8 +24,10 @@ Job = Callable[[], object]
 SECONDS_PER_JOB = 3.0  # a job that takes long is not repeated as often
 
 
-def least_times(jobs: Sequence[Job], repeats: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
-    """Seconds that each job takes at best, after one untimed run."""
+def least_times(
+    jobs: Sequence[Job], repeats: int, clock: Callable[[], float] = time.thread_time, before: Job = lambda: None
+) -> list[float]:
+    """Seconds that each job takes at best, after one untimed run; ``before`` runs before each and is not timed."""
     for job in jobs:
         job()
     least, spent = [float("inf")] * len(jobs), [0.0] * len(jobs)
@@ -31,11 +35,22 @@ def least_times(jobs: Sequence[Job], repeats: int, clock: Callable[[], float] = 
         for index, job in enumerate(jobs):
             if spent[index] > SECONDS_PER_JOB:
                 continue
+            before()
             start = clock()
             job()
             took = clock() - start
             least[index], spent[index] = min(least[index], took), spent[index] + took
     return least
+
+
+def give_memory_back() -> None:
+    """Return what the process has freed to the system (glibc only), so that no job finds the pages of another.
+
+    A large new tensor is then as expensive as it is in a program of its own, whatever ran before.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

@@ -82,6 +82,17 @@ def test_without_torchao_one_line_says_how_to_get_it(quick, monkeypatch):
     assert report.keys() == {"environment"}
 
 
+def test_conversions_stand_beside_a_clone():
+    timings = others.run(128, {}, only="", repeats=1)
+    assert [(t.library, t.name) for t in timings] == [
+        ("torch", "clone"),
+        ("crossgrain", "MXFP8"),
+        ("crossgrain", "NVFP4"),
+        ("crossgrain", "FP8 current"),
+    ]
+    assert len(others.rows(timings)) == 4
+
+
 def test_with_torchao_its_rows_stand_beside_ours(quick):
     pytest.importorskip("torchao")
     printed, report = quick("others", "linear")

@@ -29,6 +29,7 @@ from .quantize import quantize, quantizer_for
 from .quantizer import Quantizer, make_quantizer
 from .recipe import (
     DelayedScalingRequest,
+    GemmRecipe,
     QuantizerRole,
     autocast,
     fp8_autocast,
@@ -71,6 +72,7 @@ __all__ = [
     "FormatQuantizer",
     "FormatTensor",
     "FormatTensorStorage",
+    "GemmRecipe",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",

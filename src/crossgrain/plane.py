@@ -218,7 +218,7 @@ def empty_plane(
     pin_memory: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Plane:
-    """A plane for a tensor of ``shape`` with uninitialised codes; scales and their padding are zero.
+    """A plane for a tensor of ``shape``, uninitialised but for the padding of its scales, which is zero.
 
     Identity planes have no codes but numbers, of ``dtype``.
     """
@@ -231,8 +231,8 @@ def empty_plane(
         return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
     sizes = _buffer_shapes(fmt, direction, tuple(shape), transposed)
     data = torch.empty(sizes.data, dtype=torch.uint8, **options)
-    scale = torch.zeros(sizes.scale, dtype=_scale_dtype(fmt), **options)
-    amax = None if sizes.amax is None else torch.zeros(sizes.amax, dtype=torch.float32, **options)
+    scale = (torch.zeros if sizes.pads else torch.empty)(sizes.scale, dtype=_scale_dtype(fmt), **options)
+    amax = None if sizes.amax is None else torch.empty(sizes.amax, dtype=torch.float32, **options)
     return Plane(fmt, direction, sizes.matrix, data, scale, amax, transposed)
 
 
@@ -241,15 +241,20 @@ class _BufferShapes(NamedTuple):
     data: tuple[int, ...]
     scale: tuple[int, ...]
     amax: tuple[int, ...] | None
+    pads: bool  # whether more scales are stored than needed
 
 
 @lru_cache(maxsize=4096)
 def _buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], transposed: bool) -> _BufferShapes:
+    rows, cols = matrix_shape(shape)
+    grid = None if fmt.block is None else scale_grid(fmt, (rows, cols) if direction is ROWWISE else (cols, rows))
+    scales = scale_shape(fmt, direction, shape, transposed)
     return _BufferShapes(
-        matrix_shape(shape),
+        (rows, cols),
         data_shape(fmt, direction, shape, transposed),
-        scale_shape(fmt, direction, shape, transposed),
+        scales,
         amax_shape(fmt, direction, shape),
+        grid is not None and math.prod(grid) != math.prod(scales),
     )
 
 

@@ -7,6 +7,7 @@ classes hold the result; measuring, reducing, encoding, checking and allocating 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -191,8 +192,9 @@ class Quantizer:
 
     def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane], checked: bool = False) -> None:
         """Measure, reduce, encode: planes are in the formats of this quantizer, ``checked`` if just allocated."""
-        with torch.no_grad():
-            src = src.detach().reshape(dst._matrix)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            src = src.detach()
+            src = src if src.shape == dst._matrix else src.reshape(dst._matrix)
             kernels.write(src, self._targets(planes), self._settled, draw_seed, checked=checked)
 
     def _settled(self, targets: list[Target]) -> list[Target]:
@@ -373,6 +375,12 @@ class Quantizer:
         """A shallow copy with its own usages."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
+        return new
+
+    def storing(self, *, rowwise: bool, columnwise: bool) -> Self:
+        """A copy that makes bare storages with these directions."""
+        new = self.copy()
+        new.__dict__.update(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=True)
         return new
 
     def supports_only_rowwise_all_gather(self) -> bool:

@@ -196,9 +196,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, n
 
 def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
     """A bare storage with these directions; the module's quantizer keeps its own settings."""
-    own = quantizer.copy()
-    own.set_usage(rowwise=rowwise, columnwise=columnwise)
-    own.internal = True
+    own = quantizer.storing(rowwise=rowwise, columnwise=columnwise)
     made: QuantizedTensorStorage = own.quantize(tensor)
     return made
 

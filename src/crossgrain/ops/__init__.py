@@ -1,5 +1,6 @@
 """Fusible operations: sequences of primitives that run as one autograd function."""
 
+from . import basic, fused
 from .basic import *  # noqa: F403
 from .basic import __all__ as _basic
 from .context import OperationContext
@@ -21,6 +22,8 @@ __all__ = [
     "OperationContext",
     "OperationFuser",
     "Sequential",
+    "basic",
+    "fused",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

@@ -23,11 +23,13 @@ from .runtime import kernel, run_ranges
 from .support import (
     all_have_memory,
     from_bits,
+    has_memory,
     is_readable,
     is_standard,
     readable_memory,
     scales_of,
     tag_of_input,
+    tensor_factor,
     yes_or_no,
 )
 from .tags import NO, YES, Tag
@@ -125,6 +127,11 @@ class CpuBackend(ReferenceBackend):
         if key is not None and not slow and not left:
             _steps[key] = tuple(steps)
         super().encode(x, left + slow, seed)
+
+    def tensor_scale(self, target: Target) -> Tensor:
+        if target.amax is None or target.amax.numel() != 1 or not has_memory(target.amax):
+            return super().tensor_scale(target)
+        return torch.full((1,), tensor_factor(target), dtype=torch.float32, device="cpu")
 
     # ---- decoding ------------------------------------------------------------------------------
 

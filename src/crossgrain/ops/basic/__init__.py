@@ -18,6 +18,7 @@ from .activation import (
 from .bias import Bias
 from .collective import AllGather, AllReduce, ReduceScatter
 from .extra import AddExtraInput, MakeExtraOutput
+from .grouped_linear import GroupedLinear
 from .linear import BasicLinear
 from .normalization import L2Normalization, LayerNorm, RMSNorm
 from .quantize import Quantize
@@ -38,6 +39,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",
