@@ -1,6 +1,7 @@
 """Modules whose GEMMs run in the formats of a recipe."""
 
 from .base import QuantizedModule, name_layers
+from .grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
@@ -9,6 +10,9 @@ from .norm import LayerNorm, RMSNorm
 from .requantize import requantize_
 
 __all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
