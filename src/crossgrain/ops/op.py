@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..nn.base import Mode, QuantizedModule
-from ..nn.linear import _activation_dtype as activation_dtype
+from ..nn.options import activation_dtype
 from ..quantizer import Quantizer
 from ..recipe import QuantizerRole, Recipe, active
 from .context import OperationContext

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...nn.linear import _resolved_device as resolved_device
+from ...nn.options import resolved_device
 
 __all__ = ["init_weight", "refuse_parallel_options", "resolved_device"]
 
