@@ -22,7 +22,15 @@ from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQ
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from .nn import Linear, name_layers, requantize_
+from .nn import (
+    DotProductAttention,
+    InferenceParams,
+    Linear,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+    name_layers,
+    requantize_,
+)
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
@@ -42,6 +50,7 @@ from .recipe import (
     quantized_model_init,
 )
 from .request import QuantizerRequest
+from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .tensor import (
     QuantizedTensor,
@@ -57,9 +66,11 @@ __version__ = "0.1.0"
 __all__ = [
     "COLUMNWISE",
     "ROWWISE",
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "Direction",
+    "DotProductAttention",
     "Encoding",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -79,6 +90,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "InferenceParams",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
@@ -92,8 +104,10 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RotaryPositionEmbedding",
     "TE_DType",
     "TE_DType_To_Torch",
+    "apply_rotary_pos_emb",
     "autocast",
     "formats",
     "fp8_autocast",

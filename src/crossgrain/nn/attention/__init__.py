@@ -1,0 +1,14 @@
+"""Attention: the core, the layer around it, positions, and the cache for inference."""
+
+from .dot_product import DotProductAttention
+from .kv_cache import InferenceParams
+from .masks import check_set_window_size
+from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+__all__ = [
+    "DotProductAttention",
+    "InferenceParams",
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
+    "check_set_window_size",
+]
