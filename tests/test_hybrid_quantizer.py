@@ -424,7 +424,7 @@ def test_a_custom_child_that_fails_leaves_no_mixture(x, monkeypatch):
     with pytest.raises(RuntimeError, match="columnwise HalvesStorage .* is stale"):
         q.dequantize(direction=COLUMNWISE)
     q.quantize_(x)
-    monkeypatch.setattr(kernels, "write", lambda *_: [][0])
+    monkeypatch.setattr(kernels, "write", lambda *_, **__: [][0])
     with pytest.raises(IndexError):
         q.quantize_(x * 2)
     with pytest.raises(RuntimeError, match="rowwise MXFP8Tensor .* is stale"):

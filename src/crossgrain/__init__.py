@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, recipe
+from . import formats, ops, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .encoding import Encoding
@@ -25,7 +25,11 @@ from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from .nn import (
     DotProductAttention,
     InferenceParams,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
     Linear,
+    RMSNorm,
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
     name_layers,
@@ -91,6 +95,9 @@ __all__ = [
     "IdentityTensor",
     "IdentityTensorStorage",
     "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
@@ -104,6 +111,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
     "RotaryPositionEmbedding",
     "TE_DType",
     "TE_DType_To_Torch",
@@ -122,6 +130,7 @@ __all__ = [
     "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
     "name_layers",
+    "ops",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",

@@ -142,12 +142,13 @@ class HybridQuantizer(Quantizer):
         for direction in wanted:
             quantizer = self._made_child(direction)
             if _writes_planes(quantizer):
-                storage = quantizer._made(tensor.shape, tensor.dtype, tensor.device)
-                jobs.append(_Job(quantizer, storage, storage.planes()))
+                layouts = quantizer._layouts(tensor.shape)
+                storage, planes = quantizer._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
+                jobs.append(_Job(quantizer, storage, planes))
             else:
                 storage = quantizer.quantize_impl(tensor)
             children[direction] = storage
-        _write_jobs(tensor, jobs)
+        _write_jobs(tensor, jobs, checked=True)
         return children
 
     def _made_child(self, direction: Direction) -> Quantizer:
@@ -348,7 +349,9 @@ def _name(direction: Direction) -> str:
 
 
 def _pin(child: Quantizer, direction: Direction) -> None:
-    child.set_usage(rowwise=direction is ROWWISE, columnwise=direction is COLUMNWISE)
+    rowwise = direction is ROWWISE
+    if child.rowwise_usage is not rowwise or child.columnwise_usage is rowwise:
+        child.set_usage(rowwise=rowwise, columnwise=not rowwise)
 
 
 def _writes_planes(quantizer: Quantizer) -> bool:
@@ -360,8 +363,11 @@ def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor) -> Tensor:
     return row.dequantize(dtype=tensor.dtype).detach()
 
 
-def _write_jobs(src: Tensor, jobs: Sequence[_Job]) -> None:
-    """Measure all, reduce and observe each child's own, encode all with one seed, as one quantizer would."""
+def _write_jobs(src: Tensor, jobs: Sequence[_Job], checked: bool = False) -> None:
+    """Measure all, reduce and observe each child's own, encode all with one seed, as one quantizer would.
+
+    ``checked``: the planes were just allocated for this.
+    """
     if not jobs:
         return
     with torch.no_grad():
@@ -373,4 +379,4 @@ def _write_jobs(src: Tensor, jobs: Sequence[_Job]) -> None:
             own = [(job.quantizer, [next(rest) for _ in targets]) for job, targets in zip(jobs, asked, strict=True)]
             return [target for quantizer, targets in own for target in quantizer._settled(targets)]
 
-        kernels.write(src, [target for targets in asked for target in targets], settle, draw_seed)
+        kernels.write(src, [target for targets in asked for target in targets], settle, draw_seed, checked=checked)

@@ -181,6 +181,17 @@ def test_quantizing_the_input_is_no_write_to_it(family, hybrid):
     assert (x._version, layer.weight._version) == version
 
 
+def test_a_stale_plane_of_the_weight_is_refused_in_forward():
+    """Only backward would read it, and by then autograd has taken the buffers for what they are."""
+    layer = quantized_layer(MXFP8)
+    alias = layer.weight.detach()
+    alias.update_usage(columnwise_usage=False)
+    alias.copy_(torch.randn(96, 64))
+    x, _ = sizes()
+    with cg.autocast(recipe=MXFP8), pytest.raises(RuntimeError, match="columnwise .* stale"):
+        layer(x)
+
+
 # ---- modes --------------------------------------------------------------------------------------------
 
 

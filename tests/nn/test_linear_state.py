@@ -310,12 +310,14 @@ def test_copies_train_alike_and_apart(family, quantized, duplicate):
     assert layer.weight.dequantize().any() if quantized else layer.weight.any()
 
 
-def test_a_layer_of_a_recipe_that_cannot_be_pickled_can_be_pickled():
-    recipe = recipes.CustomRecipe(qfactory=lambda role: factories.mxfp8_factory(role))
+@pytest.mark.parametrize("factory", [factories.mxfp8_factory, nested])
+def test_a_layer_of_a_recipe_that_cannot_be_pickled_can_be_pickled(factory):
+    recipe = recipes.CustomRecipe(qfactory=lambda role: factory(role))
     layer = quantized_layer(recipe)
     x, dy = sizes()
-    expected = run(layer, x, recipe, dy)
-    assert_same_step(run(through_pickle(layer), x, recipe, dy), expected)
+    run(layer, x, recipe, dy)
+    twin = through_pickle(layer)
+    assert_same_step(run(twin, x, recipe, dy), run(layer, x, recipe, dy))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])

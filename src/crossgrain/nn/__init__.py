@@ -2,14 +2,22 @@
 
 from .attention import DotProductAttention, InferenceParams, RotaryPositionEmbedding, apply_rotary_pos_emb
 from .base import QuantizedModule, name_layers
-from .linear import Linear, can_reconstruct_wgrad_input_from_original
+from .layernorm_linear import LayerNormLinear
+from .layernorm_mlp import LayerNormMLP
+from .linear import Linear
+from .linear_module import can_reconstruct_wgrad_input_from_original
+from .norm import LayerNorm, RMSNorm
 from .requantize import requantize_
 
 __all__ = [
     "DotProductAttention",
     "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "QuantizedModule",
+    "RMSNorm",
     "RotaryPositionEmbedding",
     "apply_rotary_pos_emb",
     "can_reconstruct_wgrad_input_from_original",

@@ -83,11 +83,7 @@ class LinearCall:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """``x · weightᵀ + bias`` for x [..., K] and weight [N, K], by the quantizers of ``call``."""
-    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{call.layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
-            f"{list(weight.shape)} takes"
-        )
+    check_input(x, weight, call.layer)
     grad = torch.is_grad_enabled()
     needs = Needs(
         grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
@@ -98,6 +94,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> 
         _check_takes_gradient(weight, call)
     result: Tensor = LinearFunction.apply(x, weight, bias, call, needs)
     return result
+
+
+def check_input(x: Tensor, weight: Tensor, layer: str) -> None:
+    """Raise unless ``x`` ends in what ``weight`` takes."""
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
+            f"{list(weight.shape)} takes"
+        )
 
 
 def _check_takes_gradient(weight: Tensor, call: LinearCall) -> None:
@@ -128,9 +133,10 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
         dx = dw = db = None
-        if isinstance(dy, QuantizedTensor):
-            dy = dy.dequantize()
-        dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
+        if not _is_quantized_gradient(dy, ctx):
+            if isinstance(dy, QuantizedTensor):
+                dy = dy.dequantize()
+            dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
         if needs.db:
             db = dy.sum(0, dtype=_sum_dtype(dy)).to(ctx.bias_dtype)
         if needs.dx or needs.dw:
@@ -141,7 +147,9 @@ class LinearFunction(torch.autograd.Function):
                 _check_has_main_grad(ctx)
             if call.on_backward is not None:
                 call.on_backward()
-            dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
+            dy_used: Quantized = dy
+            if not isinstance(dy, QuantizedTensor):
+                dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
             if needs.dx:
                 dx = _input_gradient(dy_used, w, ctx)
             if needs.dw:
@@ -196,7 +204,7 @@ def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bo
 def _quantized_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, columnwise: bool) -> Quantized:
     columnwise = columnwise and call.quantizes_backward
     if isinstance(x, QuantizedTensor):
-        if call.input is not None and padded == sizes and _made_alike(x, call.input, columnwise):
+        if call.input is not None and padded == sizes and _made_alike(x, call.input, True, columnwise):
             return x
         x = x.dequantize(dtype=call.dtype)
     matrix = x.detach().reshape(sizes.m, sizes.k).to(call.dtype)
@@ -205,12 +213,12 @@ def _quantized_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, c
     return _made_by(call.input, padded_matrix(matrix, padded.m, padded.k), True, columnwise)
 
 
-def _made_alike(x: QuantizedTensor, quantizer: Quantizer, columnwise: bool) -> bool:
-    """Whether an input that comes quantized holds what ``quantizer`` would make of it."""
+def _made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> bool:
+    """Whether a tensor that comes quantized holds what ``quantizer`` would make of it."""
     derives = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original"
     if quantizer.custom or derives:
         return False
-    directions = (ROWWISE, COLUMNWISE) if columnwise else (ROWWISE,)
+    directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
     planes = [(x.plane(direction), quantizer.encoding(direction).format) for direction in directions]
     return all(plane is not None and plane.format == fmt for plane, fmt in planes)
 
@@ -276,6 +284,19 @@ def _weight_for_backward(weight: Tensor, used: Quantized, call: LinearCall) -> O
 
 
 # ---- backward ----------------------------------------------------------------------------------------
+
+
+def _is_quantized_gradient(dy: Tensor, ctx: Any) -> bool:
+    """Whether dy comes as the layer would quantize it; a bias gradient is a sum of what it was before."""
+    call, needs = ctx.call, ctx.needs
+    return (
+        isinstance(dy, QuantizedTensor)
+        and call.grad_output is not None
+        and call.quantizes_backward
+        and not needs.db
+        and ctx.padded == ctx.sizes
+        and _made_alike(dy, call.grad_output, needs.dx, needs.dw)
+    )
 
 
 def _quantized_gradient(dy: Tensor, call: LinearCall, needs: Needs) -> Quantized:

@@ -131,7 +131,7 @@ class CpuBackend(ReferenceBackend):
     def tensor_scale(self, target: Target) -> Tensor:
         if target.amax is None or target.amax.numel() != 1 or not has_memory(target.amax):
             return super().tensor_scale(target)
-        return torch.tensor([tensor_factor(target)], dtype=torch.float32, device="cpu")
+        return torch.full((1,), tensor_factor(target), dtype=torch.float32, device="cpu")
 
     # ---- decoding ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
 from .runtime import kernel, run_ranges
 from .support import (
+    Numbers,
     global_scales,
     is_cast,
     is_column_run,
@@ -26,6 +27,7 @@ from .support import (
     is_row_cast,
     is_row_run,
     keys_of,
+    numbers,
     one_per_direction,
     reciprocal,
     row_bytes,
@@ -50,7 +52,7 @@ class Run:
     place: tuple[int, ...]  # of codes, scales and global scales: addresses and steps from row to row
     keys: tuple[int, int]
     tags: tuple[Tag, Tag, Tag]  # element, scale rule, stochastic
-    global_scales: tuple[Tensor, Tensor]  # kept alive
+    global_scales: tuple[Numbers, Numbers]  # kept alive
 
 
 def _run(target: Target, seed: int | None, rule: str | None = None) -> Run:
@@ -59,7 +61,7 @@ def _run(target: Target, seed: int | None, rule: str | None = None) -> Run:
     place = (
         plane.data.data_ptr(), bytes_per_row(fmt, plane.operand_shape[1]),
         scales_of(plane).data_ptr(), row_bytes(scales_of(plane)),
-        encode.data_ptr(), decode.data_ptr(), 4 if fmt.global_amax == "row" else 0,
+        encode.address, decode.address, 4 if fmt.global_amax == "row" else 0,
     )  # fmt: skip
     tags = (tag_of_plane(plane), Tag(rule or fmt.scale_rule), yes_or_no(target.encoding.stochastic))
     return Run(place, keys_of(seed, target), tags, scales)
@@ -194,7 +196,7 @@ def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), height // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-            *(scale.data_ptr() for scale in spread), bound, *run.place,
+            *(scale.address for scale in spread), bound, *run.place,
             first, last, height, width, strip, scratch, *keys_of(seed, column), *run.keys,
             plane.format.block_rows > 1,
             tag_of_input(x), rotation, yes_or_no(column.encoding.stochastic), _four_over_six(column), *run.tags,
@@ -208,16 +210,12 @@ def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> 
     return [target for target in targets if target is not column and target is not row]
 
 
-def _for_each_row(target: Target) -> tuple[list[Tensor], float]:
+def _for_each_row(target: Target) -> tuple[list[Numbers], float]:
     """Global scales and amax, one for each row of the operand, and the largest product of code and block scale."""
     fmt, rows_ = target.plane.format, target.plane.operand_shape[0]
     assert target.amax is not None
-    scales = (*global_scales(target), target.amax)
-    if target.amax.numel() == 1:
-        one = torch.tensor([[scale.item()] for scale in scales], dtype=torch.float32, device="cpu")
-        spread = list(one.expand(3, rows_).contiguous())
-    else:
-        spread = [scale.reshape(-1).expand(rows_).contiguous() for scale in scales]
+    amax = Numbers(target.amax.contiguous()) if target.amax.numel() > 1 else numbers(target.amax.item())
+    spread = [scale.for_each_of(rows_) for scale in (*global_scales(target), amax)]
     return spread, E2M1.max * fmt.scale_bound
 
 
@@ -243,7 +241,7 @@ def _encode_nvfp4_rows(x: Tensor, target: Target, seed: int | None) -> bool:
         arguments = (
             x.data_ptr(), width * x.element_size(),
             plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
-            *(scale.data_ptr() for scale in spread), bound, first, last, width, scratch,
+            *(scale.address for scale in spread), bound, first, last, width, scratch,
             *keys_of(seed, target), tag_of_input(x), yes_or_no(target.encoding.stochastic), _four_over_six(target),
         )  # fmt: skip
         return bool(kernel(nvfp4_rows.tile_rows if tiled else nvfp4_rows.block_rows, *arguments)(*arguments))

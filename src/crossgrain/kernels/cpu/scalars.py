@@ -20,6 +20,11 @@ def fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def from_bits(bits: int) -> float:
+    (value,) = struct.unpack("<f", struct.pack("<I", bits))
+    return float(value)
+
+
 def quotient(number: float, divisor: float) -> float:
     if divisor == 0.0:
         return math.copysign(math.inf, divisor) if number else math.nan
@@ -42,8 +47,7 @@ def tensor_factor(amax: float, encoding: Encoding) -> float:
 
 def _power_of_two_below(factor: float) -> float:
     (bits,) = struct.unpack("<I", struct.pack("<f", factor))
-    (power,) = struct.unpack("<f", struct.pack("<I", bits & 0xFF800000))
-    return float(power)
+    return from_bits(bits & 0xFF800000)
 
 
 def global_factors(amax: float, fmt: Format) -> tuple[float, float]:

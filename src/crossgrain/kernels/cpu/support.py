@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
+from array import array
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _MOST_COUNTED = 1 << 33  # elements whose random words, four to one, are counted
 
 
 def from_bits(bits: int) -> Tensor:
-    return torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32)
+    return torch.full((1,), scalars.from_bits(bits), dtype=torch.float32, device="cpu")
 
 
 def reciprocal(factor: float) -> float:
@@ -34,7 +34,29 @@ def yes_or_no(condition: bool) -> Tag:
     return YES if condition else NO
 
 
-def global_scales(target: Target) -> tuple[Tensor, Tensor]:
+class Numbers:
+    """fp32 numbers that a kernel reads: an array for a few (a tensor costs microseconds), or a tensor."""
+
+    __slots__ = ("address", "memory")
+
+    def __init__(self, memory: Tensor | array[float]) -> None:
+        self.memory = memory  # kept alive
+        self.address: int = memory.buffer_info()[0] if isinstance(memory, array) else memory.data_ptr()
+
+    def for_each_of(self, rows: int) -> Numbers:
+        """One for each row, where there is one for all."""
+        if len(self.memory) == rows:
+            return self
+        if isinstance(self.memory, array):
+            return Numbers(self.memory * rows)
+        return Numbers(self.memory.expand(rows).contiguous())
+
+
+def numbers(*values: float) -> Numbers:
+    return Numbers(array("f", values))
+
+
+def global_scales(target: Target) -> tuple[Numbers, Numbers]:
     """The scales of the whole tensor (or of each row) that kernels take: to encode with, and to decode.
 
     Of a two-level format, the first is divided by the largest code, unless 4-over-6 does that later. Of a
@@ -42,24 +64,20 @@ def global_scales(target: Target) -> tuple[Tensor, Tensor]:
     """
     fmt = target.encoding.format
     if fmt.block is None:
-        return _pair(tensor_factor(target), 0.0)
+        return numbers(tensor_factor(target)), _ONE
     if fmt.scale_rule != "two_level":
-        return _unit(), _unit()
+        return _ONE, _ONE
     assert target.amax is not None
     if target.amax.numel() == 1:
         encode, decode = scalars.global_factors(target.amax.item(), fmt)
         divided = encode if target.encoding.four_over_six is not None else scalars.fp32(encode * _SIXTH)
-        return _pair(divided, decode)
+        return numbers(divided), numbers(decode)
     scale = global_scale(target.amax, fmt)
-    if target.encoding.four_over_six is not None:
-        return scale.encode.contiguous(), scale.decode.contiguous()
-    sixth = torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device="cpu")
-    return (scale.encode * sixth).contiguous(), scale.decode.contiguous()
+    encode_scales = scale.encode if target.encoding.four_over_six is not None else scale.encode * _SIXTH
+    return Numbers(encode_scales.contiguous()), Numbers(scale.decode.contiguous())
 
 
-@cache
-def _unit() -> Tensor:
-    return torch.ones(1, dtype=torch.float32, device="cpu")
+_ONE = numbers(1.0)
 
 
 class _Scratch(threading.local):
@@ -87,11 +105,6 @@ def tensor_factor(target: Target) -> float:
 
 
 _SIXTH = scalars.fp32(1.0 / E2M1.max)
-
-
-def _pair(first: float, second: float) -> tuple[Tensor, Tensor]:
-    both = torch.tensor((first, second), dtype=torch.float32, device="cpu")
-    return both[:1], both[1:]
 
 
 def keys_of(seed: int | None, target: Target) -> tuple[int, int]:
