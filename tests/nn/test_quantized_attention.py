@@ -247,6 +247,9 @@ def test_histories_are_kept_in_the_state_dict_and_validation_leaves_no_trace():
             two(q * 100, k, v)
     state = one.state_dict()
     assert [str(key) for key in state] == ["_extra_state"]
+    for mode, used in {"forward": [0, 1, 2, 3, 6], "backward": [0, 2, 4]}.items():
+        scale = one._learned[mode].scale
+        assert [i for i, value in enumerate(scale) if value != 1] == used
     assert all(torch.equal(a, b) for a, b in zip(run(one, recipe, 9), run(two, recipe, 9), strict=True))
     three = core()
     three.load_state_dict(two.state_dict())

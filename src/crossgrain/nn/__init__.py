@@ -1,6 +1,12 @@
 """Modules whose GEMMs run in the formats of a recipe."""
 
-from .attention import DotProductAttention, InferenceParams, RotaryPositionEmbedding, apply_rotary_pos_emb
+from .attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+)
 from .base import QuantizedModule, name_layers
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
@@ -8,6 +14,7 @@ from .linear import Linear
 from .linear_module import can_reconstruct_wgrad_input_from_original
 from .norm import LayerNorm, RMSNorm
 from .requantize import requantize_
+from .transformer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
@@ -16,9 +23,11 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "QuantizedModule",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "TransformerLayer",
     "apply_rotary_pos_emb",
     "can_reconstruct_wgrad_input_from_original",
     "name_layers",

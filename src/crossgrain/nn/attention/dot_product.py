@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...hybrid import HybridQuantizer
 from ...identity import IdentityQuantizer
+from ...plane import Direction
 from ...quantizer import Quantizer
-from ...recipe import QuantizerRole, Recipe, active
+from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
 from ..base import Built, Mode, QuantizedModule
 from .kv_cache import InferenceParams
@@ -243,9 +245,10 @@ class DotProductAttention(QuantizedModule):
             with fork:
                 return attend()
 
-        if recompute and torch.is_grad_enabled():
-            return recomputed(compute, None if quantizers is None else built.states["forward"], tracker)
-        return compute()
+        with self._step(recipe, built):
+            if recompute and torch.is_grad_enabled():
+                return recomputed(compute, None if quantizers is None else built.states["forward"], tracker)
+            return compute()
 
     def _call(self, recipe: Recipe, built: Built, dropout: float) -> AttentionCall:
         return AttentionCall(
@@ -253,7 +256,7 @@ class DotProductAttention(QuantizedModule):
             scale=self.softmax_scale,
             dropout=dropout,
             backward_override=recipe.backward_override,
-            calibrating=not active().enabled and active().calibrating,
+            calibrating=self._only_calibrates(),
             on_backward=self._backward_noted(built) if torch.is_grad_enabled() else None,
         )
 
@@ -302,6 +305,8 @@ def _plain_attention(
 
 
 def _keeps_numbers(quantizer: Quantizer | None) -> bool:
+    if isinstance(quantizer, HybridQuantizer):
+        return all(_keeps_numbers(quantizer.child(direction)) for direction in Direction)
     return quantizer is None or (type(quantizer) is IdentityQuantizer and quantizer.dtype is None)
 
 
