@@ -24,6 +24,9 @@ from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from .nn import (
     DotProductAttention,
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
     InferenceParams,
     LayerNorm,
     LayerNormLinear,
@@ -89,7 +92,10 @@ __all__ = [
     "FormatQuantizer",
     "FormatTensor",
     "FormatTensorStorage",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GemmRecipe",
+    "GroupedLinear",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",

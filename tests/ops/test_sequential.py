@@ -277,6 +277,39 @@ def test_in_place_changes_of_saved_tensors_are_noticed() -> None:
         y.sum().backward()
 
 
+def test_in_place_changes_inside_the_sequence_are_noticed() -> None:
+    """Autograd looks at what is saved only when the whole sequence has run."""
+    x = torch.randn(4, 8, requires_grad=True)
+    given = x * 1
+    with pytest.raises(RuntimeError, match="was changed in place by a later one: do not use in_place"):
+        ops.Sequential(ops.BasicLinear(8, 8), ops.AddExtraInput(in_place=True))(given, given)
+    make, add = ops.MakeExtraOutput(), ops.AddExtraInput(in_place=True)
+    make.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    with pytest.raises(RuntimeError, match="do not use in_place"):
+        ops.Sequential(make, ops.RMSNorm(8), add)(given)
+
+
+def test_gradients_of_the_caller_are_not_written_to_through_a_channel() -> None:
+    make, add = ops.MakeExtraOutput(in_place=True), ops.AddExtraInput()
+    make.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    x, dy = torch.randn(4, requires_grad=True), torch.ones(4)
+    ops.Sequential(make, ops.ConstantScale(2.0), add)(x).backward(dy)
+    assert torch.equal(x.grad, torch.full((4,), 3.0)) and torch.equal(dy, torch.ones(4))
+
+
+def test_saved_memory_is_let_go_after_backward() -> None:
+    block = ops.Sequential(ops.GELU(cache_quantized_input=True), ops.Linear(32, 32), ops.RMSNorm(32))
+    with quantized(MXFP8BlockScaling()):
+        y = block(torch.randn(32, 32, requires_grad=True))
+    run = y.grad_fn.run
+    y.sum().backward()
+    assert not any(context.saved_tensors for context in run.contexts)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
 def test_frozen_parameters_and_inference() -> None:
     block, x = ops.Sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8)), torch.randn(4, 8)
     with torch.no_grad():

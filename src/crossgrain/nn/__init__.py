@@ -8,6 +8,7 @@ from .attention import (
     apply_rotary_pos_emb,
 )
 from .base import QuantizedModule, name_layers
+from .grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
@@ -18,6 +19,9 @@ from .transformer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",

@@ -85,7 +85,7 @@ class SingleLinear(LinearModule):
             self._weight(weights),
             bias if self.apply_bias else None,
             this,
-            parts=weights if len(weights) > 1 else None,
+            parameters=weights,
             quantized_output=quantized_output,
             quantized_grad_input=quantized_grad_input,
         )

@@ -206,12 +206,12 @@ class LinearModule(QuantizedModule):
         bias: Tensor | None,
         this: ForwardPass,
         *,
-        parts: Sequence[Tensor] | None = None,
+        parameters: Sequence[Tensor] | None = None,
         quantized_output: bool = False,
         quantized_grad_input: bool = False,
     ) -> Tensor:
-        """Linear layer ``index`` of the module. ``parts`` are the parameters that ``weight`` was put together from."""
-        call = self._linear_call(index, x, weight, this, parts)
+        """Linear layer ``index`` of the module. ``weight`` may be put together from several ``parameters``."""
+        call = self._linear_call(index, x, weight, this, parameters)
         if quantized_output or quantized_grad_input:
             if this.recipe is None:
                 raise RuntimeError(f"{self.layer}: a quantized output or gradient needs a recipe, and none is in force")
@@ -222,13 +222,14 @@ class LinearModule(QuantizedModule):
         return linear(x, weight, bias, call)
 
     def _linear_call(
-        self, index: int, x: Tensor, weight: Tensor, this: ForwardPass, parts: Sequence[Tensor] | None = None
+        self, index: int, x: Tensor, weight: Tensor, this: ForwardPass, parameters: Sequence[Tensor] | None = None
     ) -> LinearCall:
+        parameters = parameters or [weight]
         call = LinearCall(
             dtype=this.dtype,
             accumulate_main_grad=self.fuse_wgrad_accumulation,
             wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
-            weight_parts=parts,
+            weight_parts=parameters if len(parameters) > 1 else None,
             layer=self.layer,
         )
         if this.recipe is None:
@@ -243,7 +244,7 @@ class LinearModule(QuantizedModule):
         call.keep_input = self.save_original_input and self._keeps_input(index, this)
         call.on_backward = self._backward_noted(this.built) if torch.is_grad_enabled() else None
         if this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
-            call.quantized_weight = self._cached_weight(index, call, weight, parts or [weight], this)
+            call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
         return call
 
     def _cached_weight(

@@ -23,6 +23,7 @@ class OperationContext:
         self.input_requires_grad = True
         self.grad_input_quantizer: Quantizer | None = None
         self._saved: tuple[Any, ...] = ()
+        self._versions: list[tuple[Tensor, int]] = []
 
     if TYPE_CHECKING:
 
@@ -32,6 +33,18 @@ class OperationContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Tensors, quantized tensors and None. Autograd guards them until backward."""
         self._saved = tensors
+        plain = [tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in plain]
+
+    def _check_unchanged(self) -> None:
+        """Autograd takes over when the sequence has run; until then an operation may have written to a tensor."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor {list(tensor.shape)} that one operation of the sequence needs for backward was changed "
+                    "in place by a later one: do not use in_place there"
+                )
+        self._versions = []
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -45,6 +58,8 @@ class SavedTensors:
     """
 
     def __init__(self, contexts: list[OperationContext]) -> None:
+        for context in contexts:
+            context._check_unchanged()
         self._contexts = contexts
         self._counts = [len(context._saved) for context in contexts]
         everything = [_unshared(tensor) for context in contexts for tensor in context._saved]
@@ -57,6 +72,14 @@ class SavedTensors:
         tensors = iter(restore_from_saved(self._objects, flat))
         for context, count in zip(self._contexts, self._counts, strict=True):
             context._saved = tuple(next(tensors) for _ in range(count))
+
+    def release(self) -> None:
+        """After backward: hold no memory that autograd may free."""
+        for context in self._contexts:
+            context._saved = ()
+        for holder in self._objects:
+            if isinstance(holder, QuantizedTensorStorage):
+                holder.prepare_for_saving()
 
 
 def _unshared(tensor: Any) -> Any:

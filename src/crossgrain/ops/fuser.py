@@ -275,6 +275,7 @@ class _FuserFunction(torch.autograd.Function):
         assert run.saved is not None
         run.saved.restore(ctx.saved_tensors)
         grads = run.backward(dy, grad_extras)
+        run.saved.release()
         return None, None, *(grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True))
 
 

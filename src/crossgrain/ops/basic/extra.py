@@ -84,5 +84,6 @@ class MakeExtraOutput(BasicOperation):
         if extra is None:
             return dy
         extra = plain(extra)
-        own_memory = self.in_place and extra.is_contiguous()  # a gradient may be an expanded number
+        # Inside the sequence it may be someone else's gradient, too; and a gradient may be an expanded number.
+        own_memory = self.in_place and not self._extra_output_channels and extra.is_contiguous()
         return extra.add_(dy) if own_memory else dy + extra
