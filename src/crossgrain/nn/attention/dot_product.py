@@ -17,11 +17,11 @@ from ...quantizer import Quantizer
 from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
 from ..base import Built, Mode, QuantizedModule
+from ..replay import recomputed
 from .kv_cache import InferenceParams
 from .layout import FORMATS, Layout
 from .masks import Mask, Window, allowed_pairs, decoding_mask, make_mask
 from .quantized_attention import AttentionCall, AttentionQuantizers, quantized_attention
-from .replay import recomputed
 
 MaskTensor = Tensor | tuple[Tensor, Tensor]
 
@@ -247,7 +247,8 @@ class DotProductAttention(QuantizedModule):
 
         with self._step(recipe, built):
             if recompute and torch.is_grad_enabled():
-                return recomputed(compute, None if quantizers is None else built.states["forward"], tracker)
+                state = None if quantizers is None else built.states["forward"]
+                return recomputed(compute, state=state, tracker=tracker)
             return compute()
 
     def _call(self, recipe: Recipe, built: Built, dropout: float) -> AttentionCall:
