@@ -218,6 +218,23 @@ def test_refused_calls():
         layer(q[0], k[0], v[0], qkv_format="thd", attn_mask_type="padding", cu_seqlens_q=cu, cu_seqlens_kv=cu)
 
 
+def test_lengths_that_do_not_fit_the_batch_are_refused():
+    q, k, v = sequences(2, 5, 5)
+    for lengths in ([5], [5, 6]):
+        cu = offsets(lengths)
+        with pytest.raises(ValueError, match="in a batch of 2 times 5 tokens"):
+            core()(q, k, v, attn_mask_type="padding", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+
+
+def test_what_is_in_the_padding_does_not_matter():
+    """Not even NaN."""
+    q, k, v = (x.detach() for x in sequences(2, 5, 6))
+    options = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_kv": offsets(LENGTHS_KV), "attn_mask_type": "padding"}
+    clean = core()(q, k, v, **options)
+    q[0, 3:], k[1, 2:], v[1, 2:] = torch.nan, torch.nan, torch.inf
+    assert torch.equal(core()(q, k, v, **options), clean)
+
+
 def test_window_sizes():
     assert check_set_window_size("causal") == (-1, 0)
     assert check_set_window_size("causal", (3, -1)) == (3, 0)

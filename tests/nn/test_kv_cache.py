@@ -91,6 +91,36 @@ def test_generation_in_formats():
 
 
 @torch.no_grad()
+def test_a_cache_in_formats_forgets_what_was_in_its_place():
+    """Old keys behind the end of a sequence, and padded queries, have no part in the scale of a tensor."""
+    core = cg.DotProductAttention(4, 4, num_gqa_groups=2, qkv_format="bshd")
+    q, k, v = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2, 4)
+    results = []
+    for used in (False, True):
+        params = cache(dtype=torch.float32)
+        with cg.autocast(recipe="all: hp, attention: fp8"):
+            if used:
+                params.pre_step({0: 3})
+                core(q[:1] * 50, k[:1] * 50, v[:1] * 50, inference_params=params)
+            params.pre_step({1: 2, 2: 3})  # sequence 1 takes the place of the longer sequence 0
+            q[0, 2] = 50.0 if used else 0.0
+            results.append(core(q, k, v, inference_params=params))
+    assert torch.equal(results[0], results[1]) and not results[0][0, 2].any()
+
+
+@torch.no_grad()
+def test_cross_attention_is_not_cached_and_its_positions_begin_at_zero():
+    options = {"attention_type": "cross", "attn_mask_type": "no_mask", "qkv_format": "bshd", "params_dtype": F64}
+    mha, angles = cg.MultiheadAttention(16, 4, **options).eval(), cg.RotaryPositionEmbedding(4)(12)
+    x, encoder_output = torch.randn(1, 5, 16, dtype=F64), torch.randn(1, 7, 16, dtype=F64)
+    whole, params, parts = mha(x, encoder_output=encoder_output, rotary_pos_emb=angles), cache(), []
+    for part in x.split(1, 1):
+        params.pre_step({0: 1})
+        parts.append(mha(part, encoder_output=encoder_output, rotary_pos_emb=angles, inference_params=params))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+
+
+@torch.no_grad()
 def test_reset_forgets():
     model, angles = layers(), cg.RotaryPositionEmbedding(4)(12)
     x, params = torch.randn(1, 4, 16, dtype=F64), cache()

@@ -12,6 +12,7 @@ from crossgrain.recipe import factories, zoo
 
 from ..quantizers import QUANTIZERS, hybrid_of
 from .attention_reference import batched, gradients, may_look, sequences
+from .families import PLAIN, delayed_request
 from .families import hybrid_of as same_in_both
 
 TENSORS = ("q", "k", "v", "s", "do", "dp")
@@ -116,6 +117,17 @@ def test_dropout_in_quantized_attention():
     torch.testing.assert_close(((up - down) * do).sum() / 2, (dq * step).sum(), rtol=1e-2, atol=1e-4)
 
 
+def test_gradients_do_not_depend_on_which_others_are_wanted():
+    q, k, v = inputs(32)
+    do = torch.randn(2, 4, 5, 32)
+    call = AttentionCall(AttentionQuantizers(*(hybrid_of("mxfp8", "nvfp4") for _ in TENSORS)), scale=0.2)
+    whole = gradients(quantized_attention(q, k, v, None, call), do, q, k, v)
+    for wanted in ((0,), (1,), (2,), (0, 1), (1, 2)):
+        some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+        mine = gradients(quantized_attention(*some, None, call), do, *(some[i] for i in wanted))
+        assert all(torch.equal(a, whole[i]) for i, a in zip(wanted, mine, strict=True))
+
+
 # ---- recipes ------------------------------------------------------------------------------------------
 
 
@@ -165,13 +177,34 @@ def test_what_leaves_is_rounded_with_fp8_mha_only():
         assert not torch.equal(unrounded, rounded)
 
 
-@pytest.mark.parametrize(
-    "factory", [factories.mxfp8_factory, factories.current_scaling_factory, factories.nvfp4_factory]
-)
-def test_hybrid_of_one_format_is_bitwise_that_format(factory):
-    plain = run(core(), recipes.CustomRecipe(qfactory=factory, fp8_mha=True))
-    hybrid = run(core(), recipes.CustomRecipe(qfactory=same_in_both(factory), fp8_mha=True))
-    assert all(torch.equal(a, b) for a, b in zip(plain, hybrid, strict=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", PLAIN)
+def test_hybrid_of_one_format_is_bitwise_that_format(family, dtype):
+    """Over three steps, with histories."""
+    factory, steps = PLAIN[family][1] or delayed_request, []
+    for made in (factory, same_in_both(factory)):
+        layer, recipe = core(), recipes.CustomRecipe(qfactory=made, fp8_mha=True)
+        steps.append([run(layer, recipe, seed, dtype) for seed in range(3)])
+    for plain, hybrid in zip(*steps, strict=True):
+        assert all(torch.isfinite(result).all() for result in plain)
+        assert all(torch.equal(a, b) for a, b in zip(plain, hybrid, strict=True))
+
+
+@pytest.mark.parametrize("family", ["mxfp8", "fp8_current"])
+def test_padding_has_no_part_in_scales(family):
+    """A padded batch full of garbage, and packed tokens: each token gets the same bits."""
+    recipe = RECIPES[family](fp8_mha=True)
+    q, k, v = (x.detach() for x in sequences(2, 6, 6, dtype=torch.float32))
+    lengths = [6, 4]
+    cu = torch.tensor([0, 6, 10])
+    options = {"attn_mask_type": "padding_causal", "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    packed = [torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in (q, k, v)]
+    for x in (q, k, v):
+        x[1, 4:] = 1e4
+    with cg.autocast(recipe=recipe):
+        padded = core()(q, k, v, **options)
+        tokens = core()(*packed, qkv_format="thd", **options)
+    assert torch.equal(tokens, torch.cat([padded[i, :n] for i, n in enumerate(lengths)]))
 
 
 def test_lines():

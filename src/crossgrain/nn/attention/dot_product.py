@@ -19,7 +19,7 @@ from ...tensor import QuantizedTensor
 from ..base import Built, Mode, QuantizedModule
 from ..replay import recomputed
 from .kv_cache import InferenceParams
-from .layout import FORMATS, Layout
+from .layout import FORMATS, Layout, without_padding
 from .masks import Mask, Window, allowed_pairs, decoding_mask, make_mask
 from .quantized_attention import AttentionCall, AttentionQuantizers, quantized_attention
 
@@ -188,24 +188,27 @@ class DotProductAttention(QuantizedModule):
             )
         query, key, value = (_plain(x) for x in (query_layer, key_layer, value_layer))
         self._check_heads(query, key, value, fmt)
-        sides = [
-            Layout.of_sequences(fmt, query, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
-            Layout.of_sequences(fmt, key, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
-        ]
+        sides = [Layout(fmt), Layout(fmt)]
         excluded = None
-        if mask.padding and inference_params is None:
-            sides = self._with_padding(sides, attention_mask)
+        if mask.padding:
+            sides = [
+                Layout.of_sequences(fmt, query, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
+                Layout.of_sequences(fmt, key, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
+            ]
+            if inference_params is None:
+                sides = self._with_padding(sides, attention_mask)
         elif mask.type == "arbitrary":
             if not isinstance(attention_mask, Tensor):
                 raise ValueError(f"{self.layer}: an arbitrary mask needs an attention_mask")
             excluded = attention_mask.to(torch.bool)
         q, k, v = sides[0].heads_first(query), sides[1].heads_first(key), sides[1].heads_first(value)
-        valid_queries, valid_keys = (side.valid for side in sides) if mask.padding else (None, None)
+        valid_queries, valid_keys = (side.valid for side in sides)
         if inference_params is not None:
             mask = decoding_mask(mask)
             cached = inference_params.step(self.layer_number, k.transpose(1, 2), v.transpose(1, 2))
-            k, v = cached.keys.transpose(1, 2).to(q.dtype), cached.values.transpose(1, 2).to(q.dtype)
             valid_queries, valid_keys = cached.valid_queries, cached.valid_keys
+            q = without_padding(q, valid_queries)
+            k, v = (without_padding(x.transpose(1, 2).to(q.dtype), valid_keys) for x in (cached.keys, cached.values))
         allowed = None
         if not mask.is_plain_causal:
             allowed = allowed_pairs(
@@ -259,6 +262,13 @@ class DotProductAttention(QuantizedModule):
             backward_override=recipe.backward_override,
             calibrating=self._only_calibrates(),
             on_backward=self._backward_noted(built) if torch.is_grad_enabled() else None,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, "
+            f"channels={self.hidden_size_per_attention_head_k}, qkv_format={self.qkv_format}, "
+            f"attn_mask_type={self.attn_mask_type}"
         )
 
     def _check_heads(self, query: Tensor, key: Tensor, value: Tensor, fmt: str) -> None:

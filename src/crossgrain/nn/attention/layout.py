@@ -42,7 +42,10 @@ class Layout:
             return Layout(fmt)
         lengths = cu_seqlens.diff().to(device=x.device, dtype=torch.int64)
         if fmt != "thd":
-            return Layout(fmt, _before(lengths, x.shape[0 if fmt == "sbhd" else 1]))
+            size, batch = x.shape[:2] if fmt == "sbhd" else (x.shape[1], x.shape[0])
+            if len(lengths) != batch or int(lengths.max()) > size:
+                raise ValueError(f"cu_seqlens of lengths {lengths.tolist()} in a batch of {batch} times {size} tokens")
+            return Layout(fmt, _before(lengths, size))
         starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)[:-1].to(lengths)
         if int((starts + lengths).max()) > len(x):
             raise ValueError(f"cu_seqlens ends behind the last of {len(x)} tokens: {cu_seqlens.tolist()}")
@@ -57,11 +60,12 @@ class Layout:
         return Layout(self.format, valid, self.tokens)
 
     def heads_first(self, x: Tensor) -> Tensor:
-        """[batch, heads, sequence, channels]"""
-        if self.tokens is None:
-            return x.permute(1, 2, 0, 3) if self.format == "sbhd" else x.transpose(1, 2)
-        assert self.valid is not None
-        return (x[self.tokens] * self.valid[..., None, None]).transpose(1, 2)
+        """[batch, heads, sequence, channels], 0 at padding: what is there must not reach a scale."""
+        if self.tokens is not None:
+            x = x[self.tokens].transpose(1, 2)
+        else:
+            x = x.permute(1, 2, 0, 3) if self.format == "sbhd" else x.transpose(1, 2)
+        return without_padding(x, self.valid)
 
     def heads_last(self, x: Tensor, like: Tensor) -> Tensor:
         """From [batch, heads, sequence, channels] back to the layout of ``like``, heads and channels as one."""
@@ -70,6 +74,11 @@ class Layout:
         assert self.valid is not None
         values = x.transpose(1, 2).flatten(2)[self.valid]
         return values.new_zeros(len(like), values.shape[-1]).index_copy(0, self.tokens[self.valid], values)
+
+
+def without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
+    """x [batch, heads, sequence, channels] with 0 where ``valid`` [batch, sequence] is False."""
+    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
 
 
 def _before(lengths: Tensor, size: int) -> Tensor:

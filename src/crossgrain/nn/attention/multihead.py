@@ -249,5 +249,6 @@ class MultiheadAttention(nn.Module):
         for x, freqs, side in ((q, angles[0], "q"), (k, angles[1], "kv")):
             offsets = core_options.get(f"cu_seqlens_{side}_padded")
             offsets = core_options.get(f"cu_seqlens_{side}") if offsets is None else offsets
-            turned.append(apply_rotary_pos_emb(x, freqs, fmt, starts, self.rotary_pos_interleaved, offsets))
+            at = None if side == "kv" and self.attention_type == "cross" else starts  # an encoder's output is whole
+            turned.append(apply_rotary_pos_emb(x, freqs, fmt, at, self.rotary_pos_interleaved, offsets))
         return turned[0], turned[1]
