@@ -386,6 +386,21 @@ def test_bias_beside_the_output_and_frozen_parameters():
     assert gradients["d weight1"] is None and gradients["d weight0"] is not None
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_frozen_weights_and_inputs_that_need_no_gradient(single):
+    """All groups are padded alike, whatever backward wants of each."""
+    layer = make(single_grouped_weight=single, fuse_wgrad_accumulation=single)
+    frozen = layer.weight_names[-1]
+    getattr(layer, frozen).requires_grad_(False)
+    getattr(layer, frozen).main_grad = torch.zeros(getattr(layer, frozen).shape)
+    x, dy = inputs("ragged")
+    with cg.autocast(recipe=MXFP8BlockScaling()):
+        layer(x, SPLITS["ragged"]).backward(dy)
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    assert gradients.pop(frozen) is None and all(gradient is not None for gradient in gradients.values())
+    assert not getattr(layer, frozen).main_grad.any()
+
+
 def test_gradients_in_double():
     layer = cg.GroupedLinear(2, 3, 2, params_dtype=torch.float64)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A linear layer for each group of rows in autograd. The GEMMs of a group are those of `linear_function`.
+"""A linear layer for each group of rows, for modules and fusible operations. The GEMMs are those of `linear_function`.
 
 What is particular to groups is that operands are quantized for all of them at once where that is possible
 (see `split_quantize`), and that the weights may be parts of one parameter.
@@ -72,7 +72,7 @@ def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
         x = x.dequantize()
     needs = groups.needs(x)
     if not any(any(need) for need in needs):
-        return _forward(x, groups, needs)[0]
+        return grouped_forward(x, groups, needs)[0]
     if call.accumulate_main_grad or call.wgrad_queue is not None:
         for parameter in groups.weight_parameters():
             check_takes_gradient(parameter, call.layer)
@@ -81,7 +81,7 @@ def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
     return result
 
 
-class _GroupContext:
+class GroupContext:
     """To `LinearFunction` what ``ctx`` is to an autograd function."""
 
     call: LinearCall
@@ -99,54 +99,66 @@ class _GroupContext:
 class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups, needs: list[Needs], *parameters: Tensor | None) -> Tensor:
-        y, contexts = _forward(x, groups, needs)
-        ctx.save_for_backward(*(tensor for context in contexts for tensor in context.saved_tensors))
-        for context in contexts:
-            context.saved_tensors = ()
-        ctx.contexts, ctx.groups, ctx.shape = contexts, groups, x.shape
+        y, ctx.contexts, saved = grouped_forward(x, groups, needs)
+        ctx.save_for_backward(*saved)
+        ctx.groups, ctx.shape = groups, x.shape
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        groups: Groups = ctx.groups
-        contexts: list[_GroupContext] = ctx.contexts
-        if isinstance(dy, QuantizedTensor):
-            dy = dy.dequantize()
-        dy = dy.reshape(sum(groups.sizes), groups.weights[0].shape[0]).to(groups.calls[0].dtype)
-        _give_parts_main_grads(contexts, groups)
-        _quantize_gradients(dy, contexts, groups)
-        count = 2 * BUFFERS_PER_OPERAND
-        dxs, dws, dbs = [], [], []
-        for g, (context, rows) in enumerate(zip(contexts, dy.split(groups.sizes), strict=True)):
-            context.saved_tensors = ctx.saved_tensors[g * count : (g + 1) * count]
-            dx, dw, db, *_ = LinearFunction.backward(context, rows)
-            context.saved_tensors, context.call.quantized_gradient = (), None
-            dxs.append(dx)
-            dws.append(dw)
-            dbs.append(db)
-        _collect_put_off(contexts, groups)
-        dx = _in_memory(torch.cat(dxs).reshape(ctx.shape), groups.dgrad_out) if contexts[0].needs.dx else None
-        weights, biases = _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
-        return dx, None, None, *weights, *biases
+        dx, weights, biases = grouped_backward(dy, ctx.groups, ctx.contexts, ctx.saved_tensors)
+        return None if dx is None else dx.reshape(ctx.shape), None, None, *weights, *biases
 
 
-def _forward(x: Tensor, groups: Groups, needs: list[Needs]) -> tuple[Tensor, list[_GroupContext]]:
+def grouped_forward(
+    x: Tensor, groups: Groups, needs: list[Needs]
+) -> tuple[Tensor, list[GroupContext], list[Tensor | None]]:
+    """y, and for `grouped_backward`: the contexts of the groups and the tensors that have to be saved."""
     rows = x.detach().reshape(-1, x.shape[-1])
+    if any(need.dx or need.dw for need in needs):  # all groups are padded alike, also one that is frozen
+        for call in groups.calls:
+            call.padding = call.padding._replace(m_forward=call.padding.m_backward)
     _quantize_inputs(rows, groups, needs)
     outputs, contexts = [], []
     parts = zip(rows.split(groups.sizes), groups.weights, groups.biases, groups.calls, needs, strict=True)
     for group_rows, weight, bias, call, need in parts:
-        context = _GroupContext()
+        context = GroupContext()
         outputs.append(LinearFunction.forward(context, group_rows, weight, bias, call, need))
         contexts.append(context)
+    saved = [tensor for context in contexts for tensor in context.saved_tensors]
+    for context in contexts:
+        context.saved_tensors = ()
     y = torch.cat(outputs).reshape(*x.shape[:-1], groups.weights[0].shape[0])
-    return _in_memory(y, groups.out), contexts
+    return _in_memory(y, groups.out), contexts, saved
+
+
+def grouped_backward(
+    dy: Tensor, groups: Groups, contexts: list[GroupContext], saved: Sequence[Tensor | None]
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """dx [M, K], and the gradients of the weight and bias parameters; None where none is wanted."""
+    if isinstance(dy, QuantizedTensor):
+        dy = dy.dequantize()
+    dy = dy.reshape(sum(groups.sizes), groups.weights[0].shape[0]).to(groups.calls[0].dtype)
+    _give_parts_main_grads(contexts, groups)
+    _quantize_gradients(dy, contexts, groups)
+    count = 2 * BUFFERS_PER_OPERAND
+    dxs, dws, dbs = [], [], []
+    for g, (context, rows) in enumerate(zip(contexts, dy.split(groups.sizes), strict=True)):
+        context.saved_tensors = tuple(saved[g * count : (g + 1) * count])
+        dx, dw, db, *_ = LinearFunction.backward(context, rows)
+        context.saved_tensors, context.call.quantized_gradient = (), None
+        dxs.append(dx)
+        dws.append(dw)
+        dbs.append(db)
+    _collect_put_off(contexts, groups)
+    dx = _in_memory(torch.cat(dxs), groups.dgrad_out) if contexts[0].needs.dx else None
+    return dx, _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
 
 
 def _in_memory(values: Tensor, memory: Tensor | None) -> Tensor:
     """``values``, in the caller's memory if there is some."""
-    return values if memory is None else memory.detach().copy_(values)
+    return values if memory is None else memory.detach().copy_(values.reshape(memory.shape))
 
 
 # ---- operands ----------------------------------------------------------------------------------------
@@ -177,7 +189,7 @@ def _quantize_inputs(rows: Tensor, groups: Groups, needs: list[Needs]) -> None:
         call.quantized_input = group
 
 
-def _quantize_gradients(dy: Tensor, contexts: list[_GroupContext], groups: Groups) -> None:
+def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups) -> None:
     """dy has the activations' dtype: all formats see the same numbers."""
     call, needs = groups.calls[0], [context.needs for context in contexts]
     rowwise, columnwise = any(need.dx for need in needs), any(need.dw for need in needs)
@@ -215,19 +227,21 @@ def _by_parameter(gradients: list[Tensor | None], packed: Tensor | None) -> list
     return [torch.stack(present)]
 
 
-def _give_parts_main_grads(contexts: list[_GroupContext], groups: Groups) -> None:
+def _give_parts_main_grads(contexts: list[GroupContext], groups: Groups) -> None:
     """The parts of a packed weight add to the parts of its main_grad."""
     packed: Any = groups.packed_weight
     main_grad = getattr(packed, "main_grad", None)
     if main_grad is None or not groups.calls[0].accumulate_main_grad:
         return
     for g, context in enumerate(contexts):
+        if not context.needs.dw:
+            continue
         context.weight.main_grad = main_grad[g]
         if hasattr(packed, "grad_added_to_main_grad"):
             context.weight.grad_added_to_main_grad = packed.grad_added_to_main_grad = True
 
 
-def _collect_put_off(contexts: list[_GroupContext], groups: Groups) -> None:
+def _collect_put_off(contexts: list[GroupContext], groups: Groups) -> None:
     """Gradients of a packed weight that were put off are put together after the last group's."""
     call, packed = groups.calls[0], groups.packed_weight
     if call.wgrad_queue is None or packed is None or call.accumulate_main_grad or not contexts[0].needs.dw:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ...activations import compute_dtype
 from ...grouped_quantizers import validate_grouped_quantizer_list
 from ...nn.base import Mode
-from ...nn.linear_function import LinearFunction, Needs, check_input
+from ...nn.grouped_function import Groups, grouped_backward, grouped_forward
+from ...nn.linear_function import Needs, check_input
 from ...nn.padding import NO_PADDING, Padding
 from ...quantizer import Quantizer
 from ...recipe import QuantizerRole, Recipe
@@ -206,28 +207,26 @@ class GroupedLinear(LinearOperation):
         if self._recipe is not None and not self._calibrates:
             operands = self._gemm_operands(self.quantizers)
         padding = NO_PADDING if operands[0] is None else self._built.details
-        dw = ctx.requires_grad and any(self._weight(name).requires_grad for name in self.weight_names)
-        db = ctx.requires_grad and not self.scale_bias and self._needs_bias_gradients()
-        ctx.groups, ctx.delayed = [], []
-        outputs = []
+        calls = [self._call(input_, operands[g], padding) for g in range(self.num_groups)]
         for g, rows in enumerate(x.split(ctx.sizes)):
-            group_ctx = OperationContext()
-            call = self._call(input_, operands[g], padding)
-            call.wgrad_queue = ctx.delayed if self.delay_wgrad_compute else None
+            calls[g].wgrad_queue = self._wgrads if self.delay_wgrad_compute else None
             if self._calibrates:
                 calibrate(self._gemm_operands(self.quantizers)[g], rows, weights[g])
-            needs = Needs(ctx.input_requires_grad, dw, db)
-            bias = None if self.scale_bias else biases[g]
-            outputs.append(LinearFunction.forward(group_ctx, rows, weights[g], bias, call, needs))
-            ctx.groups.append(group_ctx)
-        y = torch.cat(outputs)
+        dw = ctx.requires_grad and any(self._weight(name).requires_grad for name in self.weight_names)
+        db = ctx.requires_grad and not self.scale_bias and self._needs_bias_gradients()
+        ctx.groups = Groups(
+            ctx.sizes,
+            weights,
+            [None] * self.num_groups if self.scale_bias else biases,
+            calls,
+            packed_weight=self._weight("weight") if self.single_grouped_weight else None,
+            packed_bias=self._weight("bias") if self.single_grouped_bias else None,
+        )
+        needs = [Needs(ctx.input_requires_grad, dw, db)] * self.num_groups
+        y, ctx.contexts, saved = grouped_forward(x, ctx.groups, needs)
         if bias_scales is not None:
             y += _spread(biases, ctx.sizes) * bias_scales.unsqueeze(-1).to(y.dtype)
-        saved = [tensor for group in ctx.groups for tensor in group.saved_tensors]
         ctx.save_for_backward(bias_scales, *saved)
-        ctx.counts = [len(group.saved_tensors) for group in ctx.groups]
-        for group in ctx.groups:
-            group.save_for_backward()
         ctx.shape = input_.shape
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
         y = y.reshape(*input_.shape[:-1], self.out_features)
@@ -260,29 +259,14 @@ class GroupedLinear(LinearOperation):
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
         bias_scales, *saved = ctx.saved_tensors
-        self._give_parts_main_grads(ctx)
         dy = plain(grad_output).reshape(-1, self.out_features)
-        rest = iter(saved)
-        dxs, dws, dbs = [], [], []
-        for group, count, rows in zip(ctx.groups, ctx.counts, dy.split(ctx.sizes), strict=True):
-            group.save_for_backward(*(next(rest) for _ in range(count)))
-            dx, dw, db, *_ = LinearFunction.backward(group, rows)
-            group.save_for_backward()
-            dxs.append(dx)
-            dws.append(dw)
-            dbs.append(db)
-        self._put_off(ctx)
+        dx, grads, dbs = grouped_backward(dy, ctx.groups, ctx.contexts, saved)
         d_scales: Tensor | None = None
         if bias_scales is not None:
             dbs, d_scales = self._scaled_bias_gradients(dy, bias_scales, ctx.sizes)
-        dx = None
-        if ctx.input_requires_grad:
-            dx = _in_buffer(torch.cat(dxs).reshape(ctx.shape), ctx.grad_input_buffer)
-            dx = handed_on(dx, ctx.grad_input_quantizer)
-        grads = [*_as_parameters(dws, self.single_grouped_weight)]
-        if self.has_bias:
-            grads += _as_parameters(dbs, self.single_grouped_bias)
-        return dx, [grads], [(None, d_scales) if self.scale_bias else (None,)]
+        if dx is not None:
+            dx = handed_on(_in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer), ctx.grad_input_quantizer)
+        return dx, [grads + dbs if self.has_bias else grads], [(None, d_scales) if self.scale_bias else (None,)]
 
     def _scaled_bias_gradients(
         self, dy: Tensor, scales: Tensor, sizes: list[int]
@@ -295,48 +279,13 @@ class GroupedLinear(LinearOperation):
             for rows, bias in zip(scaled.split(sizes), biases, strict=True)
             if bias is not None
         ]
+        if self.single_grouped_bias:
+            dbs = [torch.stack([db for db in dbs if db is not None])]
         return dbs, (wide * _spread(biases, sizes)).sum(-1).to(scales.dtype)
-
-    def _give_parts_main_grads(self, ctx: OperationContext) -> None:
-        """The parts of a single weight add to the parts of its main_grad."""
-        main_grad = getattr(self._weight("weight"), "main_grad", None) if self.single_grouped_weight else None
-        if main_grad is not None:
-            for g, group in enumerate(ctx.groups):
-                if group.weight is not None:
-                    group.weight.main_grad = main_grad[g]
-
-    def _put_off(self, ctx: OperationContext) -> None:
-        """Gradients for `backward_dw`: those of a single weight are put together there."""
-        waiting, ctx.delayed[:] = list(ctx.delayed), []
-        if not self.single_grouped_weight or not waiting:
-            self._wgrads += waiting
-            return
-        parts = [group.weight for group in ctx.groups]
-        weight: Any = self._weight("weight")
-
-        def later() -> None:
-            for compute in waiting:
-                compute()
-            if any(part.grad is None for part in parts):
-                return  # it is in main_grad
-            dw = torch.stack([part.grad for part in parts])
-            for part in parts:
-                part.grad = None
-            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
-
-        self._wgrads.append(later)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"num_groups={self.num_groups}, {sizes}, bias={self.has_bias}"
-
-
-def _as_parameters(grads: list[Tensor | None], single: bool) -> list[Tensor | None]:
-    """By parameter: those of a single one are stacked."""
-    if not single:
-        return grads
-    present = [grad for grad in grads if grad is not None]
-    return [torch.stack(present) if len(present) == len(grads) else None]
 
 
 def _spread(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
