@@ -260,7 +260,8 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
     if not _is_quantized(new):
         return new.zero_()
     for mine, theirs in zip(new.planes(), tensor.planes(), strict=True):  # type: ignore[attr-defined]
-        mine.data.zero_()
+        for buffer in mine.buffers():
+            buffer.zero_()
         scale, known = mine.scale_across((0, 1)), theirs.scale_across((0, 1))
         if scale is not None and known is not None and scale.shape == known.shape:
             scale.copy_(known)
