@@ -23,14 +23,20 @@ from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from .nn import (
+    DotProductAttention,
     Fp8Padding,
     Fp8Unpadding,
     GroupedLinear,
+    InferenceParams,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MultiheadAttention,
     RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
     name_layers,
     requantize_,
 )
@@ -53,6 +59,7 @@ from .recipe import (
     quantized_model_init,
 )
 from .request import QuantizerRequest
+from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .tensor import (
     QuantizedTensor,
@@ -68,9 +75,11 @@ __version__ = "0.1.0"
 __all__ = [
     "COLUMNWISE",
     "ROWWISE",
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "Direction",
+    "DotProductAttention",
     "Encoding",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -93,6 +102,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -100,6 +110,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -110,8 +121,11 @@ __all__ = [
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "TE_DType",
     "TE_DType_To_Torch",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "formats",
     "fp8_autocast",

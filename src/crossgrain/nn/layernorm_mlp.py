@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 
 from ..activations import Activation, activation
-from ..recipe import DelayedScalingRecipeState, QuantizerRole
+from ..recipe import QuantizerRole
 from .base import Mode
 from .linear_module import ForwardPass, InitMethod, LinearSlots, default_init
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
+from .replay import recomputed
 
 _FC1 = LinearSlots(input=0, weight=1, output=2, grad_output=0, grad_input=1)
 _FC2 = LinearSlots(input=3, weight=4, output=5, grad_output=2, grad_input=3)
@@ -158,35 +157,13 @@ class LayerNormMLP(NormFirst):
         def compute(x: Tensor) -> tuple[Tensor, Tensor]:
             return self._computed(x, next(passes, again))
 
-        state = None if this.recipe is None else this.built.states["forward"].delayed
-        contexts = (nullcontext(), nullcontext() if state is None else _Replay(state))
-        result: tuple[Tensor, Tensor] = recomputed_in_backward(
-            compute, inp, use_reentrant=False, context_fn=lambda: contexts
-        )
-        return result
+        return recomputed(compute, inp, state=None if this.recipe is None else this.built.states["forward"])
 
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}, "
             f"bias={self.use_bias}, normalization={self.normalization}"
         )
-
-
-class _Replay:
-    """Delayed scaling quantizes as it would have when this was made, whatever has been learned since.
-
-    May be entered again: a graph that is kept can run backward more than once.
-    """
-
-    def __init__(self, state: DelayedScalingRecipeState) -> None:
-        self._state, self._scale = state, state.scale.clone()
-
-    def __enter__(self) -> None:
-        self._inner = self._state.replaying(self._scale)
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
 
 
 class _ActivationFunction(torch.autograd.Function):
