@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, recipe
+from . import formats, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .encoding import Encoding
@@ -108,6 +108,7 @@ __all__ = [
     "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
     "name_layers",
+    "optim",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",
