@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, ops, recipe
+from . import formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .encoding import Encoding
@@ -141,6 +141,7 @@ __all__ = [
     "is_nvfp4_available",
     "name_layers",
     "ops",
+    "optim",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",
