@@ -1,6 +1,6 @@
 # Every target sets up what it needs, in .venv, on a machine with nothing but Python and make.
 #
-#   make test    lint, types, tests      make demo    all formats in a table and a picture
+#   make test    lint, types, tests      make demo    a small GPT by several recipes, against fp32
 #   make lint    lint and types only     make bench   times of kernels and layers
 #   make clean   remove everything that make has made
 
@@ -28,12 +28,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One thread per worker: the matrices are small, and idle OpenMP threads only fight over the cores.
+# One thread here and per worker: the matrices are small, and idle OpenMP threads only fight over the cores.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py --out out
+	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --json out/benchmarks.json --chart out/benchmarks.png

@@ -38,7 +38,7 @@ def test_quickstart_stores_both_directions(monkeypatch, capsys):
 def demo(tmp_path, monkeypatch, capsys):
     """The rows of the demo's table by format, and the picture it drew."""
     printed = run(
-        "examples/demo.py", "--size", "128", "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys
+        "examples/formats.py", "--size", "128", "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys
     )
     assert max(map(len, printed.splitlines())) <= 100
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]

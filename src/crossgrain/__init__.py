@@ -4,6 +4,7 @@ import torch as _torch
 
 from . import formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
+from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .encoding import Encoding
 from .float8 import (
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 __all__ = [
     "COLUMNWISE",
     "ROWWISE",
+    "ConvertReport",
     "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
@@ -127,6 +129,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "convert",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
@@ -154,6 +157,7 @@ __all__ = [
     "set_backend",
     "settings",
     "swizzle_scales",
+    "unconvert",
     "unswizzle_scales",
 ]
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import typer
 
+from .compare import compare
+from .explain import explain
 from .formats import formats
+from .train import train
 from .warmup import warmup
 
 app = typer.Typer(
-    help="Low-precision number formats for training.",
+    help="Low-precision training with a number format for each direction of each tensor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback is for a bug report, as Python prints it
 )
-app.command()(formats)
-app.command()(warmup)
+for command in (compare, train, explain, formats, warmup):
+    app.command()(command)

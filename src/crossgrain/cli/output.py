@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
@@ -19,3 +20,14 @@ def fail(message: str) -> typer.Exit:
     """To be raised: the message on stderr, and the exit code 1."""
     Console(stderr=True).print(message, style="red", markup=False, highlight=False)
     return typer.Exit(1)
+
+
+def progress_bar(console: Console | None = None) -> Progress:
+    """Gone when it is done. On ``console`` if that is a terminal, else on stderr if that is one.
+
+    What is piped is the result alone.
+    """
+    if console is None or not console.is_terminal:
+        console = Console(stderr=True)
+    columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=False)

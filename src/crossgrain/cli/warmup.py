@@ -6,10 +6,9 @@ import time
 import warnings
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..kernels import get_backend
-from .output import AsJson, fail, print_json
+from .output import AsJson, fail, print_json, progress_bar
 
 
 def warmup(as_json: AsJson = False) -> None:
@@ -24,8 +23,7 @@ def warmup(as_json: AsJson = False) -> None:
     from ..kernels.warmup import warm_up
 
     start = time.perf_counter()
-    # On stderr, and only on a terminal: what is piped is the result alone.
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("")
         for step in warm_up():
             progress.update(task, description=step.name, completed=step.number, total=step.total)
@@ -47,9 +45,3 @@ def warmup(as_json: AsJson = False) -> None:
         console.print(f"cache: {compiled.directory}", soft_wrap=True, markup=False)
     if compiled.directory is None:
         raise fail("the kernels were compiled, but there is no place to keep them: set NUMBA_CACHE_DIR")
-
-
-def _progress_bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -24,14 +24,20 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Every ``nn.Linear`` and every module with `get_quantizer_roles`, in the order of the model."""
+    """Every ``nn.Linear``, Hugging Face ``Conv1D`` and module with `get_quantizer_roles`, in the order of the model."""
     layers: dict[Layer, None] = {}
     for path, module in model.named_modules():
         if hasattr(module, "get_quantizer_roles"):
             layers.update(dict.fromkeys(_layers_of_roles(path, module)))
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) or is_conv1d(module):
             layers[Layer(path)] = None
     return list(layers)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is a linear layer of Hugging Face's GPT-2, told by name: transformers need not be there."""
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def _layers_of_roles(path: str, module: nn.Module) -> list[Layer]:

@@ -76,7 +76,7 @@ class Explanation:
 
         parts: list[Any] = [Text(self.title)]
         for layers, cells in self.sections():
-            table = Table(*_COLUMNS, box=box.SIMPLE_HEAD)
+            table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False)
             for row in _without_repeats(cells):
                 table.add_row(*map(Text, row))
             parts += [Text(", ".join(layers), style="bold"), table]

@@ -32,13 +32,17 @@ class RecipeSyntaxError(ValueError):
         return RecipeSyntaxError(self.message, text, self.args[2] + offset, self.args[3] + offset)
 
     def __str__(self) -> str:
+        return self.shown(_SHOWN)
+
+    def shown(self, columns: int) -> str:
+        """The message, so much of the text, and carets under the mistake."""
         message, text, start, end = self.args
         text = re.sub(r"\s", " ", text)  # a caret points into one line
-        left = max(0, min(start - _SHOWN // 3, len(text) - _SHOWN))
-        shown, start, end = text[left : left + _SHOWN], start - left, end - left
+        left = max(0, min(start - columns // 3, len(text) - columns))
+        shown, start, end = text[left : left + columns], start - left, end - left
         if left:
             shown, start, end = "..." + shown, start + 3, end + 3
-        if left + _SHOWN < len(text):
+        if left + columns < len(text):
             shown += "..."
         carets = "^" * max(1, min(end, len(shown)) - start)
         return f"{message}\n  {shown}\n  {' ' * start}{carets}"

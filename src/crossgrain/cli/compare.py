@@ -1,0 +1,122 @@
+"""``crossgrain compare``: recipes against fp32, as a table, a JSON file and a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..lab.compare import BASELINE, Comparison
+from ..lab.compare import compare as run_comparison
+from ..lab.gpt import GPT
+from ..lab.training import Run
+from ..operands import GEMMS
+from .output import AsJson, print_json, progress_bar
+from .recipes import labelled, mistakes_are_shown, split_recipes
+from .sizes import Size, SizeName, Steps, preset_of
+
+Recipes = Annotated[
+    list[str], typer.Option("--recipes", "-r", help="Presets or one-line recipes, with commas between; repeatable.")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="How many; the gap is their mean.")]
+Out = Annotated[Path, typer.Option(help="Directory for compare.json and compare.png.")]
+
+
+def compare(
+    recipes: Recipes = ["mxfp8,mxfp8-fwd-nvfp4-bwd,nvfp4"],  # noqa: B006  # typer copies it
+    size: Size = SizeName.tiny,  # type: ignore[attr-defined]
+    steps: Steps = None,
+    seeds: Seeds = 2,
+    out: Out = Path("out"),
+    as_json: AsJson = False,
+) -> None:
+    """Train the same GPT by several recipes and in fp32, and show what each costs. Ctrl-C keeps what was done."""
+    preset, chosen = preset_of(size, steps), labelled(split_recipes(recipes))
+    with mistakes_are_shown():  # before anything is trained
+        for recipe in chosen.values():
+            recipe.for_model(GPT(preset.model))
+    out.mkdir(parents=True, exist_ok=True)
+
+    with progress_bar() as progress:
+        task = progress.add_task("", total=preset.steps * seeds * (len(chosen) + 1))
+
+        def on_step(label: str, seed: int, run: Run) -> None:
+            text = f"{label}, seed {seed}: step {len(run.losses)}, loss {run.losses[-1]:.3f}"
+            progress.update(task, advance=1, description=text)
+
+        result = run_comparison(preset, chosen, range(seeds), on_step)
+
+    saved = out / "compare.json"
+    saved.write_text(json.dumps(result.to_dict(), indent=1))
+    picture = _drawn(result, out / "compare.png")
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _show(result, saved, picture)
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+def _drawn(result: Comparison, path: Path) -> Path | None:
+    if not result.rows():
+        return None
+    try:
+        from ..lab.picture import draw
+    except ModuleNotFoundError:
+        return None
+    draw(result, path)
+    return path
+
+
+def _show(result: Comparison, saved: Path, picture: Path | None) -> None:
+    console = Console(highlight=False)
+    rows = result.rows()
+    if rows:
+        console.print(table(result))
+        console.print(
+            "gap: validation loss over that of fp32 with the same seed, in nats per byte, ± its standard deviation "
+            "over seeds. Errors: of y by fprop, dx by dgrad and dW by wgrad, relative, in each layer alone. Time of "
+            "a step and bytes kept for backward: fp32 is 1.",
+            style="dim",
+        )
+    for label, recipe in result.recipes.items():
+        if label.startswith("recipe "):
+            console.print(f"{label}: {recipe}", markup=False)
+    if result.interrupted:
+        done = sum(len(result.finished(label)) for label in result.labels)
+        console.print(f"stopped after {done} of {len(result.labels) * len(result.seeds)} runs", style="yellow")
+    console.print(f"numbers: {saved}", markup=False, soft_wrap=True)
+    if picture is not None:
+        console.print(f"picture: {picture}", markup=False, soft_wrap=True)
+    elif rows:
+        console.print("no picture: pip install 'crossgrain[demo]'", markup=False)
+
+
+def table(result: Comparison) -> Table:
+    preset, seeds = result.preset, len(result.seeds)
+    model = preset.model
+    shown = Table(
+        title=f"GPT of {model.layers} layers of {model.width}, {preset.steps} steps, {seeds} seed{'s' * (seeds != 1)}",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        title_style="bold",
+    )
+    shown.add_column("recipe", no_wrap=True)
+    for title in ("loss", "gap", *GEMMS, "time", "bytes"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in result.rows():
+        if row.label == BASELINE:
+            shown.add_row(row.label, f"{row.loss:.3f}", "", *("" for _ in GEMMS), "1.00", "1.00", end_section=True)
+            continue
+        gap = f"{row.gap:+.3f}" + ("" if math.isnan(row.spread) else f" ±{row.spread:.3f}")
+        errors = ("" if math.isnan(row.errors[gemm]) else f"{row.errors[gemm]:.3f}" for gemm in GEMMS)
+        shown.add_row(row.label, f"{row.loss:.3f}", gap, *errors, f"{row.time:.2f}", f"{row.saved:.2f}")
+    return shown

@@ -1,0 +1,20 @@
+"""Sizes of the lab's GPT, as options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from ..lab.training import PRESETS, Preset
+
+SizeName = Enum("SizeName", {name: name for name in PRESETS})  # type: ignore[misc]  # an option has to be an Enum
+Size = Annotated[SizeName, typer.Option("--size", help="Model and training.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps, if not those of the size.")]
+
+
+def preset_of(size: SizeName, steps: int | None = None) -> Preset:
+    preset = PRESETS[size.value]
+    return preset if steps is None else replace(preset, steps=steps)

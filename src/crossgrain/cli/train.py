@@ -1,0 +1,53 @@
+"""``crossgrain train``: a small GPT on Python's documentation, by one recipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..lab.training import Run, Trainer
+from .output import AsJson, print_json, progress_bar
+from .recipes import RecipeText, load_recipe, mistakes_are_shown
+from .sizes import Size, SizeName, Steps, preset_of
+
+
+def train(
+    recipe: RecipeText = "mxfp8",
+    size: Size = SizeName.tiny,  # type: ignore[attr-defined]
+    steps: Steps = None,
+    seed: Annotated[int, typer.Option(help="Of the start, the data and stochastic rounding.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a byte-level GPT by a recipe, and tell its validation loss. Ctrl-C stops it and keeps what was done."""
+    preset, loaded = preset_of(size, steps), load_recipe(recipe)
+    with mistakes_are_shown():
+        trainer = Trainer(preset, loaded, seed)
+    console = Console(highlight=False)
+    if not as_json:
+        console.print(f"recipe: {trainer.run.recipe}", markup=False)
+        console.print(" step   training   validation   nats per byte", style="bold")
+
+    with progress_bar(None if as_json else console) as progress:
+        task = progress.add_task("", total=preset.steps)
+
+        def on_step(run: Run) -> None:
+            done = len(run.losses)
+            progress.update(task, completed=done, description=f"loss {run.losses[-1]:.3f}")
+            if not as_json and run.validation and run.validation[-1][0] == done:
+                console.print(f"{done:5d} {run.losses[-1]:10.4f} {run.validation[-1][1]:12.4f}")
+
+        run = trainer.train(on_step)
+
+    if as_json:
+        print_json({**asdict(run), "validation_loss": run.validation_loss, "seconds_per_step": run.seconds_per_step})
+    else:
+        end = "stopped" if run.interrupted else "done"
+        console.print(
+            f"{end} after {len(run.losses)} steps: validation loss {run.validation_loss:.4f}, "
+            f"{1000 * run.seconds_per_step:.0f} ms per step, {run.saved_bytes / 2**20:.1f} MiB kept for backward"
+        )
+    if run.interrupted:
+        raise typer.Exit(130)

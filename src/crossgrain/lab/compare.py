@@ -1,0 +1,147 @@
+"""Several recipes against fp32: the same seeds, the same data, and what each costs and saves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..operands import GEMMS
+from ..recipe import Recipe
+from .data import even_batch, load_text
+from .gemm_errors import Errors, gemm_errors, mean_errors, tensors_of_layers
+from .gpt import GPT
+from .training import Preset, Run, Trainer
+
+BASELINE = "fp32"
+
+OnStep = Callable[[str, int, Run], None]  # label, seed and the run so far
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe in numbers; ratios and the gap are to fp32. NaN: not known."""
+
+    label: str
+    loss: float  # on validation text, mean over seeds
+    gap: float  # mean over seeds, each against fp32 with the same seed
+    spread: float  # standard deviation of the gap over seeds
+    errors: Errors  # by GEMM, mean over layers
+    time: float
+    saved: float  # bytes held for backward
+
+
+@dataclass
+class Comparison:
+    """Runs by recipe; fp32 comes first. ``print`` its rows, save `to_dict`, draw it with `picture.draw`."""
+
+    preset: Preset
+    recipes: Mapping[str, Recipe]  # by label
+    seeds: Sequence[int]
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by recipe and layer
+    interrupted: bool = False
+
+    @property
+    def labels(self) -> list[str]:
+        return [BASELINE, *self.recipes]
+
+    def finished(self, label: str) -> dict[int, Run]:
+        """Runs that came to their end, by seed."""
+        return {run.seed: run for run in self.runs.get(label, []) if not run.interrupted}
+
+    def gaps(self, label: str) -> dict[int, list[tuple[int, float]]]:
+        """Validation loss over fp32's, by seed and step."""
+        baseline = self.finished(BASELINE)
+        return {
+            seed: [
+                (step, loss - exact)
+                for (step, loss), (_, exact) in zip(run.validation, baseline[seed].validation, strict=True)
+            ]
+            for seed, run in self.finished(label).items()
+            if seed in baseline
+        }
+
+    def rows(self) -> list[Row]:
+        """One for each recipe with a finished run."""
+        return [self._row(label) for label in self.labels if self.finished(label)]
+
+    def _row(self, label: str) -> Row:
+        runs, baseline = list(self.finished(label).values()), list(self.finished(BASELINE).values())
+        gaps = [gaps[-1][1] for gaps in self.gaps(label).values()]
+        errors = mean_errors(self.errors[label]) if label in self.errors else dict.fromkeys(GEMMS, math.nan)
+        return Row(
+            label=label,
+            loss=statistics.mean(run.validation_loss for run in runs),
+            gap=statistics.mean(gaps) if gaps else math.nan,
+            spread=statistics.stdev(gaps) if len(gaps) > 1 else math.nan,
+            errors=dict.fromkeys(GEMMS, 0.0) if label == BASELINE else errors,
+            time=_median_ratio([run.seconds_per_step for run in runs], [run.seconds_per_step for run in baseline]),
+            saved=_median_ratio([run.saved_bytes for run in runs], [run.saved_bytes for run in baseline]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON; what is not known is None."""
+        everything: dict[str, Any] = _without_nan(
+            {
+                "preset": asdict(self.preset),
+                "seeds": list(self.seeds),
+                "recipes": {label: str(recipe) for label, recipe in self.recipes.items()},
+                "interrupted": self.interrupted,
+                "rows": [asdict(row) for row in self.rows()],
+                "errors": self.errors,
+                "runs": {label: [asdict(run) for run in runs] for label, runs in self.runs.items()},
+            }
+        )
+        return everything
+
+
+def compare(
+    preset: Preset, recipes: Mapping[str, Recipe], seeds: Sequence[int], on_step: OnStep | None = None
+) -> Comparison:
+    """Train by every recipe with every seed. Ctrl-C ends it early, with what was done."""
+    result = Comparison(preset, recipes, seeds)
+    try:
+        for seed in seeds:  # seed by seed: early on there is something to compare
+            for label in result.labels:
+                trainer = Trainer(preset, recipes.get(label), seed)
+                result.runs.setdefault(label, []).append(trainer.run)
+                trainer.train(_told(on_step, label, seed))
+                if trainer.run.interrupted:
+                    raise KeyboardInterrupt
+                if label == BASELINE and seed == seeds[0]:
+                    exact = trainer.model
+                elif seed == seeds[0]:
+                    result.errors[label] = _errors(exact, recipes[label], preset)
+    except KeyboardInterrupt:
+        result.interrupted = True
+        for run in (runs[-1] for runs in result.runs.values()):
+            run.interrupted = run.interrupted or len(run.losses) < preset.steps
+    return result
+
+
+def _told(on_step: OnStep | None, label: str, seed: int) -> Callable[[Run], None]:
+    return lambda run: None if on_step is None else on_step(label, seed, run)
+
+
+def _errors(model: GPT, recipe: Recipe, preset: Preset) -> dict[str, Errors]:
+    torch.manual_seed(0)
+    batch = even_batch(load_text().validation, preset.batch, preset.model.context)
+    return gemm_errors(model, recipe, tensors_of_layers(model, *batch))
+
+
+def _median_ratio(some: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(some) / statistics.median(others) if some and others else math.nan
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

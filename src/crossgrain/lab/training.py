@@ -1,0 +1,163 @@
+"""One training run: a seed, a recipe, a size. The same seed gives the same start and the same data to every recipe."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..convert import convert
+from ..recipe import Recipe
+from .data import even_batch, load_text, random_batch
+from .gpt import GPT, GPTConfig
+
+_UNTIMED = 3  # steps in which kernels are compiled and caches fill
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size: the model, and how it is trained."""
+
+    model: GPTConfig
+    batch: int
+    steps: int
+    learning_rate: float
+    validations: int = 10  # over the run; the last one is after the last step
+    validation_batch: int = 32
+
+
+PRESETS = {
+    "tiny": Preset(GPTConfig(layers=2, width=64, heads=2, context=64), batch=16, steps=120, learning_rate=4e-3),
+    "small": Preset(GPTConfig(layers=4, width=128, heads=4, context=128), batch=16, steps=500, learning_rate=2e-3),
+    "medium": Preset(GPTConfig(layers=6, width=256, heads=4, context=256), batch=16, steps=1000, learning_rate=1e-3),
+    "large": Preset(GPTConfig(layers=12, width=512, heads=8, context=512), batch=16, steps=2000, learning_rate=6e-4),
+}
+
+
+@dataclass
+class Run:
+    """What was seen in a run. ``recipe`` None is plain fp32."""
+
+    recipe: str | None
+    seed: int
+    losses: list[float] = field(default_factory=list)  # of every step, on its own batch
+    validation: list[tuple[int, float]] = field(default_factory=list)  # steps done, nats per byte
+    step_seconds: list[float] = field(default_factory=list)
+    saved_bytes: int = 0  # between forward and backward, without parameters
+    interrupted: bool = False
+
+    @property
+    def validation_loss(self) -> float:
+        return self.validation[-1][1] if self.validation else math.nan
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The lower quartile, which other work on the machine disturbs less than the mean."""
+        timed = self.step_seconds[_UNTIMED:] or self.step_seconds
+        return sorted(timed)[len(timed) // 4] if timed else math.nan
+
+
+class Trainer:
+    """``Trainer(PRESETS["tiny"], recipe, seed=0).train()``; the model is in ``model``, what was seen in ``run``."""
+
+    def __init__(self, preset: Preset, recipe: Recipe | None, seed: int) -> None:
+        self.preset = preset
+        self.run = Run(None if recipe is None else str(recipe), seed)
+        with _random_numbers(seed):
+            self.model = GPT(preset.model)
+        if recipe is not None:
+            convert(self.model, recipe)
+        self._data = torch.Generator().manual_seed(seed)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95))
+        self._validation_data = even_batch(load_text().validation, preset.validation_batch, preset.model.context)
+
+    def train(self, on_step: Callable[[Run], None] | None = None) -> Run:
+        """All steps; calls ``on_step`` after each. Ctrl-C ends it early and keeps what was done."""
+        run = self.run
+        try:
+            run.saved_bytes = saved_bytes(self.model, *self._batch_without_trace())
+            with _random_numbers(run.seed):  # stochastic rounding draws them
+                self._steps(on_step)
+        except KeyboardInterrupt:
+            run.interrupted = True
+            if not run.validation or run.validation[-1][0] < len(run.losses):
+                run.validation.append((len(run.losses), self.validate()))
+        return run
+
+    def _steps(self, on_step: Callable[[Run], None] | None) -> None:
+        run, steps = self.run, self.preset.steps
+        every = max(1, steps // self.preset.validations)
+        while len(run.losses) < steps:
+            self._step()
+            done = len(run.losses)
+            if done % every == 0 or done == steps:
+                run.validation.append((done, self.validate()))
+            if on_step is not None:
+                on_step(run)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Nats per byte on text that training never sees. Leaves no trace."""
+        self.model.eval()
+        loss = self.model.loss(*self._validation_data).item()
+        self.model.train()
+        return loss
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        self._set_learning_rate()
+        loss = self.model.loss(*self._batch())
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self.run.losses.append(loss.item())
+        self.run.step_seconds.append(time.perf_counter() - begin)
+
+    def _set_learning_rate(self) -> None:
+        """Up over the first tenth, then down to a tenth along a cosine."""
+        step, steps = len(self.run.losses), self.preset.steps
+        warmup = max(1, steps // 10)
+        up = min(1.0, (step + 1) / warmup)
+        down = 0.55 + 0.45 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.preset.learning_rate * up * down
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        return random_batch(load_text().train, self.preset.batch, self.preset.model.context, self._data)
+
+    def _batch_without_trace(self) -> tuple[Tensor, Tensor]:
+        state = self._data.get_state()
+        batch = self._batch()
+        self._data.set_state(state)
+        return batch
+
+
+@contextmanager
+def _random_numbers(seed: int) -> Iterator[None]:
+    """Those of this seed inside; outside, nothing was drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def saved_bytes(model: GPT, values: Tensor, following: Tensor) -> int:
+    """What autograd holds between forward and backward of one batch, without the parameters themselves."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model.loss(values, following)
+    del loss
+    return sum(storage.nbytes() for storage in storages.values())

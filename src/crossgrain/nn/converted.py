@@ -1,0 +1,77 @@
+"""Linear layers of torch and of Hugging Face that became quantized ones, and back.
+
+A layer changes its class and nothing else: it stays the same object, so whoever holds it, its parameters
+or its hooks (a parent, an optimizer, a tied embedding) holds the quantized layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipe import quantized_model_init
+from ..recipe.binding import is_conv1d
+from .linear import Linear
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+class ConvertedLinear(Linear, nn.Linear):
+    """An ``nn.Linear`` that `crossgrain.convert` changed; still an ``nn.Linear`` to those who ask."""
+
+    def __init__(self) -> None:
+        raise TypeError("a ConvertedLinear is what crossgrain.convert makes of an nn.Linear; for a new one: Linear")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As nn.Linear does it."""
+        if not defer_init:
+            self.clear_weight_cache()
+            nn.Linear.reset_parameters(self)
+
+
+class ConvertedConv1D(Linear):
+    """A Hugging Face ``Conv1D`` that `crossgrain.convert` changed: ``y = x · W + b``, and W stays [in, out]."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        raise TypeError("a ConvertedConv1D is what crossgrain.convert makes of a Hugging Face Conv1D")
+
+    def _weight(self) -> Tensor:
+        return self.weight.t()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        raise NotImplementedError(f"{self.layer}: a Conv1D has no reset_parameters; its model initialises it")
+
+
+Converted = ConvertedLinear | ConvertedConv1D
+
+
+def class_for(module: nn.Module) -> type[Converted] | None:
+    """What `become_quantized` makes of a module; None if it is not exactly one of the layers it knows."""
+    if type(module) is nn.Linear:
+        return ConvertedLinear
+    return ConvertedConv1D if is_conv1d(module) else None
+
+
+def become_quantized(module: Any) -> None:
+    """Change the class of an ``nn.Linear`` or ``Conv1D``; it gets all that a new `Linear` has but parameters."""
+    cls = class_for(module)
+    assert cls is not None
+    out_features, in_features = module.weight.shape if cls is ConvertedLinear else module.weight.t().shape
+    with quantized_model_init(enabled=False):
+        new = Linear(in_features, out_features, bias=module.bias is not None, device=torch.device("meta"))
+    own = {key: value for key, value in vars(new).items() if key not in _OF_EVERY_MODULE}
+    own["_was"] = (type(module), tuple(own.keys() - vars(module).keys()))
+    vars(module).update(own)
+    module.__class__ = cls
+
+
+def become_plain(module: Any) -> None:
+    """Undo `become_quantized`. Histories of delayed scaling are lost."""
+    cls, added = module._was
+    for key in (*added, "_was", "bound_recipe"):
+        vars(module).pop(key, None)
+    module.__class__ = cls

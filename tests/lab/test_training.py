@@ -1,0 +1,79 @@
+"""A run is decided by its seed; looking at it changes nothing; it can be stopped."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crossgrain.lab import PRESETS, GPTConfig, Preset, Trainer
+from crossgrain.lab.gpt import GPT
+from crossgrain.lab.training import saved_bytes
+from crossgrain.recipe import as_recipe
+
+SHORT = Preset(
+    GPTConfig(layers=1, width=32, heads=2, context=16), batch=4, steps=4, learning_rate=1e-2, validation_batch=4
+)
+
+
+def parameters(trainer):
+    return [parameter.detach() for parameter in trainer.model.parameters()]
+
+
+def same(some, others):
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "fp8-delayed"])
+def test_the_same_seed_gives_the_same_run(recipe):
+    trainers = [Trainer(SHORT, recipe and as_recipe(recipe), seed=1) for _ in range(2)]
+    runs = [trainer.train() for trainer in trainers]
+    assert runs[0].losses == runs[1].losses and runs[0].validation == runs[1].validation
+    assert same(*map(parameters, trainers))
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "fp8-delayed", "mxfp8-fwd-nvfp4-bwd"])
+def test_validation_between_steps_changes_nothing(recipe):
+    often, once = (
+        Trainer(replace(SHORT, validations=validations), recipe and as_recipe(recipe), seed=0)
+        for validations in (SHORT.steps, 1)
+    )
+    assert len(often.train().validation) == SHORT.steps and len(once.train().validation) == 1
+    assert same(parameters(often), parameters(once))
+
+
+def test_recipes_start_from_the_same_model_and_see_the_same_data():
+    plain, quantized = Trainer(SHORT, None, 0), Trainer(SHORT, as_recipe("hp"), 0)
+    assert same(parameters(plain), parameters(quantized))
+    assert plain.train().losses == pytest.approx(quantized.train().losses, rel=1e-4)
+
+
+def test_it_learns():
+    run = Trainer(replace(SHORT, steps=30), as_recipe("mxfp8"), 0).train()
+    assert run.losses[-1] < run.losses[0] - 0.5
+    assert run.validation_loss < run.losses[0] - 0.5
+
+
+def test_ctrl_c_keeps_what_was_done():
+    def interrupt(run):
+        if len(run.losses) == 2:
+            raise KeyboardInterrupt
+
+    run = Trainer(replace(SHORT, validations=1), None, 0).train(interrupt)
+    assert run.interrupted and len(run.losses) == 2 and run.validation[-1][0] == 2
+
+
+def test_low_precision_keeps_fewer_bytes_for_backward():
+    kept = [Trainer(SHORT, recipe and as_recipe(recipe), 0).train().saved_bytes for recipe in (None, "mxfp8", "nvfp4")]
+    assert kept[0] > kept[1] > kept[2] > 0
+
+
+def test_saved_bytes_are_those_of_activations_not_of_parameters():
+    model = GPT(SHORT.model)
+    values = torch.zeros(4, 16, dtype=torch.long)
+    small, large = (saved_bytes(model, values[:n], values[:n]) for n in (2, 4))
+    assert 1.9 < large / small < 2.1
+
+
+def test_presets_grow():
+    sizes = [preset.model.layers * preset.model.width**2 for preset in PRESETS.values()]
+    assert sizes == sorted(sizes) and PRESETS.keys() >= {"tiny", "small"}

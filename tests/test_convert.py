@@ -1,0 +1,395 @@
+"""A model is converted in place: it computes by the recipe, and everything else about it stays."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import crossgrain as cg
+from crossgrain.nn.converted import ConvertedLinear
+from crossgrain.recipe import MXFP8BlockScaling
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return x + self.fc2(functional.gelu(self.fc1(x)))
+
+
+class Model(nn.Module):
+    """Two blocks between an embedding and a head that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+LAYERS = ["blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head"]
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(48, (2, 16))
+
+
+def gradients(model, tokens):
+    loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def same(some, others):
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+# ---- what it computes ------------------------------------------------------------------------------------
+
+
+def test_a_converted_model_computes_as_one_that_was_built_of_our_layers(model, tokens):
+    ours = copy.deepcopy(model)
+    for path in LAYERS:
+        old = ours.get_submodule(path)
+        new = cg.Linear(old.in_features, old.out_features, bias=old.bias is not None)
+        new.weight, new.bias = old.weight, old.bias
+        ours.set_submodule(path, new)
+    cg.convert(model, "mxfp8-fwd-nvfp4-bwd, dgrad: nvfp4, wgrad: nvfp4(rht)")
+    with cg.autocast(recipe="mxfp8-fwd-nvfp4-bwd, dgrad: nvfp4, wgrad: nvfp4(rht)"):
+        expected = gradients(ours, tokens)
+    assert same(gradients(model, tokens), expected)
+
+
+def test_an_autocast_overrides_the_bound_recipe(model, tokens):
+    plain = gradients(copy.deepcopy(model), tokens)
+    cg.convert(model, "mxfp8")
+    mxfp8 = gradients(model, tokens)
+    with cg.autocast(enabled=False):
+        high_precision = gradients(model, tokens)
+    with cg.autocast(recipe="fp8"):
+        fp8 = gradients(model, tokens)
+    torch.testing.assert_close(high_precision, plain)
+    assert not same(mxfp8, plain) and not same(fp8, mxfp8)
+    assert same(gradients(model, tokens), mxfp8)
+
+
+def test_rules_reach_layers_by_their_paths(model, tokens):
+    report = cg.convert(model, "mxfp8; first 1 block: fp8; head: hp")
+    assert report.converted == LAYERS and not report.left
+    gradients(model, tokens)
+    quantizers = {path: model.get_submodule(path).quantizers["scaling_fwd"][1] for path in LAYERS}
+    assert isinstance(quantizers["blocks.0.fc2"], cg.Float8CurrentScalingQuantizer)
+    assert isinstance(quantizers["blocks.1.fc2"], cg.MXFP8Quantizer)
+    assert isinstance(quantizers["head"], cg.IdentityQuantizer)
+
+
+def test_recipe_classes_are_bound_as_they_are(model, tokens):
+    cg.convert(model, recipe := MXFP8BlockScaling())
+    found = gradients(model, tokens)
+    assert model.head.bound_recipe is recipe and model.head.name == "head"
+    cg.convert(model, "mxfp8")
+    assert same(gradients(model, tokens), found)
+
+
+def test_delayed_scaling_learns_without_an_autocast(model, tokens):
+    cg.convert(model, "fp8-delayed")
+    for _ in range(2):
+        gradients(model, tokens)
+    scale = model.head.get_extra_state()["forward.scale"]
+    assert torch.all(scale[:2] != 1)
+
+
+@torch.no_grad()
+def test_transformer_layers_of_torch_have_no_way_around_the_recipe():
+    """In inference torch reads the weights directly, unless that is prevented."""
+    x, padding = torch.randn(2, 8, 32), torch.zeros(2, 8, dtype=torch.bool)
+    padding[1, 6:] = True
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    before = model.eval()(x, src_key_padding_mask=padding)[~padding]
+    report = cg.convert(model, "nvfp4-plain")
+    assert report.left == {
+        f"layers.{i}.self_attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it" for i in (0, 1)
+    }
+    trained = model.train()(x, src_key_padding_mask=padding)[~padding]
+    assert torch.equal(model.eval()(x, src_key_padding_mask=padding)[~padding], trained)
+    assert not torch.allclose(trained, before, atol=1e-3)
+    cg.unconvert(model)
+    assert torch.equal(model(x, src_key_padding_mask=padding)[~padding], before)
+
+
+# ---- what stays ------------------------------------------------------------------------------------------
+
+
+def test_parameters_names_flags_and_hooks_stay(model, tokens):
+    model.blocks[0].fc1.requires_grad_(False)
+    model.blocks[1].eval()
+    model.head.to(torch.bfloat16)
+    seen = []
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    model.head.note = "mine"
+    modules, keys = dict(model.named_modules()), list(model.state_dict())
+    flags = {path: module.training for path, module in modules.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    cg.convert(model, "mxfp8")
+
+    assert dict(model.named_modules()) == modules  # the very same objects
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == parameters.keys() and all(after[name] is parameters[name] for name in after)
+    assert list(model.state_dict()) == keys
+    assert {path: module.training for path, module in model.named_modules()} == flags
+    assert not model.blocks[0].fc1.weight.requires_grad and model.head.weight.dtype == torch.bfloat16
+    assert model.head.note == "mine" and isinstance(model.head, nn.Linear)
+    model.head(torch.randn(4, 32, dtype=torch.bfloat16))
+    assert seen == [model.head]
+
+
+def test_an_optimizer_made_before_trains_the_converted_model(model, tokens):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    cg.convert(model, "mxfp8")
+    losses = []
+    for _ in range(8):
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_layer_that_is_used_twice_is_converted_once():
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared])})
+    assert cg.convert(model, "mxfp8").converted == ["a"]
+    assert model["b"][0] is shared and isinstance(shared, ConvertedLinear)
+
+
+def test_a_single_layer_can_be_the_model():
+    layer = nn.Linear(32, 32)
+    assert "the model itself" in str(cg.convert(layer, "mxfp8"))
+    layer(torch.randn(2, 32)).sum().backward()
+
+
+def test_resetting_parameters_is_that_of_torch():
+    converted, plain = nn.Linear(32, 32), nn.Linear(32, 32)
+    cg.convert(converted, "mxfp8")
+    for layer in (converted, plain):
+        torch.manual_seed(0)
+        layer.reset_parameters()
+    assert torch.equal(converted.weight, plain.weight) and torch.equal(converted.bias, plain.bias)
+
+
+def test_meta_models_can_be_converted_before_they_have_memory():
+    with torch.device("meta"):
+        model = Model()
+    cg.convert(model, "mxfp8")
+    model.to_empty(device="cpu")
+    model.load_state_dict(Model().state_dict())
+    assert model(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+
+
+# ---- copies and files ------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_compute_the_same(model, tokens, copied):
+    cg.convert(model, "mxfp8; head: hp")
+    expected = gradients(model, tokens)
+    other = copied(model)
+    assert same(gradients(other, tokens), expected)
+    assert other.head.weight is other.embedding.weight
+    assert cg.unconvert(other) == LAYERS and isinstance(model.head, ConvertedLinear)
+
+
+def test_state_dicts_go_both_ways(model, tokens):
+    plain = Model()
+    cg.convert(model, "mxfp8")
+    plain.load_state_dict(model.state_dict())
+    other = Model()
+    cg.convert(other, "mxfp8")
+    other.load_state_dict(plain.state_dict())
+    assert same(gradients(other, tokens), gradients(model, tokens))
+
+
+# ---- again, and back -------------------------------------------------------------------------------------
+
+
+def test_converting_again_binds_the_new_recipe(model, tokens):
+    other = copy.deepcopy(model)
+    cg.convert(model.blocks[0], "fp8")  # a part first: its layers have other paths
+    report = cg.convert(model, "mxfp8; blocks.0.fc1: hp", skip="head")
+    assert report.bound == LAYERS[:2] and report.converted == LAYERS[2:4] and list(report.left) == ["head"]
+    cg.convert(other, "mxfp8; blocks.0.fc1: hp", skip="head")
+    assert same(gradients(model, tokens), gradients(other, tokens))
+
+
+def test_layers_that_are_skipped_later_become_plain_again(model):
+    cg.convert(model, "mxfp8")
+    cg.convert(model, "mxfp8", skip=["head"])
+    assert type(model.head) is nn.Linear and isinstance(model.blocks[0].fc1, ConvertedLinear)
+
+
+def test_unconvert_leaves_no_trace(model, tokens):
+    before = gradients(model, tokens)
+    state = {path: set(vars(module)) for path, module in model.named_modules()}
+    cg.convert(model, "fp8-delayed")
+    gradients(model, tokens)
+    assert cg.unconvert(model) == LAYERS
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == state
+    assert all(type(model.get_submodule(path)) is nn.Linear for path in LAYERS)
+    assert same(gradients(model, tokens), before)
+    assert cg.unconvert(model) == []
+
+
+def test_our_own_layers_are_bound_and_stay(tokens):
+    model = nn.Sequential(cg.Linear(32, 32), nn.Linear(32, 32))
+    report = cg.convert(model, "mxfp8; 0: fp8")
+    assert report.bound == ["0"] and report.converted == ["1"]
+    assert cg.unconvert(model) == ["1"]
+    assert type(model[0]) is cg.Linear and model[0].bound_recipe is None
+
+
+# ---- what is left, and mistakes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "skip, left",
+    [
+        ("head", ["head"]),
+        ("*.fc1|head", ["blocks.0.fc1", "blocks.1.fc1", "head"]),
+        ("last 1 block", ["blocks.1.fc1", "blocks.1.fc2"]),
+        (Block, LAYERS[:4]),
+        (lambda path, module: module.out_features == 48, ["head"]),
+        (["head", Block], LAYERS),
+    ],
+    ids=["path", "globs", "blocks", "type", "function", "several"],
+)
+def test_skip(model, skip, left):
+    report = cg.convert(model, "mxfp8", skip=skip)
+    assert list(report.left) == left and report.converted == [path for path in LAYERS if path not in left]
+    assert all(type(model.get_submodule(path)) is nn.Linear for path in left)
+
+
+@pytest.mark.parametrize(
+    "skip, message",
+    [
+        ("haed", "'haed' matches no layer of this Model; near misses: head"),
+        ("blocks.0", "blocks.0 is not a layer; 'blocks.0.\\*' is for the layers inside"),
+        (nn.Conv2d, "no linear layer is a Conv2d or in one; this Model has Block, Embedding"),
+    ],
+)
+def test_a_skip_that_matches_nothing_is_a_mistake(model, skip, message):
+    with pytest.raises(ValueError, match=message):
+        cg.convert(model, "mxfp8", skip=[skip])
+    assert type(model.head) is nn.Linear
+
+
+def test_a_skip_of_another_kind_is_refused(model):
+    with pytest.raises(TypeError, match="patterns, module types and functions, not int"):
+        cg.convert(model, "mxfp8", skip=[3])
+
+
+def test_nothing_has_changed_if_the_recipe_does_not_fit(model, tokens):
+    cg.convert(model.blocks, "mxfp8")
+    with pytest.raises(ValueError, match="'lm_head' matches no layer"):
+        cg.convert(model, "nvfp4; lm_head: hp", skip=["blocks.0.fc1"])
+    assert model.blocks[0].fc1.name == "0.fc1" and isinstance(model.blocks[0].fc1, ConvertedLinear)
+    assert type(model.head) is nn.Linear
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with pytest.raises(ValueError, match="this Conv2d has no linear layer"):
+        cg.convert(nn.Conv2d(1, 1, 1), "mxfp8")
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_the_report_says_what_was_left_and_why(model):
+    model.scaled = Scaled(32, 32)
+    model.double = nn.Linear(32, 32, dtype=torch.float64)
+    report = cg.convert(model, "mxfp8", skip=["head"])
+    assert report.left == {
+        "head": "skip 'head'",
+        "scaled": "Scaled is a subclass of nn.Linear, which may compute something else",
+        "double": "its weight is torch.float64",
+    }
+    assert str(report).splitlines() == [
+        "recipe: fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8",
+        "converted 4 layers: blocks.*.fc1 x2, blocks.*.fc2 x2",
+        "left 1 layer: head: skip 'head'",
+        "left 1 layer: scaled: Scaled is a subclass of nn.Linear, which may compute something else",
+        "left 1 layer: double: its weight is torch.float64",
+    ]
+
+
+def test_a_quantized_model_init_around_convert_changes_nothing(model):
+    with cg.quantized_model_init(recipe="mxfp8"):
+        cg.convert(model, "mxfp8")
+    assert type(model.head.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("cls", [cg.nn.converted.ConvertedLinear, cg.nn.converted.ConvertedConv1D])
+def test_converted_layers_are_not_made_directly(cls):
+    with pytest.raises(TypeError, match="is what crossgrain.convert makes"):
+        cls()
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+def train(model, validate: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        tokens = torch.randint(48, (2, 16), generator=torch.Generator().manual_seed(step))
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if validate:
+            model.eval()
+            with torch.no_grad():
+                model(100 * tokens % 48)
+            model.train()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-delayed", "mxfp8-fwd-nvfp4-bwd", "nvfp4-fwd-hp-bwd"])
+def test_validation_between_steps_changes_nothing(model, recipe):
+    cg.convert(model, recipe)
+    other = copy.deepcopy(model)
+    assert same(train(model, validate=True), train(other, validate=False))
