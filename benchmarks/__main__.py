@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, kernels, linear, others, small
+from . import chart, gpt, kernels, linear, others, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "linear", "others")
+PARTS = ("kernels", "small", "linear", "gpt", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -79,6 +79,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         head = ("library", "layer", *("x".join(map(str, shape)) for shape in shapes))
         title = "Linear forward + backward, multiples of fp32 nn.Linear (target), tokens x in x out"
         print_table(title, head, linear.rows(plain, report["linear"]))
+    if "gpt" in options.parts:
+        config = gpt.QUICK_CONFIG if options.quick else gpt.CONFIG
+        seconds, report["gpt"] = gpt.run(config, options.repeats)
+        tokens = f"{gpt.BATCH * config.context} tokens, width {config.width}, {config.layers} layers"
+        title = f"GPT forward + backward, {tokens}, multiples of fp32 (target)"
+        print_table(title, ("recipe", "time", "saved by linear layers"), gpt.rows(seconds, report["gpt"]))
     if compare:
         print("\n" + "\n".join(report.get("notes", [others.HOW_TO_INSTALL])))
     return report

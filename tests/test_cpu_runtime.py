@@ -17,13 +17,13 @@ import crossgrain as cg
 from crossgrain.encoding import Encoding
 from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
 from crossgrain.kernels import REFERENCE, Target
-from crossgrain.kernels.cpu import disk_cache, elements, rows, runtime, tags
+from crossgrain.kernels.cpu import disk_cache, elements, measure, runtime, tags
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.plane import Direction, empty_plane
 
 from .quantizers import QUANTIZERS
 
-SIGNATURE = (4096, 0, 8, tags.F32, tags.YES, tags.NO)  # what `rows.amax_bits` takes, by example
+SIGNATURE = (4096, 0, 8, tags.F32, tags.YES)  # what `measure.of_all` takes, by example
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -45,7 +45,7 @@ def amax_of(tmp_path, monkeypatch):
 
     def compile_and_run(x: torch.Tensor) -> tuple[float, bool]:
         """The amax, and whether the machine code came from the disk."""
-        dispatcher = elements.kernel(rows.amax_bits.py_func)
+        dispatcher = elements.kernel(measure.of_all.py_func)
         arguments = (x.data_ptr(), 0, x.numel(), *SIGNATURE[3:])
         bits = runtime.kernel(dispatcher, *arguments)(*arguments)
         value = torch.tensor([bits], dtype=torch.int32).view(torch.float32).item()
@@ -117,7 +117,7 @@ with warnings.catch_warnings(record=True) as caught:
     q = cg.quantize(torch.randn(64, 64), "mxfp8", columnwise=False)
     assert cg.get_backend() == "cpu"
     assert torch.equal(q.dequantize(), REFERENCE.decode(q.plane(cg.ROWWISE), torch.float32))
-print(sum("compiled kernels" in str(w.message) for w in caught), rows.mx_rows.stats.cache_path)
+print(sum("compiled kernels" in str(w.message) for w in caught), rows.encode_rows.stats.cache_path)
 """
 
 

@@ -27,7 +27,7 @@ def warm() -> Iterator[set]:
 
 
 def names(kernels_):
-    return sorted(f"{key[0].py_func.__name__}{[tag.name for tag in key if hasattr(tag, 'name')]}" for key in kernels_)
+    return sorted(f"{key[0].py_func.__name__}{list(key[1:])}" for key in kernels_)
 
 
 @pytest.mark.parametrize("usages", [(True, False), (False, True), (True, True)], ids=["row", "column", "both"])

@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, recipe
+from . import formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -23,7 +23,24 @@ from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQ
 from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from .nn import Linear, name_layers, requantize_
+from .nn import (
+    DotProductAttention,
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    InferenceParams,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+    name_layers,
+    requantize_,
+)
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
@@ -43,6 +60,7 @@ from .recipe import (
     quantized_model_init,
 )
 from .request import QuantizerRequest
+from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .tensor import (
     QuantizedTensor,
@@ -59,9 +77,11 @@ __all__ = [
     "COLUMNWISE",
     "ROWWISE",
     "ConvertReport",
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "Direction",
+    "DotProductAttention",
     "Encoding",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -74,17 +94,25 @@ __all__ = [
     "FormatQuantizer",
     "FormatTensor",
     "FormatTensorStorage",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GemmRecipe",
+    "GroupedLinear",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -94,8 +122,12 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
     "TE_DType",
     "TE_DType_To_Torch",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "convert",
     "formats",
@@ -111,6 +143,8 @@ __all__ = [
     "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
     "name_layers",
+    "ops",
+    "optim",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",

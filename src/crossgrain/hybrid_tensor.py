@@ -248,6 +248,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             self._fresh_child(direction)
         super()._check_fresh()
 
+    def _write_marks(self) -> list[Epoch]:
+        return [mark for child in self._children().values() for mark in child._write_marks()]
+
     def _last_write(self) -> int:
         return max((child._last_write() for child in self._children().values()), default=0)
 

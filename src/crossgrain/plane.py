@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .formats import Format
 
@@ -261,6 +262,8 @@ def _buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], tr
 def overlaps(a: Tensor, b: Tensor) -> bool:
     """Whether writing one may change the other elsewhere: parts of one memory, but not the same part."""
     if a.device != b.device or a.device.type == "meta" or a.numel() == 0:
+        return False
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):  # which have no memory
         return False
     same = (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
     return not same and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

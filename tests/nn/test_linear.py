@@ -36,14 +36,14 @@ def made(monkeypatch):
     from crossgrain.nn import linear_function
 
     seen = []
-    real = linear_function._made_by
+    real = linear_function.quantized_storage
 
     def spy(quantizer, tensor, rowwise, columnwise):
         storage = real(quantizer, tensor, rowwise, columnwise)
         seen.append((tuple(tensor.shape), rowwise, columnwise))
         return storage
 
-    monkeypatch.setattr(linear_function, "_made_by", spy)
+    monkeypatch.setattr(linear_function, "quantized_storage", spy)
     return seen
 
 

@@ -247,7 +247,7 @@ def test_backward_override(family):
     torch.testing.assert_close(Step(None, *high[1:]), Step(None, *exact[1:]))
     recipe.backward_override = "dequantized"
     step = run(layer, x, recipe, dy)
-    details = layer._built.details
+    details = layer._built.details[0]
     w, q = details.weight(layer.weight.detach()), details.input(x.detach())
     assert torch.equal(step.y, plain.y)
     torch.testing.assert_close(step.dx, dy @ w.dequantize(direction=ROWWISE))

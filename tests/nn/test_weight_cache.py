@@ -70,9 +70,9 @@ def test_quantized_once_for_all_microbatches(layer, monkeypatch):
     from crossgrain.nn import linear_function
 
     seen = []
-    real = linear_function._made_by
+    real = linear_function.quantized_storage
     monkeypatch.setattr(
-        linear_function, "_made_by", lambda q, t, *usages: seen.append(tuple(t.shape)) or real(q, t, *usages)
+        linear_function, "quantized_storage", lambda q, t, *usages: seen.append(tuple(t.shape)) or real(q, t, *usages)
     )
     x, dy = sizes()
     for first in (True, False, False):

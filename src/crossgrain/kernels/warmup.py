@@ -133,6 +133,7 @@ class _CompilingBackend(CpuBackend, _NoReference):
 
     def compiles(self, x: Tensor, uses: Sequence[Use]) -> bool:
         """Encode, if there is a kernel for any of these uses."""
+        self.skipped = ()
         targets = [Target(_plane(use, _SHAPE), use.encoding) for use in uses]
         targets = [replace(target, amax=amax) for target, amax in zip(targets, self.measure(x, targets), strict=True)]
         self.encode(x, targets, seed=0)

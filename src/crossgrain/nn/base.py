@@ -419,5 +419,5 @@ def _format(quantizer: Quantizer, direction: Direction, weight: QuantizedTensor 
 def name_layers(model: nn.Module) -> None:
     """Give every quantized module in ``model`` that has no name its path: ``layers.3.mlp.fc1``."""
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedModule) and module.name is None:
+        if hasattr(module, "get_quantizer_roles") and getattr(module, "name", "") is None:
             module.name = path

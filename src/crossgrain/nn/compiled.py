@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..recipe import Recipe
 from .linear_function import LinearCall, Needs, empty_forward, gradients, saved_forward
+from .linear_module import ForwardPass
 
 if TYPE_CHECKING:
     from .linear import Linear
@@ -37,6 +38,12 @@ class Traced:
         if layer is None:
             raise RuntimeError("a compiled graph runs a layer that is gone; compile the model again")
         return layer
+
+    def call(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> LinearCall:
+        """What the layer's operators do."""
+        built = self.layer._build_quantizers(self.recipe)
+        with torch.enable_grad():  # operators run without; whether there is a backward pass is not for the call to say
+            return self.layer._linear_call(0, x, weight, ForwardPass(self.recipe, built, False, dtype, None))
 
 
 class Context:
@@ -103,7 +110,7 @@ def linear_op(
         )
     needs, context = Needs(dx, dw, db), Context()
     built = layer._prepare(traced.recipe)
-    call = layer._traced_call(dtype, traced.recipe, built)
+    call = traced.call(x, weight, dtype)
     # Operators run without gradients, by which delayed scaling would take this for a validation.
     with torch.set_grad_enabled(any(needs)), layer._step(traced.recipe, built), torch.no_grad():
         y = saved_forward(context, x, weight, bias, call, needs)
@@ -122,8 +129,7 @@ def _linear_shapes(
     db: bool,
 ) -> list[Tensor]:
     traced, needs, context = _traced[number], Needs(dx, dw, db), Context()
-    layer = traced.layer
-    call = layer._traced_call(dtype, traced.recipe, layer._build_quantizers(traced.recipe))
+    call = traced.call(x, weight, dtype)
     y = empty_forward(context, x, weight, call, needs)
     return [y, *(torch.empty_like(tensor) for tensor in context.saved_tensors if tensor is not None)]
 
@@ -155,8 +161,7 @@ def linear_backward_op(
 ) -> list[Tensor]:
     """Those of dx, dW and db that are needed."""
     traced, needs = _traced[number], Needs(dx, dw, db)
-    layer = traced.layer
-    call = layer._traced_call(dtype, traced.recipe, layer._build_quantizers(traced.recipe))
+    call = traced.call(dy, weight, dtype)
     context = traced.contexts[tuple(x_shape), x_dtype, needs].with_tensors(buffers, weight, call)
     found = gradients(context, dy)
     return [gradient.contiguous() for gradient in found if gradient is not None]

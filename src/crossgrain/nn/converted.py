@@ -6,6 +6,7 @@ or its hooks (a parent, an optimizer, a tied embedding) holds the quantized laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class ConvertedConv1D(Linear):
     def __init__(self) -> None:
         raise TypeError("a ConvertedConv1D is what crossgrain.convert makes of a Hugging Face Conv1D")
 
-    def _weight(self) -> Tensor:
-        return self.weight.t()
+    def _weight(self, weights: Sequence[Tensor]) -> Tensor:
+        return weights[0].t()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         raise NotImplementedError(f"{self.layer}: a Conv1D has no reset_parameters; its model initialises it")

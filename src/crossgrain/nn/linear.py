@@ -2,40 +2,119 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..hybrid import HybridQuantizer
 from ..plane import Direction
-from ..quantizer import Quantizer
-from ..recipe import QuantizerRole, Recipe, active, keep_high_precision_init_val
-from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from .base import Built, Mode, QuantizedModule
+from ..recipe import QuantizerRole
+from ..tensor import QuantizedTensor
+from .base import Mode
 from .compiled import constant_ticket, traced_linear
-from .linear_function import LinearCall, linear, quantize_weight
-from .padding import Padding, Sizes, known_format, padding_for
+from .linear_module import ForwardPass, InitMethod, LinearModule, default_init
+from .options import activation_dtype, parameter_options
+from .padding import known_format
 
-InitMethod = Callable[[Tensor], Any]
-
-
-class LinearDetails(NamedTuple):
-    """What a recipe means for a linear layer."""
-
-    input: Quantizer
-    weight: Quantizer
-    grad_output: Quantizer
-    padding: Padding
+ParametersSplit = Sequence[str] | Mapping[str, int] | None
 
 
-def _default_init(weight: Tensor) -> None:
-    nn.init.normal_(weight, mean=0.0, std=0.023)
+class SingleLinear(LinearModule):
+    """A module with one linear layer, whose weight may be several parameters."""
+
+    in_features: int
+    out_features: int
+    _splits: dict[str, int]  # rows by the prefix of the parameter's name
+
+    def _make_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        return_bias: bool,
+        init_method: InitMethod | None,
+        parameters_split: ParametersSplit,
+        factory: Mapping[str, Any],
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self.return_bias = return_bias
+        self.use_bias = bias
+        self.apply_bias = bias and not return_bias
+        self.init_method = init_method or default_init
+        self._splits = _resolved_splits(parameters_split, out_features)
+        if len(self._splits) > 1 and self._parameter_init is not None:
+            raise NotImplementedError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
+        for split, rows in self._splits.items():
+            self._add_weight(f"{split}weight", (rows, in_features), self.init_method, factory)
+            self._add_bias(f"{split}bias", rows, factory, present=bias)
+
+    @property
+    def weight_names(self) -> list[str]:
+        return [f"{split}weight" for split in self._splits]
+
+    @property
+    def bias_names(self) -> list[str]:
+        return [f"{split}bias" for split in self._splits]
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        name = self.name or ""
+        roles: list[QuantizerRole | None] = (
+            [QuantizerRole("linear", "input", name), QuantizerRole("linear", "weight", name), self._output_role]
+            if fwd
+            else [QuantizerRole("linear", "grad_output", name), self._grad_input_role]
+        )
+        if num_quantizers != len(roles):
+            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
+        return roles
+
+    def _slot_counts(self) -> Mapping[Mode, int]:
+        return {"forward": 3, "backward": 2}
+
+    def _cache_name(self, index: int) -> str:
+        return "weight"
+
+    def _projected(
+        self, x: Tensor, this: ForwardPass, *, quantized_output: bool, quantized_grad_input: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """y, and the bias if it is left to the caller."""
+        weights = self._parameters_of_weight()
+        bias = self._bias()
+        y = self._linear(
+            0,
+            x,
+            self._weight(weights),
+            bias if self.apply_bias else None,
+            this,
+            parameters=weights,
+            quantized_output=quantized_output,
+            quantized_grad_input=quantized_grad_input,
+        )
+        return y, bias
+
+    def _parameters_of_weight(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.weight_names]
+
+    def _weight(self, weights: Sequence[Tensor]) -> Tensor:
+        if len(weights) == 1:
+            return weights[0]
+        if any(isinstance(weight, QuantizedTensor) for weight in weights):
+            raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
+        return torch.cat(list(weights))
+
+    def _bias(self) -> Tensor | None:
+        biases = [getattr(self, name) for name in self.bias_names]
+        if biases[0] is None:
+            return None
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
-class Linear(QuantizedModule):
+class Linear(SingleLinear):
     """``y = x · Wᵀ + b`` for x [..., in_features].
 
     ``fuse_wgrad_accumulation``  dW is added to ``weight.main_grad``, which the caller provides
@@ -61,119 +140,35 @@ class Linear(QuantizedModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: Literal["row", "column"] | None = None,
-        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        parameters_split: ParametersSplit = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
-        **unused: Any,
+        **gpu_options: Any,
     ) -> None:
-        super().__init__(name)
-        _refuse_gpu_options(type(self).__name__, unused)
-        if tp_size != 1 or parallel_mode not in (None, "row", "column") or sequence_parallel:
-            raise NotImplementedError(
-                f"{type(self).__name__}: one process holds the whole layer: tp_size=1, no sequence_parallel, not "
-                f"tp_size={tp_size}, parallel_mode={parallel_mode!r}, sequence_parallel={sequence_parallel}"
-            )
-        self.in_features = in_features
-        self.out_features = out_features
-        self.return_bias = return_bias
-        self.use_bias = bias
-        self.apply_bias = bias and not return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self.save_original_input = save_original_input
-        self.init_method = init_method or _default_init
-        self._rng_tracker = (get_rng_state_tracker, rng_tracker_name)
-        self._splits = _resolved_splits(parameters_split, out_features)
-        if len(self._splits) > 1 and self._parameter_init is not None:
-            raise NotImplementedError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
-        factory: Any = {"dtype": params_dtype or torch.get_default_dtype(), "device": _resolved_device(device)}
-        for split, rows in self._splits.items():
-            self._make_parameters(split, torch.empty(rows, in_features, **factory), bias)
-
-    def _make_parameters(self, split: str, weight: Tensor, bias: bool) -> None:
-        if weight.device.type != "meta":
-            self._initialise(weight)
-        self._register_weight(f"{split}weight", weight)
-        self.register_parameter(f"{split}bias", nn.Parameter(weight.new_zeros(weight.shape[0])) if bias else None)
-
-    def _initialise(self, weight: Tensor) -> None:
-        tracker, tracker_name = self._rng_tracker
-        with torch.no_grad():
-            if tracker is None:
-                self.init_method(weight)
-            else:
-                with tracker().fork(tracker_name) if tracker_name else tracker().fork():
-                    self.init_method(weight)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters again, in place.
-
-        Those on the meta device get memory on the default device, and those that are to be kept quantized are
-        quantized, which needs new parameters.
-        """
-        if defer_init:
-            return
-        self._weight_cache.clear()
-        for split, rows in self._splits.items():
-            old = getattr(self, f"{split}weight")
-            quantized = isinstance(old, QuantizedTensor)
-            if old.is_meta or quantized or self._parameter_init is not None:
-                device = torch.get_default_device() if old.is_meta else old.device
-                weight = torch.empty(rows, self.in_features, dtype=old.dtype, device=device)
-                if not quantized:
-                    self._make_parameters(split, weight, self.use_bias)
-                    continue
-                self._initialise(weight)
-                self._requantize_in_place(old, weight)
-            else:
-                self._initialise(old)
-            if self.use_bias:
-                nn.init.zeros_(getattr(self, f"{split}bias"))
-
-    def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
-        with torch.no_grad():
-            parameter.copy_(value)
-        if getattr(parameter, "get_high_precision_init_val", None) is not None:
-            keep_high_precision_init_val(parameter, value)
-
-    # ---- recipes -------------------------------------------------------------------------------
-
-    @property
-    def weight_names(self) -> list[str]:
-        return [f"{split}weight" for split in self._splits]
-
-    @property
-    def bias_names(self) -> list[str]:
-        return [f"{split}bias" for split in self._splits]
-
-    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        name = self.name or ""
-        roles: list[QuantizerRole | None] = (
-            [QuantizerRole("linear", "input", name), QuantizerRole("linear", "weight", name), self._output_role]
-            if fwd
-            else [QuantizerRole("linear", "grad_output", name), self._grad_input_role]
+        super().__init__(
+            name,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+            **gpu_options,
         )
-        if num_quantizers != len(roles):
-            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
-        return roles
-
-    def _slot_counts(self) -> Mapping[Mode, int]:
-        return {"forward": 3, "backward": 2}
-
-    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
-        forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
-        return [{"input": forward[0], "weight": forward[1], "grad_output": backward[0]}]
-
-    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> LinearDetails:
-        by_tensor = self._gemm_operands(quantizers)[0]
-        x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
-        quantizes_backward = recipe.backward_override is None
-        padding = padding_for(x, weight, grad_output if quantizes_backward else None)
-        return LinearDetails(x, weight, grad_output, padding)
-
-    # ---- forward -------------------------------------------------------------------------------
+        self._make_linear(
+            in_features,
+            out_features,
+            bias=bias,
+            return_bias=return_bias,
+            init_method=init_method,
+            parameters_split=parameters_split,
+            factory=parameter_options(params_dtype, device),
+        )
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
@@ -185,152 +180,43 @@ class Linear(QuantizedModule):
         ``fp8_output``           y is returned quantized; ``fp8_grad``: dx is
         """
         if torch.compiler.is_compiling():
-            if is_first_microbatch is None and not (fp8_output or fp8_grad) and constant_traceable(self):
+            if is_first_microbatch is None and not (fp8_output or fp8_grad) and _constant_traceable(self):
                 return self._traced_forward(inp)
             return _untraced_forward(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         return self._forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
+    def _forward(self, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
+        with self._forward_pass(inp, is_first_microbatch) as this:
+            y, bias = self._projected(inp, this, quantized_output=fp8_output, quantized_grad_input=fp8_grad)
+        return (y, bias) if self.return_bias else y
+
+    # ---- in a graph of torch.compile -----------------------------------------------------------
+
     def _traced_forward(self, inp: Tensor) -> Tensor:
         number = constant_ticket(self)
-        weight, bias = self._weight(), self._bias()
+        weight, bias = self._weight(self._parameters_of_weight()), self._bias()
         if number is None:
-            return nn.functional.linear(inp, weight, bias)
-        return traced_linear(inp, weight, bias, number, _activation_dtype(inp))
+            return torch.nn.functional.linear(inp, weight, bias)
+        return traced_linear(inp, weight, bias, number, activation_dtype(inp))
 
     def _traceable(self) -> bool:
         """Whether the layer can be an operator in a graph; options with effects of their own break graphs."""
         recipe = self._recipe_in_force()
         effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
-        if effects or self.return_bias or len(self._splits) > 1 or self.primary_weights_in_fp8 or active().calibrating:
+        if effects or self.return_bias or len(self._splits) > 1 or self.primary_weights_in_fp8:
             return False
-        if recipe is None:
-            return True
-        details: LinearDetails = self._build_quantizers(recipe).details
-        return not any(known_format(q, d) is None for q in details[:3] for d in Direction)
-
-    def _traced_call(self, dtype: torch.dtype, recipe: Recipe, built: Built) -> LinearCall:
-        """What an operator in a graph does."""
-        call = LinearCall(dtype=dtype, layer=self.layer)
-        self._add_quantizers(call, recipe, built)
-        call.on_backward = self._backward_noted(built)
-        return call
-
-    def _forward(self, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
-        recipe = self._recipe_in_force()
-        built = self._prepare(recipe)
-        weight, bias = self._weight(), self._bias()
-        call = LinearCall(
-            dtype=_activation_dtype(inp),
-            accumulate_main_grad=self.fuse_wgrad_accumulation,
-            wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
-            weight_parts=self._parameters_of_weight() if len(self._splits) > 1 else None,
-            layer=self.layer,
-        )
-        if recipe is None and (fp8_output or fp8_grad):
-            raise RuntimeError(f"{self.layer}: a quantized output or gradient needs a recipe, and none is in force")
-        with self._step(recipe, built):
-            if recipe is not None and self._only_calibrates():
-                self._calibrate(built.details, inp, weight)
-            elif recipe is not None:
-                self._add_quantizers(call, recipe, built)
-                if is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
-                    call.quantized_weight = self._cached_weight(call, built.details, weight, is_first_microbatch)
-                call.output = built.quantizers["scaling_fwd"][2] if fp8_output else None
-                call.grad_input = built.quantizers["scaling_bwd"][1] if fp8_grad else None
-            y = linear(inp, weight, bias if self.apply_bias else None, call)
-        return (y, bias) if self.return_bias else y
-
-    def _calibrate(self, details: LinearDetails, inp: Tensor, weight: Tensor) -> None:
-        """Statistics are taken, nothing is quantized."""
-        with torch.no_grad():
-            for quantizer, tensor in ((details.input, inp), (details.weight, weight)):
-                quantizer.calibrate(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach())
-
-    def _add_quantizers(self, call: LinearCall, recipe: Recipe, built: Built) -> None:
-        details: LinearDetails = built.details
-        call.input, call.weight, call.grad_output, call.padding = details
-        call.backward_override = recipe.backward_override
-        call.allow_mixed = recipe.allow_mixed
-        call.keep_input = self.save_original_input and self._keeps_input(recipe, built)
-        call.on_backward = self._backward_noted(built) if torch.is_grad_enabled() else None
-
-    def _cached_weight(
-        self, call: LinearCall, details: LinearDetails, weight: Tensor, refresh: bool
-    ) -> QuantizedTensorStorage:
-        # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
-        columnwise = torch.is_grad_enabled() and call.quantizes_backward
-        padded = details.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
-        return self._weight_cache.get(
-            "weight",
-            self._parameters_of_weight(),
-            refresh=refresh,
-            columnwise=columnwise,
-            make=lambda: quantize_weight(weight, details.weight, padded, columnwise),
-        )
-
-    def _keeps_input(self, recipe: Recipe, built: Built) -> bool:
-        """Whether backward may quantize the input again: only if it gets what forward would have kept."""
-        if recipe.delayed():
-            raise ValueError(
-                f"{self.layer}: save_original_input needs a quantizer without history, not delayed scaling"
-            )
-        if recipe.backward_override == "high_precision":
-            return True
-        state = built.states["forward"].delayed
-        has_history = state is not None and any(slot == 0 for slot, _ in state.columns)  # its scale changes meanwhile
-        if not has_history and can_reconstruct_wgrad_input_from_original(built.details.input):
-            return True
-        warnings.warn(
-            f"{self.layer}: save_original_input is off, for its input's quantizer would not make the same bytes twice",
-            stacklevel=3,
-        )
-        return False
-
-    def _parameters_of_weight(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.weight_names]
-
-    def _weight(self) -> Tensor:
-        weights = self._parameters_of_weight()
-        if len(weights) == 1:
-            return weights[0]
-        if any(isinstance(weight, QuantizedTensor) for weight in weights):
-            raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
-        return torch.cat(weights)
-
-    def _bias(self) -> Tensor | None:
-        biases = [getattr(self, name) for name in self.bias_names]
-        if biases[0] is None:
-            return None
-        return biases[0] if len(biases) == 1 else torch.cat(biases)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        if recipe is None or self._only_calibrates():
+            return recipe is None
+        details = self._build_quantizers(recipe).details[0]
+        return not any(known_format(quantizer, side) is None for quantizer in details[:3] for side in Direction)
 
 
-# Functions that the compiler calls and does not look into: at tracing, once, and in every run between two graphs.
-constant_traceable = torch.compiler.assume_constant_result(lambda layer: layer._traceable())
+# The compiler calls these and does not look into them: the first when it traces, the second between two graphs.
+_constant_traceable = torch.compiler.assume_constant_result(lambda layer: layer._traceable())
 _untraced_forward = torch.compiler.disable(lambda layer, *arguments: layer._forward(*arguments))
 
 
-def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:
-    """Whether wgrad's operand may be made from the input in backward, after forward used the rowwise plane.
-
-    In a hybrid, a columnwise plane of the original has nothing to do with the rowwise one; one that is
-    derived from the rowwise plane needs the same rowwise bytes again.
-    """
-    if isinstance(quantizer, HybridQuantizer):
-        row: Quantizer = quantizer.child(Direction.ROWWISE)
-        return quantizer.columnwise_source == "original" or row.is_requantization_safe()
-    return quantizer.is_requantization_safe()
-
-
-def _activation_dtype(x: Tensor) -> torch.dtype:
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
-
-
-def _resolved_splits(split: Sequence[str] | Mapping[str, int] | None, out_features: int) -> dict[str, int]:
+def _resolved_splits(split: ParametersSplit, out_features: int) -> dict[str, int]:
     """Parameter prefixes and their rows: ``{"": out_features}`` if there is one weight."""
     if not split:
         return {"": out_features}
@@ -341,17 +227,3 @@ def _resolved_splits(split: Sequence[str] | Mapping[str, int] | None, out_featur
     if sum(split.values()) != out_features:
         raise ValueError(f"the parts {dict(split)} do not add up to {out_features} rows")
     return {f"{name.removesuffix('_')}_": rows for name, rows in split.items()}
-
-
-def _resolved_device(device: torch.device | str | None) -> torch.device:
-    device = torch.get_default_device() if device is None else torch.device(device)
-    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
-
-
-def _refuse_gpu_options(layer: str, options: Mapping[str, Any]) -> None:
-    """Overlap of communication and the like are accepted as long as they are off."""
-    for name, value in options.items():
-        if not (name.startswith("ub_") or name == "symmetric_ar_type"):
-            raise TypeError(f"{layer} has no option {name!r}")
-        if value not in (None, False) and name != "ub_name":
-            raise NotImplementedError(f"{layer}: {name} is an option of GPU communication; leave it off")

@@ -52,6 +52,8 @@ class LinearCall:
     ``padding``                             what the blocks of these quantizers ask of the sizes
     ``dtype``                               of activations and their gradients
     ``quantized_weight``                    W as cached by the caller, used instead of quantizing it again
+    ``quantized_input``                     x, padded, as quantized by the caller together with others
+    ``quantized_gradient``                  the same for dy; set before backward
     ``keep_input``                          save x as it is for backward and quantize it again there
     ``on_backward``                         called before backward quantizes anything
     ``wgrad_queue``                         where to put off wgrad to, instead of computing it in backward
@@ -67,6 +69,8 @@ class LinearCall:
     grad_input: Quantizer | None = None
     padding: Padding = NO_PADDING
     quantized_weight: QuantizedTensorStorage | None = None
+    quantized_input: QuantizedTensorStorage | None = None
+    quantized_gradient: QuantizedTensorStorage | None = None
     backward_override: BackwardOverride = None
     allow_mixed: bool = False
     keep_input: bool = False
@@ -83,11 +87,7 @@ class LinearCall:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """``x · weightᵀ + bias`` for x [..., K] and weight [N, K], by the quantizers of ``call``."""
-    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{call.layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
-            f"{list(weight.shape)} takes"
-        )
+    check_input(x, weight, call.layer)
     grad = torch.is_grad_enabled()
     needs = Needs(
         grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
@@ -95,16 +95,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> 
     if not any(needs):
         return _forward(x, weight, bias, call, needs).y
     if needs.dw and call.weight_parts is None and (call.accumulate_main_grad or call.wgrad_queue is not None):
-        _check_takes_gradient(weight, call)
+        check_takes_gradient(weight, call.layer)
     result: Tensor = LinearFunction.apply(x, weight, bias, call, needs)
     return result
 
 
-def _check_takes_gradient(weight: Tensor, call: LinearCall) -> None:
+def check_input(x: Tensor, weight: Tensor, layer: str) -> None:
+    """Raise unless ``x`` ends in what ``weight`` takes."""
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
+            f"{list(weight.shape)} takes"
+        )
+
+
+def check_takes_gradient(weight: Tensor, layer: str) -> None:
     """A gradient that does not go through autograd ends at this tensor."""
     if not weight.is_leaf:
         raise RuntimeError(
-            f"{call.layer}: the weight was computed from other tensors, and a gradient that is put off or added to "
+            f"{layer}: the weight was computed from other tensors, and a gradient that is put off or added to "
             "main_grad would not reach them"
         )
 
@@ -149,6 +158,7 @@ def _save(
     w_buffers, ctx.w_note = buffers_and_note(done.w_saved)
     ctx.save_for_backward(*x_buffers, *w_buffers)
     call.quantized_weight = None  # backward has its plane; the copy belongs to the cache alone
+    call.quantized_input = None
     ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, done.sizes, done.padded
     ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
     ctx.weight = weight if needs.dw else None
@@ -159,9 +169,10 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     """dx, dW and db; those that are not needed are None."""
     call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
     dx = dw = db = None
-    if isinstance(dy, QuantizedTensor):
-        dy = dy.dequantize()
-    dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
+    if not _is_quantized_gradient(dy, ctx):
+        if isinstance(dy, QuantizedTensor):
+            dy = dy.dequantize()
+        dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
     if needs.db:
         db = dy.sum(0, dtype=_sum_dtype(dy)).to(ctx.bias_dtype)
     if needs.dx or needs.dw:
@@ -169,10 +180,12 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         x = restored_operand(saved[:BUFFERS_PER_OPERAND], ctx.x_note)
         w = restored_operand(saved[BUFFERS_PER_OPERAND:], ctx.w_note)
         if needs.dw and call.accumulate_main_grad:
-            _check_has_main_grad(ctx)
+            check_has_main_grad(ctx)
         if call.on_backward is not None:
             call.on_backward()
-        dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
+        dy_used: Quantized = dy
+        if not isinstance(dy, QuantizedTensor):
+            dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
         if needs.dx:
             dx = _input_gradient(dy_used, w, ctx)
         if needs.dw:
@@ -229,7 +242,7 @@ def _operands_for_backward(
     return x_saved, w_saved
 
 
-def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
+def quantized_storage(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
     """A bare storage with these directions; the module's quantizer keeps its own settings."""
     own = quantizer.storing(rowwise=rowwise, columnwise=columnwise)
     made: QuantizedTensorStorage = own.quantize(tensor)
@@ -237,23 +250,25 @@ def _made_by(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bo
 
 
 def _quantized_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, columnwise: bool) -> Quantized:
+    if call.quantized_input is not None:
+        return call.quantized_input
     columnwise = columnwise and call.quantizes_backward
     if isinstance(x, QuantizedTensor):
-        if call.input is not None and padded == sizes and _made_alike(x, call.input, columnwise):
+        if call.input is not None and padded == sizes and _made_alike(x, call.input, True, columnwise):
             return x
         x = x.dequantize(dtype=call.dtype)
     matrix = x.detach().reshape(sizes.m, sizes.k).to(call.dtype)
     if call.input is None:
         return matrix
-    return _made_by(call.input, padded_matrix(matrix, padded.m, padded.k), True, columnwise)
+    return quantized_storage(call.input, padded_matrix(matrix, padded.m, padded.k), True, columnwise)
 
 
-def _made_alike(x: QuantizedTensor, quantizer: Quantizer, columnwise: bool) -> bool:
-    """Whether an input that comes quantized holds what ``quantizer`` would make of it."""
+def _made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> bool:
+    """Whether a tensor that comes quantized holds what ``quantizer`` would make of it."""
     derives = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original"
     if quantizer.custom or derives:
         return False
-    directions = (ROWWISE, COLUMNWISE) if columnwise else (ROWWISE,)
+    directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
     planes = [(x.plane(direction), quantizer.encoding(direction).format) for direction in directions]
     return all(plane is not None and plane.format == fmt for plane, fmt in planes)
 
@@ -271,7 +286,7 @@ def _quantized_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwis
 
 def quantize_weight(weight: Tensor, quantizer: Quantizer, padded: Sizes, columnwise: bool) -> QuantizedTensorStorage:
     """W for fprop, and for dgrad if ``columnwise``."""
-    return _made_by(quantizer, padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
+    return quantized_storage(quantizer, padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
 
 
 def _usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Quantized:
@@ -321,10 +336,25 @@ def _weight_for_backward(weight: Tensor, used: Quantized, call: LinearCall) -> O
 # ---- backward ----------------------------------------------------------------------------------------
 
 
+def _is_quantized_gradient(dy: Tensor, ctx: Any) -> bool:
+    """Whether dy comes as the layer would quantize it; a bias gradient is a sum of what it was before."""
+    call, needs = ctx.call, ctx.needs
+    return (
+        isinstance(dy, QuantizedTensor)
+        and call.grad_output is not None
+        and call.quantizes_backward
+        and not needs.db
+        and ctx.padded == ctx.sizes
+        and _made_alike(dy, call.grad_output, needs.dx, needs.dw)
+    )
+
+
 def _quantized_gradient(dy: Tensor, call: LinearCall, needs: Needs) -> Quantized:
+    if call.quantized_gradient is not None:
+        return call.quantized_gradient
     if call.grad_output is None or not call.quantizes_backward:
         return dy
-    return _made_by(call.grad_output, dy, needs.dx, needs.dw)
+    return quantized_storage(call.grad_output, dy, needs.dx, needs.dw)
 
 
 def _saved_operand(
@@ -382,7 +412,7 @@ def _wgrad(dy: Operand, x: Operand, ctx: Any, dtype: torch.dtype, out: Tensor | 
     x = _saved_operand(x, call, sizes.m, sizes.k, (padded.m, padded.k))
     if call.keep_input and call.quantizes_backward:
         assert isinstance(x, Tensor)
-        x = _operand(_made_by(call.input, x, False, True), COLUMNWISE, "input", call)
+        x = _operand(quantized_storage(call.input, x, False, True), COLUMNWISE, "input", call)
     dw = gemm("wgrad", dy, x, out_dtype=dtype, out=out, accumulate=out is not None, allow_mixed=call.allow_mixed)
     return dw if padded == sizes else dw[: sizes.n, : sizes.k]
 
@@ -392,7 +422,8 @@ def _parts(ctx: Any) -> Sequence[Tensor]:
     return ctx.call.weight_parts or [ctx.weight]
 
 
-def _check_has_main_grad(ctx: Any) -> None:
+def check_has_main_grad(ctx: Any) -> None:
+    """Raise rather than fail halfway through backward."""
     if not all(isinstance(getattr(part, "main_grad", None), Tensor) for part in _parts(ctx)):
         raise RuntimeError(f"{ctx.call.layer}: fuse_wgrad_accumulation adds to weight.main_grad, and there is none")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..recipe import Recipe
+from ..recipe import Recipe, preserved_value
 from ..recipe.coerce import as_recipe
 from ..tensor import QuantizedTensor
 from .base import Built, QuantizedModule
@@ -56,15 +54,8 @@ def requantize_(model: nn.Module, recipe: Recipe | str) -> dict[str, nn.Paramete
 
 def _value(weight: QuantizedTensor) -> Tensor:
     """High precision for a weight: the preserved initial value, unless the weight was written since."""
-    get: Callable[[], Tensor | None] | None = getattr(weight, "get_high_precision_init_val", None)
-    preserved = None if get is None else get()
-    decoded = weight.dequantize().detach()
-    if preserved is None:
-        return decoded
-    preserved = preserved.to(weight.device)
-    with torch.no_grad():
-        again = weight.detach().clone().copy_(preserved)
-    return preserved if torch.equal(again.dequantize(), decoded) else decoded
+    preserved = preserved_value(weight)
+    return weight.dequantize().detach() if preserved is None else preserved.to(weight.device)
 
 
 def _successor(old: Any, quantized: QuantizedTensor) -> nn.Parameter:

@@ -25,7 +25,7 @@ from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
-from .init_values import keep_high_precision_init_val
+from .init_values import clear_preserved_value, keep_high_precision_init_val, preserved_value
 from .pairing import check_pairs
 from .params import Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
@@ -92,6 +92,7 @@ __all__ = [
     "check_pairs",
     "check_recipe_support",
     "check_weight_matches_recipe",
+    "clear_preserved_value",
     "extra_state_of",
     "factories",
     "forward_step",
@@ -110,6 +111,7 @@ __all__ = [
     "is_nvfp4_available",
     "keep_high_precision_init_val",
     "load_extra_state",
+    "preserved_value",
     "preset_table",
     "quantized_model_init",
     "ran_in_backward",

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _NOT_SAID = {"attention": FormatSpec("hp"), **{f"{tensor}.source": "original" for tensor in TENSORS}}
 _ATTENTION_NOT_SAID: Settings = (("attention", FormatSpec("hp")),)
+_HINTS = {"dpa_output": "o", "dpa_grad_input": "dqkv"}
+_LEAVING = tuple(_HINTS.values())  # what leaves an attention core
 _DEFAULTS = {"allow_mixed": False, "backward_override": None, "blocks": None}
 
 
@@ -85,7 +87,10 @@ class GemmRecipe(Recipe):
             **{key: make_option(key, value) for key, value in options.items()},
         )
         stages = (self.settings, *(rule.settings for rule in self.rules))
-        vars(self).update(fp8_dpa=any(_quantizes_attention(settings) for settings in stages))
+        vars(self).update(
+            fp8_dpa=any(_quantizes_attention(settings, ATTENTION) for settings in stages),
+            fp8_mha=any(_quantizes_attention(settings, _LEAVING) for settings in stages),
+        )
         self._check_rules()
 
     # ---- parts ---------------------------------------------------------------------------------
@@ -205,10 +210,8 @@ class GemmRecipe(Recipe):
 
         Tensors that no GEMM of the module reads (boundary slots, whose role is None or says so) stay as they are.
         """
-        tensor, module_type = _tensor_of(role)
-        if role is None or tensor is None:
-            return IdentityQuantizer()
-        return self.plan(role.name, module_type).quantizer(tensor)
+        tensor, module_type, name = _tensor_of(role)
+        return IdentityQuantizer() if tensor is None else self.plan(name, module_type).quantizer(tensor)
 
     def plan(self, name: str, module_type: str = "linear") -> LayerPlan:
         """What the layer of this name does with each direction of its tensors."""
@@ -282,8 +285,9 @@ def _of_line(cls: Any, line: str) -> Any:
     return cls._from_document(parse_line(line))
 
 
-def _quantizes_attention(settings: Settings) -> bool:
-    return any(key.startswith("attention") and value != FormatSpec("hp") for key, value in settings)
+def _quantizes_attention(settings: Settings, tensors: Iterable[str]) -> bool:
+    keys = ("attention", *(f"attention.{tensor}" for tensor in tensors))
+    return any(key in keys and value != FormatSpec("hp") for key, value in settings)
 
 
 @lru_cache(maxsize=4096)
@@ -299,15 +303,16 @@ def _as_rule(rule: Rule | str | tuple[str, Any]) -> Rule:
     return parse_rule(rule) if isinstance(rule, str) else make_rule(*rule)
 
 
-def _tensor_of(role: QuantizerRole | None) -> tuple[str | None, str]:
-    """Which of our tensors a role means, None if it is none of them, and the type of its module."""
+def _tensor_of(role: QuantizerRole | None) -> tuple[str | None, str, str]:
+    """Which of our tensors a role means, None if it is none of them, and the type and name of its module."""
     if role is None:
-        return None, ""
+        return None, "", ""
     if role.module_type == "dpa":
-        return (role.tensor_type if role.tensor_type in ATTENTION else None), "dpa"
+        return (role.tensor_type if role.tensor_type in ATTENTION else None), "dpa", role.name
     if role.tensor_type in TENSORS:
-        return role.tensor_type, role.module_type
-    # What leaves an attention core is marked only by the end of its name.
-    hints = {"dpa_output": "o", "dpa_grad_input": "dqkv"}
-    found = [tensor for end, tensor in hints.items() if role.name.endswith(end) and not role.module_type]
-    return (found[0], "dpa") if found else (None, role.module_type)
+        return role.tensor_type, role.module_type, role.name
+    # What leaves an attention core is marked only by what follows the name of the core.
+    for end, tensor in _HINTS.items():
+        if role.name.endswith(end) and not role.module_type:
+            return tensor, "dpa", role.name.removesuffix(end).removesuffix(".")
+    return None, role.module_type, role.name

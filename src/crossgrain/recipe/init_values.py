@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
+
+from ..tensor import QuantizedTensor
 
 
 class InitValue:
-    """A CPU copy that can be let go."""
+    """A CPU copy that can be let go, and when the parameter was last written at the time."""
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self._value: Tensor | None = value.detach().to("cpu", copy=True)
+        self._writes = _writes(parameter)
 
     def get(self) -> Tensor | None:
         return self._value
@@ -17,9 +23,45 @@ class InitValue:
     def clear(self) -> None:
         self._value = None
 
+    def is_of(self, parameter: QuantizedTensor) -> bool:
+        """Whether ``parameter`` still stands for the value.
+
+        It was not written since, or it was and the value would give the same numbers.
+        """
+        if self._value is None:
+            return False
+        now = _writes(parameter)
+        if len(now) == len(self._writes) and all(
+            mark is then and number == before for (mark, number), (then, before) in zip(now, self._writes, strict=True)
+        ):
+            return True
+        with torch.no_grad():
+            again = parameter.detach().clone().copy_(self._value.to(parameter.device))
+            return torch.equal(again.dequantize(), parameter.detach().dequantize())
+
+
+def _writes(parameter: Tensor) -> list[tuple[Any, int]]:
+    """When each plane was last written: the mark, which all aliases share, and its number now."""
+    if not isinstance(parameter, QuantizedTensor):
+        return []
+    return [(epoch, epoch.number) for epoch in parameter._write_marks()]
+
 
 def keep_high_precision_init_val(parameter: Tensor, value: Tensor) -> None:
     """Give ``parameter`` the methods ``get_high_precision_init_val`` and ``clear_high_precision_init_val``."""
-    kept = InitValue(value)
+    kept = InitValue(parameter, value)
     parameter.get_high_precision_init_val = kept.get  # type: ignore[attr-defined]
     parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
+
+
+def preserved_value(parameter: QuantizedTensor) -> Tensor | None:
+    """The preserved initial value, if there is one and ``parameter`` still stands for it."""
+    kept = getattr(getattr(parameter, "get_high_precision_init_val", None), "__self__", None)
+    return kept.get() if isinstance(kept, InitValue) and kept.is_of(parameter) else None
+
+
+def clear_preserved_value(parameter: Tensor) -> None:
+    """Let the preserved initial value go, if there is one."""
+    clear = getattr(parameter, "clear_high_precision_init_val", None)
+    if clear is not None:
+        clear()

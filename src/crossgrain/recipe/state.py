@@ -118,6 +118,10 @@ class RecipeState:
         by_position = _BY_POSITION[self.mode]
         return named if named in _TENSOR_TYPES else by_position[slot % len(by_position)]
 
+    def _is_weight(self, slot: int) -> bool:
+        """By its tensor type; attention has no weights, though its tensors are at the positions of some."""
+        return self._slot_tensor_type(slot) == "weight" and self._slot_role(slot).module_type != "dpa"
+
     def _describe_slot(self, slot: int) -> str:
         return f"{self.mode} slot {slot} ({str(self._slot_role(slot)) or 'no role'})"
 
@@ -164,9 +168,8 @@ class MXFP8BlockScalingRecipeState(RecipeState, kind="mxfp8"):
         return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
     def _make(self, slot: int) -> Quantizer:
-        # Attention's tensors are at the positions of weights, too.
-        is_weight = self._slot_tensor_type(slot) == "weight" and self._slot_role(slot).module_type != "dpa"
-        return MXFP8Quantizer(self.dtype, with_2d_quantization=self.recipe.enable_2d_quantization and is_weight)
+        two_d = self.recipe.enable_2d_quantization and self._is_weight(slot)
+        return MXFP8Quantizer(self.dtype, with_2d_quantization=two_d)
 
 
 class Float8BlockScalingRecipeState(RecipeState, kind="float8_block_scaling"):
@@ -198,8 +201,8 @@ class NVFP4BlockScalingRecipeState(RecipeState, kind="nvfp4"):
         return get_fp4_te_dtype(self.recipe)
 
     def _make(self, slot: int) -> Quantizer:
-        recipe, tensor_type = self.recipe, self._slot_tensor_type(slot)
-        is_weight, is_gradient = tensor_type == "weight", _is_gradient(tensor_type)
+        recipe, is_weight = self.recipe, self._is_weight(slot)
+        is_gradient = _is_gradient(self._slot_tensor_type(slot))
         if is_weight:
             params = recipe.fp4_quant_fwd_weight
         else:

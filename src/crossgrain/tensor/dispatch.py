@@ -19,6 +19,7 @@ from ..dtypes import HIGH_PRECISION
 from ..plane import shape_problem
 from .decoded_view import DecodedView
 from .holder import resolved_shape
+from .vanishing import is_update, rounds_updates, warn_if_vanished
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -88,12 +89,16 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             tree_map(note_written, value)
     for tensor in written.values():
         tensor._get_quantizer().check_writable(tensor)
+    watched = [tensor for tensor in written.values() if rounds_updates(tensor)] if is_update(func) else []
+    before = [decode_once(tensor).clone() for tensor in watched]
     result = func(*tree_map(decode_once, args), **tree_map(decode_once, kwargs))
     for key, tensor in written.items():
         if plain[key].shape != tensor.shape:
             raise RuntimeError(f"{func} would change the shape of a {type(tensor).__name__} in place")
     for key, tensor in written.items():
         tensor.quantize_(plain[key])
+    for tensor, values in zip(watched, before, strict=True):
+        warn_if_vanished(tensor, values)
     return tree_map(lambda value: owner.get(id(value), value), result)
 
 
@@ -260,7 +265,8 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
     if not _is_quantized(new):
         return new.zero_()
     for mine, theirs in zip(new.planes(), tensor.planes(), strict=True):  # type: ignore[attr-defined]
-        mine.data.zero_()
+        for buffer in mine.buffers():
+            buffer.zero_()  # scales too: what was in memory may be NaN
         scale, known = mine.scale_across((0, 1)), theirs.scale_across((0, 1))
         if scale is not None and known is not None and scale.shape == known.shape:
             scale.copy_(known)

@@ -231,6 +231,10 @@ class PlaneHolder:
         self._epochs = {**self._epochs, plane.direction: Epoch(self._last_write())}
         self._set_plane(plane.direction, plane)
 
+    def _write_marks(self) -> list[Epoch]:
+        """What notes the writes to each plane, in all objects over the same buffers."""
+        return [self._epochs[direction] for direction in Direction if direction in self._epochs]
+
     def _last_write(self) -> int:
         return max((epoch.number for epoch in self._epochs.values()), default=0)
 

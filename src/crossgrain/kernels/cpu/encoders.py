@@ -16,6 +16,7 @@ from .runtime import kernel, run_ranges
 from .support import (
     Numbers,
     global_scales,
+    goes_along,
     is_cast,
     is_column_run,
     is_four_over_six_rows,
@@ -24,7 +25,6 @@ from .support import (
     is_mxfp8_tiled,
     is_nvfp4_columns,
     is_nvfp4_tile_rows,
-    is_row_cast,
     is_row_run,
     keys_of,
     numbers,
@@ -69,7 +69,7 @@ def _run(target: Target, seed: int | None, rule: str | None = None) -> Run:
 
 def _run_beside(column: Target, targets: list[Target], seed: int | None) -> tuple[Target | None, Run]:
     """A rowwise target to be written in the same pass; none is a run that writes nothing."""
-    row = next((target for target in targets if is_row_run(target) or is_row_cast(target)), None)
+    row = next((target for target in targets if goes_along(target, column)), None)
     return row, _run(column, seed, rule="none") if row is None else _run(row, seed)
 
 

@@ -165,6 +165,18 @@ def is_row_run(target: Target) -> bool:
     return target.plane.direction is ROWWISE and _is_run(target)
 
 
+def goes_along(row: Target, column: Target) -> bool:
+    """Whether a rowwise plane is written in the pass of a columnwise one.
+
+    Every such pair is compiled by itself, so these are the pairs that training uses; others are written
+    one after the other.
+    """
+    eight_bits = row.plane.format.element in (E4M3, E5M2) and not row.encoding.stochastic
+    nvfp4 = row.plane.format.scale_rule == "two_level" and row.plane.format.global_amax == "tensor"
+    usual = column.encoding.four_over_six is None and column.plane.format.global_amax != "row"
+    return usual and (((eight_bits or nvfp4) and is_row_run(row)) or is_row_cast(row))
+
+
 def is_column_run(target: Target) -> bool:
     return target.plane.transposed and _is_run(target)
 

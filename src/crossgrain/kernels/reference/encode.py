@@ -47,8 +47,7 @@ def measure(x: Tensor, target: Target) -> Tensor | None:
 
 def encode(x: Tensor, target: Target, seed: int | None) -> None:
     """Write ``x`` into the buffers of ``target.plane``."""
-    plane, encoding = target.plane, target.encoding
-    fmt = encoding.format
+    plane, fmt = target.plane, target.encoding.format
     if fmt.is_identity:
         plane.data.copy_(x.reshape(plane.data.shape))
         return
@@ -56,16 +55,30 @@ def encode(x: Tensor, target: Target, seed: int | None) -> None:
         _write_scalars(target)
         return
     assert fmt.element is not None
+    codes, stored = encoded(x, target, seed)
+    plane.operand_codes().copy_(pack(codes, fmt.element.bits))
+    write_scales(stored, target)
+
+
+def encoded(x: Tensor, target: Target, seed: int | None, block_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes [R, C], one in a byte, and stored scales, one per block. ``block_max``: amaxes to use for the blocks'."""
+    plane, encoding = target.plane, target.encoding
+    fmt = encoding.format
     operand = operand_of(x, plane)
     if encoding.four_over_six is not None:
         assert target.amax is not None
-        codes, stored = encode_four_over_six(operand, encoding, target.amax.view(-1, 1))
-    else:
-        stored, factor = _scales(operand, target, overflow=_overflow_scale(x, fmt))
-        block = fmt.block or (operand.shape[0], operand.shape[1])
-        scaled = operand * spread(factor, block, plane.operand_shape)
-        codes = _round(scaled, encoding, plane, seed)
-    plane.operand_codes().copy_(pack(codes, fmt.element.bits))
+        return encode_four_over_six(operand, encoding, target.amax.view(-1, 1))
+    if block_max is None and fmt.block is not None:
+        block_max = block_amax(operand, fmt.block)
+    stored, factor = _scales(block_max, target, overflow=_overflow_scale(x, fmt))
+    block = fmt.block or (operand.shape[0], operand.shape[1])
+    scaled = operand * spread(factor, block, plane.operand_shape)
+    return _round(scaled, encoding, plane, seed), stored
+
+
+def write_scales(stored: Tensor, target: Target) -> None:
+    """Write one scale per block, and the global amax, to the plane."""
+    plane, fmt = target.plane, target.encoding.format
     if fmt.layout.replicated:
         stored = stored.repeat_interleave(fmt.block_rows, dim=0)
     plane.operand_scales().copy_(stored)
@@ -83,12 +96,11 @@ def operand_of(x: Tensor, plane: Plane) -> Tensor:
     return operand.contiguous()
 
 
-def _scales(operand: Tensor, target: Target, overflow: float) -> Scales:
+def _scales(block_max: Tensor | None, target: Target, overflow: float) -> Scales:
     encoding, fmt = target.encoding, target.encoding.format
     assert fmt.element is not None
-    if fmt.block is None:
+    if block_max is None:
         return tensor_scale(target)
-    block_max = block_amax(operand, fmt.block)
     if fmt.scale_rule == "fp32":
         return fp32_scales(
             block_max,

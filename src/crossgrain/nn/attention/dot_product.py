@@ -1,0 +1,331 @@
+"""DotProductAttention: ``softmax(Q·Kᵀ · scale) · V``, in high precision by torch, or in the formats of a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...hybrid import HybridQuantizer
+from ...identity import IdentityQuantizer
+from ...plane import Direction
+from ...quantizer import Quantizer
+from ...recipe import QuantizerRole, Recipe
+from ...tensor import QuantizedTensor
+from ..base import Built, Mode, QuantizedModule
+from ..replay import recomputed
+from .kv_cache import InferenceParams
+from .layout import FORMATS, Layout, without_padding
+from .masks import Mask, Window, allowed_pairs, decoding_mask, make_mask
+from .quantized_attention import AttentionCall, AttentionQuantizers, quantized_attention
+
+MaskTensor = Tensor | tuple[Tensor, Tensor]
+
+
+class DotProductAttention(QuantizedModule):
+    """Attention of queries on keys and values.
+
+    ``kv_channels``      channels per head; ``(keys, values)`` if they differ
+    ``num_gqa_groups``   heads of keys and values, each shared by as many heads of queries
+    ``qkv_format``       "sbhd", "bshd" or "thd"
+    ``attn_mask_type``   "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+                         "padding_causal_bottom_right" or "arbitrary"
+    ``window_size``      ``(left, right)``: how far from the diagonal a query sees; -1 is no limit
+    ``softmax_scale``    by default ``1 / sqrt(channels)``
+
+    With a recipe that asks for it (``fp8_dpa``, ``fp8_mha``, or ``attention: ...`` in a line) all operands are
+    rounded to the formats of their roles, see `quantized_attention`.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._refuse(sequence_parallel=sequence_parallel, cp_group=cp_group, return_max_logit=return_max_logit)
+        if tp_size != 1:
+            raise NotImplementedError(f"{self.layer}: one process holds the whole layer, not tp_size={tp_size}")
+        if softmax_type != "vanilla":
+            raise NotImplementedError(f"{self.layer}: softmax_type is 'vanilla', not {softmax_type!r}")
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"{self.layer}: attention_type is 'self' or 'cross', not {attention_type!r}")
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if num_attention_heads % self.num_gqa_groups:
+            raise ValueError(
+                f"{self.layer}: {num_attention_heads} heads cannot share {self.num_gqa_groups} groups of keys evenly"
+            )
+        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
+        self.attention_dropout = attention_dropout
+        self.qkv_format = _checked_format(qkv_format)
+        make_mask(attn_mask_type, window_size, bottom_right_diagonal)
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.attention_type = attention_type
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.softmax_scale = 1 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
+        self.get_rng_state_tracker = get_rng_state_tracker
+
+    def _refuse(self, **options: Any) -> None:
+        for name, value in options.items():
+            if value is not None and value is not False:
+                raise NotImplementedError(f"{self.layer}: {name} is not supported; leave it off")
+
+    # ---- recipes -------------------------------------------------------------------------------
+
+    @property
+    def weight_names(self) -> list[str]:
+        return []
+
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
+        return []
+
+    def _slot_counts(self) -> Mapping[Mode, int]:
+        return {"forward": 9, "backward": 6}
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        """What leaves has the role that the owner has set, else one with nothing but a name that says so."""
+        name = self.name or ""
+
+        def leaving(end: str) -> QuantizerRole:
+            return QuantizerRole(name=f"{name}.{end}" if name else end)
+
+        if fwd:
+            output = self._output_role or leaving("dpa_output")
+            groups = [QuantizerRole("dpa", "qkv", name), output, QuantizerRole("dpa", "s", name)]
+        else:
+            grad_input = self._grad_input_role or leaving("dpa_grad_input")
+            groups = [grad_input, QuantizerRole("dpa", "do", name), QuantizerRole("dpa", "dp", name)]
+        roles: list[QuantizerRole | None] = [role for role in groups for _ in range(3 if fwd else 2)]
+        if num_quantizers != len(roles):
+            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
+        return roles
+
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> AttentionQuantizers | None:
+        """The first slots of a role; None if nothing would be rounded."""
+        q, k, v, output, _, _, s, _, _ = quantizers["scaling_fwd"]
+        grad_input, _, do, _, dp, _ = quantizers["scaling_bwd"]
+        by_tensor = AttentionQuantizers(q, k, v, s, do, dp)
+        if recipe.fp8_mha:
+            by_tensor = by_tensor._replace(output=output, grad_input=grad_input)
+        return None if all(_keeps_numbers(quantizer) for quantizer in by_tensor) else by_tensor
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: MaskTensor | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = None,
+    ) -> Tensor:
+        """[sequence, batch, heads · channels], or in the order of ``qkv_format``.
+
+        ``attention_mask``  True where it masks. For padding [batch, 1, 1, sequence], a pair of them (queries, keys)
+                            in cross attention; for "arbitrary" what broadcasts to [batch, heads, queries, keys]
+        ``cu_seqlens_*``    where sequences begin, [batch + 1]: instead of a mask for padding; thd needs them.
+                            With ``cu_seqlens_*_padded`` the tokens of thd begin there, with gaps between sequences
+
+        Padded queries, and those that may look at no key, get 0.
+        """
+        self._refuse(core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, fp8_output=fp8_output)
+        if core_attention_bias_type != "no_bias":
+            raise NotImplementedError(f"{self.layer}: core_attention_bias_type={core_attention_bias_type!r}")
+        fmt = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
+        mask = make_mask(
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            self.window_size if window_size is None else window_size,
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        )
+        if fmt == "thd" and not mask.padding:
+            raise ValueError(
+                f"{self.layer}: thd has sequences of many lengths and needs a padding mask, not {mask.type}"
+            )
+        query, key, value = (_plain(x) for x in (query_layer, key_layer, value_layer))
+        self._check_heads(query, key, value, fmt)
+        sides = [Layout(fmt), Layout(fmt)]
+        excluded = None
+        if mask.padding:
+            sides = [
+                Layout.of_sequences(fmt, query, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
+                Layout.of_sequences(fmt, key, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
+            ]
+            if inference_params is None:
+                sides = self._with_padding(sides, attention_mask)
+        elif mask.type == "arbitrary":
+            if not isinstance(attention_mask, Tensor):
+                raise ValueError(f"{self.layer}: an arbitrary mask needs an attention_mask")
+            excluded = attention_mask.to(torch.bool)
+        q, k, v = sides[0].heads_first(query), sides[1].heads_first(key), sides[1].heads_first(value)
+        valid_queries, valid_keys = (side.valid for side in sides)
+        if inference_params is not None:
+            mask = decoding_mask(mask)
+            cached = inference_params.step(self.layer_number, k.transpose(1, 2), v.transpose(1, 2))
+            valid_queries, valid_keys = cached.valid_queries, cached.valid_keys
+            q = without_padding(q, valid_queries)
+            k, v = (without_padding(x.transpose(1, 2).to(q.dtype), valid_keys) for x in (cached.keys, cached.values))
+        allowed = None
+        if not mask.is_plain_causal:
+            allowed = allowed_pairs(
+                mask,
+                q.shape[2],
+                k.shape[2],
+                valid_queries=valid_queries,
+                valid_keys=valid_keys,
+                excluded=excluded,
+                device=q.device,
+            )
+        return sides[0].heads_last(self._attend(q, k, v, mask, allowed, checkpoint_core_attention), query)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, recompute: bool) -> Tensor:
+        """Attention on [batch, heads, sequence, channels]."""
+        recipe = self._recipe_in_force()
+        if recipe is not None and not (recipe.fp8_dpa or recipe.fp8_mha):
+            recipe = None
+        built = self._prepare(recipe)
+        dropout = self.attention_dropout if self.training else 0.0
+        tracker = self.get_rng_state_tracker() if self.get_rng_state_tracker is not None and dropout else None
+        quantizers = None if recipe is None else built.details
+        if recipe is None or quantizers is None:
+
+            def attend() -> Tensor:
+                return _plain_attention(q, k, v, mask, allowed, dropout, self.softmax_scale)
+        else:
+            call = self._call(recipe, built, dropout)
+            if mask.is_plain_causal:
+                allowed = allowed_pairs(mask, q.shape[2], k.shape[2], device=q.device)
+
+            def attend() -> Tensor:
+                return quantized_attention(q, k, v, allowed, call)
+
+        def compute() -> Tensor:
+            fork: AbstractContextManager[Any] = nullcontext() if tracker is None else tracker.fork()
+            with fork:
+                return attend()
+
+        with self._step(recipe, built):
+            if recompute and torch.is_grad_enabled():
+                state = None if quantizers is None else built.states["forward"]
+                return recomputed(compute, state=state, tracker=tracker)
+            return compute()
+
+    def _call(self, recipe: Recipe, built: Built, dropout: float) -> AttentionCall:
+        return AttentionCall(
+            quantizers=built.details,
+            scale=self.softmax_scale,
+            dropout=dropout,
+            backward_override=recipe.backward_override,
+            calibrating=self._only_calibrates(),
+            on_backward=self._backward_noted(built) if torch.is_grad_enabled() else None,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, "
+            f"channels={self.hidden_size_per_attention_head_k}, qkv_format={self.qkv_format}, "
+            f"attn_mask_type={self.attn_mask_type}"
+        )
+
+    def _check_heads(self, query: Tensor, key: Tensor, value: Tensor, fmt: str) -> None:
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        wanted = {
+            "queries": (query, self.num_attention_heads, k),
+            "keys": (key, self.num_gqa_groups, k),
+            "values": (value, self.num_gqa_groups, v),
+        }
+        for name, (x, heads, channels) in wanted.items():
+            if x.dim() != len(fmt) or tuple(x.shape[-2:]) != (heads, channels):
+                raise ValueError(
+                    f"{self.layer}: {name} are {fmt} with {heads} heads of {channels} channels, not {list(x.shape)}"
+                )
+
+    def _with_padding(self, sides: list[Layout], attention_mask: MaskTensor | None) -> list[Layout]:
+        """Padding by the mask, if there is one, else by the lengths that the layouts have already."""
+        if attention_mask is None:
+            if any(side.valid is None for side in sides):
+                raise ValueError(
+                    f"{self.layer}: a padding mask needs an attention_mask, or cu_seqlens_q and cu_seqlens_kv"
+                )
+            return sides
+        masks = (attention_mask, attention_mask) if isinstance(attention_mask, Tensor) else attention_mask
+        if isinstance(attention_mask, Tensor) and self.attention_type == "cross":
+            raise ValueError(f"{self.layer}: padding in cross attention needs two masks, for queries and for keys")
+        for mask in masks:
+            if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
+                raise ValueError(f"{self.layer}: a padding mask is [batch, 1, 1, sequence], not {list(mask.shape)}")
+        return [side.with_valid(~mask[:, 0, 0].to(torch.bool)) for side, mask in zip(sides, masks, strict=True)]
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, dropout: float, scale: float
+) -> Tensor:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    gqa = q.shape[1] != k.shape[1]
+    if allowed is None:
+        return attend(q, k, v, dropout_p=dropout, is_causal=mask.is_plain_causal, scale=scale, enable_gqa=gqa)
+    allowed = allowed.view((1,) * (4 - allowed.dim()) + tuple(allowed.shape))
+    # A softmax over nothing is NaN in some kernels: such queries look at everything, and their result is dropped.
+    sees_nothing = ~allowed.any(-1, keepdim=True)
+    out = attend(q, k, v, attn_mask=allowed | sees_nothing, dropout_p=dropout, scale=scale, enable_gqa=gqa)
+    return out.masked_fill(sees_nothing, 0)
+
+
+def _keeps_numbers(quantizer: Quantizer | None) -> bool:
+    if isinstance(quantizer, HybridQuantizer):
+        return all(_keeps_numbers(quantizer.child(direction)) for direction in Direction)
+    return quantizer is None or (type(quantizer) is IdentityQuantizer and quantizer.dtype is None)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def _checked_format(fmt: str) -> str:
+    if fmt not in FORMATS:
+        raise ValueError(f"qkv_format is one of {', '.join(FORMATS)}, not {fmt!r}")
+    return fmt

@@ -1,0 +1,254 @@
+"""MultiheadAttention: projections to queries, keys and values, attention, and a projection back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layernorm_linear import LayerNormLinear
+from ..linear import Linear
+from ..linear_module import InitMethod
+from ..norm import Normalization
+from .dot_product import DotProductAttention, MaskTensor
+from .kv_cache import InferenceParams
+from .masks import Window
+from .projection import as_pair, by_heads, make_head_norm, split_kv, split_qkv
+from .rope import apply_rotary_pos_emb
+
+RotaryAngles = Tensor | tuple[Tensor, Tensor]
+
+
+class MultiheadAttention(nn.Module):
+    """Self attention, or cross attention on the output of an encoder (``attention_type="cross"``).
+
+    ``input_layernorm``         the input is normalized first: `layernorm_qkv` instead of `qkv`
+    ``fuse_qkv_params``         one weight for queries, keys and values, which weights kept quantized need;
+                                otherwise ``query_weight``, ``key_weight``, ``value_weight``
+    ``qkv_weight_interleaved``  the rows of a fused weight are grouped by head, not q, k, v one after the other
+    ``return_bias``             the bias of the last projection is returned beside the output, not added
+    ``qk_norm_type``            queries and keys of each head are normalized, by default after they are rotated
+    ``name``                    the layer's path for recipes: ``<name>.qkv``, ``<name>.core_attention``, ``<name>.proj``
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: Normalization = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        rotary_pos_interleaved: bool = False,
+        **gpu_options: Any,
+    ) -> None:
+        super().__init__()
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError("return_layernorm_output needs input_layernorm: there is nothing to return")
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(f"hidden_size={hidden_size} cannot be shared by {num_attention_heads} heads evenly")
+        self.name = name
+        self.hidden_size = hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.hidden_size_per_attention_head = kv_channels or hidden_size // num_attention_heads
+        self.attention_type = attention_type
+        self.input_layernorm = input_layernorm
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.qkv_format = qkv_format
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.hidden_size_per_attention_head,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            name=self._name_of("core_attention"),
+        )
+        shared: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            **gpu_options,
+        }
+        norm_options = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        self._make_projections({"init_method": init_method, **shared}, norm_options if input_layernorm else None)
+        self.proj = Linear(
+            self._q_size,
+            hidden_size,
+            init_method=output_layer_init_method or init_method,
+            return_bias=return_bias,
+            name=self._name_of("proj"),
+            **shared,
+        )
+        parameters = {"params_dtype": params_dtype, "device": device}
+        for side in ("q_norm", "k_norm"):
+            norm = make_head_norm(qk_norm_type, self.hidden_size_per_attention_head, qk_norm_eps, **parameters)
+            self.add_module(side, norm)
+
+    # ---- making --------------------------------------------------------------------------------
+
+    @property
+    def _q_size(self) -> int:
+        return self.num_attention_heads * self.hidden_size_per_attention_head
+
+    def _name_of(self, child: str) -> str | None:
+        """Its path, as far as this module knows its own."""
+        return None if self.name is None else f"{self.name}.{child}"
+
+    def _make_projections(self, options: dict[str, Any], norm: dict[str, Any] | None) -> None:
+        kv_sizes = dict.fromkeys(("key", "value"), self.num_gqa_groups * self.hidden_size_per_attention_head)
+        sizes = {"query": self._q_size}
+        if self.attention_type == "self":
+            sizes |= kv_sizes
+            name = "qkv" if norm is None else "layernorm_qkv"
+        else:
+            name = "query_layer" if norm is None else "layernorm_query"
+            self.key_value = self._projection(Linear, "key_value", kv_sizes, options)
+        if norm is None:
+            self.add_module(name, self._projection(Linear, name, sizes, options))
+        else:
+            self.add_module(name, self._projection(LayerNormLinear, name, sizes, {**options, **norm}))
+
+    def _projection(self, cls: type[nn.Module], name: str, sizes: dict[str, int], options: dict[str, Any]) -> nn.Module:
+        """To all ``sizes``, each with a weight of its own unless they are fused."""
+        split = None if self.fuse_qkv_params else sizes
+        total = sum(sizes.values())
+        return cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: MaskTensor | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: RotaryAngles | None = None,
+        **core_options: Any,
+    ) -> Any:
+        """The output, and after it what is asked for: the bias (``return_bias``), the normalized input.
+
+        ``hidden_states``   [sequence, batch, hidden], [batch, sequence, hidden] or [tokens, hidden] by ``qkv_format``
+        ``rotary_pos_emb``  angles of `RotaryPositionEmbedding`, for queries and keys, or a pair of them
+        ``core_options``    further ones of `DotProductAttention.forward`: ``cu_seqlens_q`` and the like
+        """
+        if (encoder_output is None) == (self.attention_type == "cross"):
+            raise ValueError(f"{self.attention_type} attention with{'out' * (encoder_output is None)} encoder_output")
+        q, k, v, normalized = self._projected(hidden_states, encoder_output, is_first_microbatch)
+        if self.qk_norm_before_rope:
+            q, k = self._normalized_heads(q, k)
+        if rotary_pos_emb is not None:
+            q, k = self._rotated(q, k, as_pair(rotary_pos_emb), inference_params, core_options)
+        if not self.qk_norm_before_rope:
+            q, k = self._normalized_heads(q, k)
+        context = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            inference_params=inference_params if self.attention_type == "self" else None,
+            **core_options,
+        )
+        output = self.proj(context, is_first_microbatch=is_first_microbatch)
+        outputs = [*output] if self.return_bias else [output]
+        outputs += [normalized] * self.return_layernorm_output
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _projected(
+        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v by heads, and the normalized input if it is to be returned."""
+        channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
+        names = ("layernorm_qkv", "qkv") if encoder_output is None else ("layernorm_query", "query_layer")
+        projection = getattr(self, names[0] if self.input_layernorm else names[1])
+        projected = projection(x, is_first_microbatch=is_first_microbatch)
+        mixed, normalized = projected if self.return_layernorm_output else (projected, None)
+        if encoder_output is None:
+            heads = self.num_attention_heads
+            return *split_qkv(mixed, heads, groups, channels, self.qkv_weight_interleaved), normalized
+        kv = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+        return by_heads(mixed, channels), *split_kv(kv, groups, channels, self.qkv_weight_interleaved), normalized
+
+    def _normalized_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
+        return (q, k) if q_norm is None or k_norm is None else (q_norm(q), k_norm(k))
+
+    def _rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        angles: tuple[Tensor, Tensor],
+        inference_params: InferenceParams | None,
+        core_options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        fmt = core_options.get("qkv_format") or self.qkv_format
+        starts = None if inference_params is None else inference_params.get_seqlens_pre_step()
+        turned = []
+        for x, freqs, side in ((q, angles[0], "q"), (k, angles[1], "kv")):
+            offsets = core_options.get(f"cu_seqlens_{side}_padded")
+            offsets = core_options.get(f"cu_seqlens_{side}") if offsets is None else offsets
+            at = None if side == "kv" and self.attention_type == "cross" else starts  # an encoder's output is whole
+            turned.append(apply_rotary_pos_emb(x, freqs, fmt, at, self.rotary_pos_interleaved, offsets))
+        return turned[0], turned[1]

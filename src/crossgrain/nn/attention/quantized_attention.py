@@ -1,0 +1,215 @@
+"""Attention in the formats of a recipe: six GEMMs, each reading one direction of its two operands.
+
+    scores  Q · Kᵀ     reads  Q rowwise,    K rowwise
+    output  P · V      reads  P rowwise,    V columnwise
+    dV      Pᵀ · dO    reads  P columnwise, dO columnwise
+    dP      dO · Vᵀ    reads  dO rowwise,   V rowwise
+    dQ      dS · K     reads  dS rowwise,   K columnwise
+    dK      dSᵀ · Q    reads  dS columnwise, Q columnwise
+
+P is the softmax of the scores (role "s") and dS the gradient of the scores (role "dp"). The formats are
+emulated: every operand is quantized, what its plane decodes to is multiplied in fp32, and the softmax is
+computed in fp32. Two operands of different scaling families are therefore no problem here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...plane import COLUMNWISE, ROWWISE, Direction
+from ...quantizer import Quantizer
+from ...recipe.base import BackwardOverride
+from ..saved_operand import BUFFERS_PER_OPERAND, Operand, buffers_and_note, restored_operand
+from .heads import decoded_heads, quantized_heads
+
+
+class AttentionQuantizers(NamedTuple):
+    """By tensor. ``output`` and ``grad_input`` round what leaves attention, if it is to be rounded."""
+
+    q: Quantizer
+    k: Quantizer
+    v: Quantizer
+    s: Quantizer
+    do: Quantizer
+    dp: Quantizer
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
+
+
+@dataclass
+class AttentionCall:
+    """All of one call but its tensors. ``calibrating``: statistics are taken, nothing is quantized."""
+
+    quantizers: AttentionQuantizers
+    scale: float
+    dropout: float = 0.0
+    backward_override: BackwardOverride = None
+    calibrating: bool = False
+    on_backward: Callable[[], None] | None = None
+
+
+class Needs(NamedTuple):
+    dq: bool
+    dk: bool
+    dv: bool
+
+
+def quantized_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor:
+    """Attention of q [batch, heads, queries, channels] on k and v [batch, groups, keys, channels].
+
+    ``allowed`` is True where a query may look at a key. Queries that may look at none get 0.
+    """
+    grad = torch.is_grad_enabled()
+    needs = Needs(grad and q.requires_grad, grad and k.requires_grad, grad and v.requires_grad)
+    result: Tensor = QuantizedAttention.apply(q, k, v, allowed, call, needs)
+    return result
+
+
+class QuantizedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: AttentionCall, needs: Needs
+    ) -> Tensor:
+        by = call.quantizers
+        groups = k.shape[1]
+        q_used = _Used(q, by.q, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dk)
+        k_used = _Used(k, by.k, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dq)
+        v_used = _Used(v, by.v, call, forward=COLUMNWISE, backward=ROWWISE, saved=needs.dq or needs.dk)
+        scores = _to_groups(q_used.forward, groups) @ k_used.forward.transpose(-1, -2)
+        s = _softmax(_to_heads(scores, q.shape) * call.scale, allowed)
+        keep = None
+        p = s
+        if call.dropout > 0:
+            keep = torch.rand_like(s) >= call.dropout
+            p = s * keep / (1 - call.dropout)
+        p_used = _Used(p, by.s, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dv)
+        o = _to_heads(_to_groups(p_used.forward, groups) @ v_used.forward, q.shape).to(q.dtype)
+        if by.output is not None:
+            o = _rounded(o, by.output, call)
+
+        operands = [used.saved for used in (q_used, k_used, v_used, p_used)]
+        buffers, ctx.notes = zip(*(buffers_and_note(operand) for operand in operands), strict=True)
+        ctx.save_for_backward(s if needs.dq or needs.dk else None, keep, *(b for three in buffers for b in three))
+        ctx.call, ctx.needs = call, needs
+        ctx.inputs = [(x.shape, x.dtype) for x in (q, k, v)]
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor) -> Any:
+        call, needs, (q_like, k_like, v_like) = ctx.call, ctx.needs, ctx.inputs
+        by, groups = call.quantizers, k_like[0][1]
+        s, keep, *buffers = ctx.saved_tensors
+        q, k, v, p = (
+            restored_operand(tuple(buffers[i * BUFFERS_PER_OPERAND : (i + 1) * BUFFERS_PER_OPERAND]), note)
+            for i, note in enumerate(ctx.notes)
+        )
+        if call.on_backward is not None:
+            call.on_backward()
+        do_row, do_column = _gradient(do, by.do, call, rowwise=needs.dq or needs.dk, columnwise=needs.dv)
+        dq = dk = dv = None
+        if needs.dv:
+            shape = torch.Size((*q_like[0][:3], k_like[0][2]))
+            dv = _to_groups(decoded_heads(p, shape), groups).transpose(-1, -2) @ _to_groups(do_column, groups)
+        if needs.dq or needs.dk:
+            v_row = decoded_heads(v, v_like[0])
+            dp = _to_heads(_to_groups(do_row, groups) @ v_row.transpose(-1, -2), q_like[0])
+            if keep is not None:
+                dp = dp * keep / (1 - call.dropout)
+            ds = s * (dp - (dp * s).sum(-1, keepdim=True))
+            ds_row, ds_column = _gradient(ds, by.dp, call, rowwise=needs.dq, columnwise=needs.dk)
+            if needs.dq:
+                k_column = decoded_heads(k, k_like[0])
+                dq = _to_heads(_to_groups(ds_row, groups) @ k_column, q_like[0]) * call.scale
+            if needs.dk:
+                q_column = _to_groups(decoded_heads(q, q_like[0]), groups)
+                dk = _to_groups(ds_column, groups).transpose(-1, -2) @ q_column * call.scale
+        made = [(dq, q_like), (dk, k_like), (dv, v_like)]
+        return *(None if x is None else _leaving(x.to(like[1]), call) for x, like in made), None, None, None
+
+
+class _Used:
+    """An input: what forward multiplies, and what is saved for backward."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        call: AttentionCall,
+        *,
+        forward: Direction,
+        backward: Direction,
+        saved: bool,
+    ) -> None:
+        x = x.detach()
+        self.saved: Operand | None = x if saved else None
+        if call.calibrating:
+            quantizer.calibrate(x)
+            self.forward = x.to(torch.float32)
+            return
+        both = saved and call.backward_override is None
+        made = quantized_heads(
+            x, quantizer, rowwise=both or forward is ROWWISE, columnwise=both or forward is COLUMNWISE
+        )
+        plane = made.plane(forward)
+        assert plane is not None
+        self.forward = decoded_heads(plane, x.shape)
+        if saved and call.backward_override != "high_precision":
+            self.saved = plane if call.backward_override == "dequantized" else made.plane(backward)
+
+
+def _gradient(
+    x: Tensor, quantizer: Quantizer, call: AttentionCall, *, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor]:
+    """What the GEMMs of backward multiply that read a gradient rowwise, and columnwise."""
+    if call.calibrating:
+        quantizer.calibrate(x)
+    if call.calibrating or call.backward_override is not None:
+        values = x.to(torch.float32)
+        return values, values
+    made = quantized_heads(x, quantizer, rowwise=rowwise, columnwise=columnwise)
+    row, column = (made.plane(direction) for direction in (ROWWISE, COLUMNWISE))
+    nothing = x.new_empty(0)
+    return (
+        nothing if row is None else decoded_heads(row, x.shape),
+        nothing if column is None else decoded_heads(column, x.shape),
+    )
+
+
+def _rounded(x: Tensor, quantizer: Quantizer, call: AttentionCall) -> Tensor:
+    """``x`` as its quantizer's rowwise plane has it."""
+    if call.calibrating:
+        quantizer.calibrate(x)
+        return x
+    plane = quantized_heads(x, quantizer, rowwise=True, columnwise=False).plane(ROWWISE)
+    assert plane is not None
+    return decoded_heads(plane, x.shape).to(x.dtype)
+
+
+def _leaving(gradient: Tensor, call: AttentionCall) -> Tensor:
+    by = call.quantizers
+    if by.grad_input is None or call.backward_override is not None:
+        return gradient
+    return _rounded(gradient, by.grad_input, call)
+
+
+def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """Rows, 0 where nothing is allowed."""
+    if allowed is None:
+        return torch.softmax(scores, -1)
+    return torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1).masked_fill(~allowed, 0)
+
+
+def _to_groups(x: Tensor, groups: int) -> Tensor:
+    """[batch, heads, R, C] -> [batch, groups, heads/groups · R, C]: heads that share keys as rows of one matrix."""
+    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+
+
+def _to_heads(x: Tensor, like: torch.Size) -> Tensor:
+    """Back to the heads and rows of queries of the shape ``like``."""
+    return x.reshape(*like[:3], x.shape[-1])

@@ -1,0 +1,105 @@
+"""Rotary positions: pairs of channels are turned by an angle that grows with the position of the token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """The angles for each position, [sequence, 1, 1, channels], for `apply_rotary_pos_emb`.
+
+    ``rotary_percent``  how much of ``dim`` is turned; the rest stays as it is
+    ``interleaved``     pairs are neighbours (0, 1), (2, 3), ... and not of two halves (0, d/2), (1, d/2 + 1), ...
+
+    Positions are divided by ``seq_len_interpolation_factor``, and by more than that where a sequence is longer
+    than ``pretrained_max_position_embeddings`` times the factor.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        dim = int(dim * rotary_percent)
+        if dim < 2 or dim % 2:
+            raise ValueError(f"channels are turned in pairs, so their number is even, not {dim}")
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents, persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of the positions ``offset`` to ``offset + max_seq_len - 1``, in fp32."""
+        # A model in bfloat16 has its buffers in bfloat16, whose positions would be a few percent off.
+        inv_freq = self.inv_freq.to(torch.float32)
+        positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=torch.float32) + offset
+        angles = torch.outer(positions / self._stretch(max_seq_len), inv_freq)
+        pairs = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return pairs[:, None, None, :]
+
+    def _stretch(self, length: int) -> float:
+        if self.seq_len_interpolation_factor is None:
+            return 1.0
+        known = self.pretrained_max_position_embeddings
+        if known is not None and length > known * self.seq_len_interpolation_factor:
+            return length / known
+        return self.seq_len_interpolation_factor
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """``t``, queries or keys, turned by ``freqs`` [sequence, 1, 1, channels]; channels beyond these stay.
+
+    ``start_positions``  [batch]: the position of the first token of each sequence, when decoding with a cache
+    ``cu_seqlens``       [batch + 1]: where sequences begin in thd
+    """
+    positions = _positions(t, tensor_format, start_positions, cu_seqlens)
+    if positions.numel() and int(positions.max()) >= len(freqs):
+        raise ValueError(f"position {int(positions.max())} has no angle: there are {len(freqs)}")
+    angles = freqs[:, 0, 0].to(torch.float32)[positions].unsqueeze(-2)  # the same for all heads
+    turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
+    x = turned.to(torch.float32)
+    x = x * angles.cos() + _quarter_turn(x, interleaved) * angles.sin()
+    return torch.cat((x.to(t.dtype), rest), -1)
+
+
+def _positions(t: Tensor, fmt: str, start_positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The position of each token: broadcasts to the dimensions of ``t`` before heads and channels."""
+    if fmt == "thd":
+        if cu_seqlens is None:
+            raise ValueError("thd needs cu_seqlens: where in the tokens each sequence begins")
+        tokens = torch.arange(len(t), device=t.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].to(tokens), tokens, right=True).clamp(max=len(cu_seqlens) - 2)
+        positions = tokens - cu_seqlens.to(tokens)[sequence]
+        return positions if start_positions is None else positions + start_positions.to(tokens)[sequence]
+    if fmt not in ("sbhd", "bshd"):
+        raise ValueError(f"tensor_format is one of sbhd, bshd, thd, not {fmt!r}")
+    places = torch.arange(t.shape[0 if fmt == "sbhd" else 1], device=t.device)
+    starts = places.new_zeros(1) if start_positions is None else start_positions.to(places)
+    positions = starts[:, None] + places
+    return positions.t() if fmt == "sbhd" else positions
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    """(a, b) -> (-b, a) for each pair."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)

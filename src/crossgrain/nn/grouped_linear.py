@@ -1,0 +1,267 @@
+"""GroupedLinear: a linear layer for each group of rows, as the experts of a mixture are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..grouped_quantizers import validate_grouped_quantizer_list
+from ..plane import round_up
+from ..quantizer import Quantizer
+from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
+from ..tensor import QuantizedTensor
+from .base import Mode
+from .grouped_function import Groups, grouped_linear
+from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterPlan, default_init
+from .options import parameter_options
+from .split_quantize import padded_groups
+
+
+class GroupedLinear(LinearModule):
+    """``y[rows of g] = x[rows of g] · W_gᵀ + b_g`` for x [..., in_features], whose rows are sorted by group.
+
+    ``single_grouped_weight``  one parameter ``weight`` [groups, out, in] instead of ``weight0``, ``weight1``, ...
+                               Kept quantized, formats with a scale per tensor have one for all groups.
+    ``single_grouped_bias``    one parameter ``bias`` [groups, out]
+
+    Everything else is as in `Linear`.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: Literal["row", "column"] | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+        **gpu_options: Any,
+    ) -> None:
+        super().__init__(
+            name,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+            **gpu_options,
+        )
+        if num_gemms < 1:
+            raise ValueError(f"{self.layer}: there is at least one group, not {num_gemms}")
+        if use_grouped_tensor:
+            raise NotImplementedError(f"{self.layer}: grouped GEMM kernels are for GPUs; leave use_grouped_tensor off")
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias and bias
+        self._make_parameters(init_method or default_init, parameter_options(params_dtype, device))
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    def _make_parameters(self, init: InitMethod, factory: Mapping[str, Any]) -> None:
+        rows, columns = self.out_features, self.in_features
+        if self.single_grouped_weight:
+            self._add_weight("weight", (self.num_gemms, rows, columns), partial(_init_each, init), factory)
+            self._check_weight_can_be_cut()
+        for g in range(self.num_gemms):
+            if not self.single_grouped_weight:
+                self._add_weight(f"weight{g}", (rows, columns), init, factory)
+            if self.use_bias and not self.single_grouped_bias:
+                self._add_bias(f"bias{g}", rows, factory)
+        if self.single_grouped_bias:
+            self._make_parameter("bias", ParameterPlan((self.num_gemms, rows), nn.init.zeros_), factory)
+
+    def _check_weight_can_be_cut(self) -> None:
+        try:
+            self._group_weights()
+        except ValueError as error:
+            raise ValueError(
+                f"{self.layer}: a single weight of {self.num_gemms} groups cannot be kept quantized: {error}"
+            ) from error
+
+    @property
+    def weight_names(self) -> list[str]:
+        return ["weight"] if self.single_grouped_weight else [f"weight{g}" for g in range(self.num_gemms)]
+
+    @property
+    def bias_names(self) -> list[str]:
+        if not self.use_bias:
+            return []
+        return ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(self.num_gemms)]
+
+    def _group_weights(self) -> list[Tensor]:
+        """W of each group; parts of the one parameter if there is only one."""
+        if not self.single_grouped_weight:
+            return [getattr(self, name) for name in self.weight_names]
+        weight: Any = self.weight
+        if not isinstance(weight, QuantizedTensor):
+            return list(weight.detach().unbind(0))
+        rows = self.out_features
+        flat = weight._viewed((self.num_gemms * rows, self.in_features))
+        return [flat._sliced(0, g * rows, (g + 1) * rows) for g in range(self.num_gemms)]
+
+    def _group_biases(self) -> list[Tensor] | list[None]:
+        if not self.use_bias:
+            return [None] * self.num_gemms
+        if self.single_grouped_bias:
+            return list(self._packed("bias").detach().unbind(0))
+        return [getattr(self, name) for name in self.bias_names]
+
+    def _packed(self, name: str) -> Tensor:
+        parameter: Tensor = getattr(self, name)
+        return parameter
+
+    # ---- recipes -------------------------------------------------------------------------------
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        def role(tensor: str) -> QuantizerRole:
+            return QuantizerRole("grouped_linear", tensor, self.name or "")
+
+        of_one: list[QuantizerRole | None] = (
+            [role("input"), role("weight"), self._output_role] if fwd else [role("grad_output"), self._grad_input_role]
+        )
+        if num_quantizers != len(of_one) * self.num_gemms:
+            raise ValueError(
+                f"{self.layer} has {len(of_one)} slots for each of {self.num_gemms} groups in this pass, "
+                f"not {num_quantizers}"
+            )
+        return of_one * self.num_gemms
+
+    def _slot_counts(self) -> Mapping[Mode, int]:
+        return {"forward": 3 * self.num_gemms, "backward": 2 * self.num_gemms}
+
+    def _linear_slots(self) -> Sequence[LinearSlots]:
+        return [LinearSlots(3 * g, 3 * g + 1, 3 * g + 2, 2 * g, 2 * g + 1) for g in range(self.num_gemms)]
+
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> list[LinearDetails]:
+        if recipe.custom():
+            groups = self._gemm_operands(quantizers)
+            for tensor in ("input", "weight", "grad_output"):
+                operand = f"{self.layer}: {tensor}"
+                validate_grouped_quantizer_list([group[tensor] for group in groups], operand_name=operand)
+        return super()._details(recipe, quantizers)
+
+    def _cache_name(self, index: int) -> str:
+        return f"weight{index}"
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
+        """y, or (y, biases) with ``return_bias``. ``m_splits`` are the rows of each group, which may be 0.
+
+        ``out`` and ``dgrad_out`` are memory of the caller's that y and the gradient of ``inp`` are written to.
+        """
+        sizes = checked_sizes(m_splits, self.num_gemms, inp, self.layer)
+        weights, biases = self._group_weights(), self._group_biases()
+        packed = self._packed("weight") if self.single_grouped_weight else None
+        with self._forward_pass(inp, is_first_microbatch) as this:
+            groups = inp.detach().reshape(-1, inp.shape[-1]).split(sizes)
+            calls = [
+                self._linear_call(g, rows, weight, this, [weight if packed is None else packed])
+                for g, (rows, weight) in enumerate(zip(groups, weights, strict=True))
+            ]
+            call = Groups(
+                sizes,
+                weights,
+                biases if self.apply_bias else [None] * self.num_gemms,
+                calls,
+                packed_weight=packed,
+                packed_bias=self._packed("bias") if self.single_grouped_bias and self.apply_bias else None,
+                out=out,
+                dgrad_out=dgrad_out,
+            )
+            y = grouped_linear(inp, call)
+        return (y, biases) if self.return_bias else y
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}"
+
+
+def _init_each(init: InitMethod, weights: Tensor) -> None:
+    for weight in weights:
+        init(weight)
+
+
+def checked_sizes(m_splits: Sequence[int] | Tensor, groups: int, x: Tensor, layer: str) -> list[int]:
+    """As plain numbers, or an error if they do not divide the rows of ``x``."""
+    sizes = [int(size) for size in (m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)]
+    rows = x.shape[:-1].numel()
+    if len(sizes) != groups or sum(sizes) != rows or min(sizes) < 0:
+        raise ValueError(f"{layer}: {groups} groups need as many sizes that add up to {rows} rows, not {sizes}")
+    return sizes
+
+
+class Fp8Padding(nn.Module):
+    """Zeros after each group of rows, up to a multiple of ``align_size`` (by default that of the recipe in force).
+
+    `GroupedLinear` pads by itself; done outside, it is done once for several layers.
+    """
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.align_size = align_size
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[Tensor, list[int]]:
+        """The padded rows [M, K], and the sizes of the padded groups."""
+        sizes = checked_sizes(m_splits, self.num_gemms, inp, type(self).__name__)
+        padded = _aligned(sizes, self.align_size)
+        return padded_groups(inp.reshape(-1, inp.shape[-1]), sizes, padded, inp.shape[-1]), padded
+
+
+class Fp8Unpadding(nn.Module):
+    """The inverse of `Fp8Padding`."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.align_size = align_size
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
+        """The rows of the groups, whose sizes before padding were ``m_splits``."""
+        sizes = [int(size) for size in (m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)]
+        padded = checked_sizes(_aligned(sizes, self.align_size), self.num_gemms, inp, type(self).__name__)
+        if padded == sizes:
+            return inp
+        return torch.cat([group[:size] for group, size in zip(inp.split(padded), sizes, strict=True)])
+
+
+def _aligned(sizes: Sequence[int], multiple: int | None) -> list[int]:
+    if multiple is None:
+        multiple = get_align_size_for_quantization(active_recipe())
+    return [round_up(size, multiple) for size in sizes]

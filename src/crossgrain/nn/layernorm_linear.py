@@ -1,0 +1,93 @@
+"""LayerNormLinear: a normalization and the linear layer after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .linear import ParametersSplit, SingleLinear
+from .linear_module import InitMethod
+from .norm import Normalization
+from .norm_first import NormFirst
+from .options import parameter_options
+
+
+class LayerNormLinear(NormFirst, SingleLinear):
+    """``y = norm(x) · Wᵀ + b`` for x [..., in_features].
+
+    ``normalization``            "LayerNorm", or "RMSNorm", which has no bias
+    ``zero_centered_gamma``      ``layer_norm_weight`` is stored as its difference from one
+    ``return_layernorm_output``  norm(x) is returned as well, as the last result
+
+    Everything else is as in `Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: Normalization = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: Literal["row", "column"] | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: ParametersSplit = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+        **gpu_options: Any,
+    ) -> None:
+        super().__init__(
+            name,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+            **gpu_options,
+        )
+        # With one process the gathered output is the output.
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        factory = parameter_options(params_dtype, device)
+        self._make_norm(in_features, eps, normalization, zero_centered_gamma, factory)
+        self._make_linear(
+            in_features,
+            out_features,
+            bias=bias,
+            return_bias=return_bias,
+            init_method=init_method,
+            parameters_split=parameters_split,
+            factory=factory,
+        )
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Any:
+        """y, and after it what is asked for: the bias (``return_bias``), norm(x) (``return_layernorm_output``)."""
+        with self._forward_pass(inp, is_first_microbatch) as this:
+            x = self._normalized(inp, this)
+            y, bias = self._projected(x, this, quantized_output=fp8_output, quantized_grad_input=fp8_grad)
+        extras = [bias] * self.return_bias + [x] * self.return_layernorm_output
+        return (y, *extras) if extras else y
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, normalization={self.normalization}, eps={self.eps}"

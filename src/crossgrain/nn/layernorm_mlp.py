@@ -1,0 +1,180 @@
+"""LayerNormMLP: a normalization, two linear layers and the activation between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import Activation, activation
+from ..recipe import QuantizerRole
+from .base import Mode
+from .linear_module import ForwardPass, InitMethod, LinearSlots, default_init
+from .norm import Normalization
+from .norm_first import NormFirst
+from .options import parameter_options
+from .replay import recomputed
+
+_FC1 = LinearSlots(input=0, weight=1, output=2, grad_output=0, grad_input=1)
+_FC2 = LinearSlots(input=3, weight=4, output=5, grad_output=2, grad_input=3)
+
+
+class LayerNormMLP(NormFirst):
+    """``y = f(norm(x) · W₁ᵀ + b₁) · W₂ᵀ + b₂`` for x [..., hidden_size].
+
+    ``activation``               one of `crossgrain.activations.ACTIVATIONS`; a gated one doubles the rows of W₁
+    ``activation_params``        its options, such as ``{"limit": 7.0}`` of clamped_swiglu
+    ``checkpoint``               keep only the input for backward and compute the rest again there, bit for bit
+    ``return_bias``              b₂ is returned beside y, not added
+    ``return_layernorm_output``  norm(x) is returned as well, as the last result
+
+    Everything else is as in `Linear`.
+    """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: Normalization = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, Any] | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        checkpoint: bool = False,
+        name: str | None = None,
+        **gpu_options: Any,
+    ) -> None:
+        super().__init__(
+            name,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            delay_wgrad_compute=delay_wgrad_compute,
+            **gpu_options,
+        )
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.activation = activation
+        self.activation_params = dict(activation_params or {})
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.checkpoint = checkpoint
+        fc1_rows = ffn_hidden_size * (2 if self._activation().gated else 1)
+        factory = parameter_options(params_dtype, device)
+        self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, factory)
+        self._add_weight("fc1_weight", (fc1_rows, hidden_size), init_method or default_init, factory)
+        self._add_bias("fc1_bias", fc1_rows, factory, present=bias)
+        init_output = output_layer_init_method or init_method or default_init
+        self._add_weight("fc2_weight", (hidden_size, ffn_hidden_size), init_output, factory)
+        self._add_bias("fc2_bias", hidden_size, factory, present=bias)
+
+    def _activation(self) -> Activation:
+        return activation(self.activation, **self.activation_params)
+
+    # ---- recipes -------------------------------------------------------------------------------
+
+    @property
+    def weight_names(self) -> list[str]:
+        return ["fc1_weight", "fc2_weight"]
+
+    @property
+    def bias_names(self) -> list[str]:
+        return ["fc1_bias", "fc2_bias"]
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        fc1, fc2 = (f"{self.name}.{layer}" if self.name else layer for layer in ("fc1", "fc2"))
+        fc2_input = QuantizerRole("linear", "input", fc2)  # also what fc1 puts out
+        fc1_grad = QuantizerRole("linear", "grad_output", fc1)  # also what fc2 hands back
+        roles: list[QuantizerRole | None]
+        if fwd:
+            fc1_operands = [QuantizerRole("linear", tensor, fc1) for tensor in ("input", "weight")]
+            roles = [*fc1_operands, fc2_input, fc2_input, QuantizerRole("linear", "weight", fc2), self._output_role]
+        else:
+            roles = [fc1_grad, self._grad_input_role, QuantizerRole("linear", "grad_output", fc2), fc1_grad]
+        if num_quantizers != len(roles):
+            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
+        return roles
+
+    def _slot_counts(self) -> Mapping[Mode, int]:
+        return {"forward": 6, "backward": 4}
+
+    def _linear_slots(self) -> Sequence[LinearSlots]:
+        return [_FC1, _FC2]
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """y, and after it what is asked for: b₂ (``return_bias``), norm(x) (``return_layernorm_output``)."""
+        with self._forward_pass(inp, is_first_microbatch) as this:
+            if self.checkpoint and torch.is_grad_enabled():
+                y, x = self._recomputed(inp, this)
+            else:
+                y, x = self._computed(inp, this)
+        extras = [self.fc2_bias] * self.return_bias + [x] * self.return_layernorm_output
+        return (y, *extras) if extras else y
+
+    def _computed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
+        """y and norm(x)."""
+        x = self._normalized(inp, this)
+        hidden = self._linear(0, x, self.fc1_weight, self.fc1_bias, this)
+        activated: Tensor = _ActivationFunction.apply(hidden, self._activation())
+        y = self._linear(1, activated, self.fc2_weight, self.fc2_bias if self.apply_bias else None, this)
+        return y, x
+
+    def _recomputed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
+        """The same; backward runs it again with the same random numbers, scales and cached weights."""
+        again = this._replace(is_first_microbatch=False if this.is_first_microbatch else this.is_first_microbatch)
+        passes = iter([this])
+
+        def compute(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self._computed(x, next(passes, again))
+
+        return recomputed(compute, inp, state=None if this.recipe is None else this.built.states["forward"])
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}, "
+            f"bias={self.use_bias}, normalization={self.normalization}"
+        )
+
+
+class _ActivationFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Activation) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function.forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return ctx.function.backward(dy, x), None

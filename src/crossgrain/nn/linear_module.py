@@ -1,0 +1,304 @@
+"""What modules made of linear layers share: their options, their parameters, and how one of the layers is run.
+
+A module may hold several linear layers (the two of an MLP, the experts of a grouped layer). Each has its
+place among the module's quantizers, `LinearSlots`, and its weight; all run through `linear_function`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..hybrid import HybridQuantizer
+from ..plane import Direction
+from ..quantizer import Quantizer
+from ..recipe import Recipe, keep_high_precision_init_val
+from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from .base import Built, QuantizedModule
+from .linear_function import LinearCall, linear, quantize_weight
+from .options import activation_dtype, refuse_gpu_options, refuse_parallel_options
+from .padding import Padding, Sizes, padding_for
+
+InitMethod = Callable[[Tensor], Any]
+
+
+class LinearSlots(NamedTuple):
+    """Where the quantizers of one linear layer are among those of its module."""
+
+    input: int = 0
+    weight: int = 1
+    output: int = 2
+    grad_output: int = 0
+    grad_input: int = 1
+
+
+class LinearDetails(NamedTuple):
+    """What a recipe means for a linear layer."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    padding: Padding
+
+
+class ParameterPlan(NamedTuple):
+    """How a parameter is made, and made again by `reset_parameters`."""
+
+    shape: tuple[int, ...]
+    init: InitMethod
+    is_weight: bool = False  # of a GEMM: quantized in a quantized_model_init
+
+
+class ForwardPass(NamedTuple):
+    """What is settled at the start of a module's forward, also for a recomputation in backward.
+
+    ``calibrates``  statistics are taken, nothing is quantized
+    ``dtype``       of activations
+    """
+
+    recipe: Recipe | None
+    built: Built
+    calibrates: bool
+    dtype: torch.dtype
+    is_first_microbatch: bool | None
+
+
+def default_init(weight: Tensor) -> None:
+    nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class LinearModule(QuantizedModule):
+    """A module made of linear layers.
+
+    ``fuse_wgrad_accumulation``  dW is added to ``weight.main_grad``, which the caller provides
+    ``delay_wgrad_compute``      dW is computed by `backward_dw`, not in backward
+    ``save_original_input``      backward quantizes the input again instead of keeping its columnwise plane
+    ``get_rng_state_tracker``    whose generator weights are initialised under
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        parallel_mode: Literal["row", "column"] | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        **gpu_options: Any,
+    ) -> None:
+        super().__init__(name)
+        kind = type(self).__name__
+        refuse_gpu_options(kind, gpu_options)
+        refuse_parallel_options(kind, tp_size, parallel_mode, sequence_parallel)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self._rng_tracker = (get_rng_state_tracker, rng_tracker_name)
+        self._plans: dict[str, ParameterPlan] = {}
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    def _add_weight(self, name: str, shape: tuple[int, ...], init: InitMethod, factory: Mapping[str, Any]) -> None:
+        """The weight of a GEMM."""
+        self._make_parameter(name, ParameterPlan(shape, init, is_weight=True), factory)
+
+    def _add_bias(self, name: str, size: int, factory: Mapping[str, Any], present: bool = True) -> None:
+        """Zeros; a name without parameter if there is to be none."""
+        if present:
+            self._make_parameter(name, ParameterPlan((size,), nn.init.zeros_), factory)
+        else:
+            self.register_parameter(name, None)
+
+    def _make_parameter(self, name: str, plan: ParameterPlan, factory: Mapping[str, Any]) -> None:
+        self._plans[name] = plan
+        value = torch.empty(plan.shape, **factory)
+        if not value.is_meta:
+            self._initialise(value, plan)
+        if plan.is_weight:
+            self._register_weight(name, value)
+        else:
+            self.register_parameter(name, nn.Parameter(value))
+
+    def _initialise(self, value: Tensor, plan: ParameterPlan) -> None:
+        tracker, tracker_name = self._rng_tracker
+        with torch.no_grad():
+            if tracker is None or not plan.is_weight:
+                plan.init(value)
+            else:
+                with tracker().fork(tracker_name) if tracker_name else tracker().fork():
+                    plan.init(value)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters again, in place.
+
+        Those on the meta device get memory on the default device, and those that are to be kept quantized are
+        quantized, which needs new parameters.
+        """
+        if defer_init:
+            return
+        self._weight_cache.clear()
+        for name, plan in self._plans.items():
+            old: Any = getattr(self, name)
+            quantized = isinstance(old, QuantizedTensor)
+            if old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
+                device = torch.get_default_device() if old.is_meta else old.device
+                self._make_parameter(name, plan, {"dtype": old.dtype, "device": device})
+            elif quantized:
+                value = torch.empty(plan.shape, dtype=old.dtype, device=old.device)
+                self._initialise(value, plan)
+                self._requantize_in_place(old, value)
+            else:
+                self._initialise(old, plan)
+
+    def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(value)
+        if getattr(parameter, "get_high_precision_init_val", None) is not None:
+            keep_high_precision_init_val(parameter, value)
+
+    # ---- recipes -------------------------------------------------------------------------------
+
+    def _linear_slots(self) -> Sequence[LinearSlots]:
+        """One for each linear layer, in the order of `weight_names`."""
+        return [LinearSlots()]
+
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
+        forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
+        return [
+            {"input": forward[at.input], "weight": forward[at.weight], "grad_output": backward[at.grad_output]}
+            for at in self._linear_slots()
+        ]
+
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> list[LinearDetails]:
+        quantizes_backward = recipe.backward_override is None
+        made = []
+        for by_tensor in self._gemm_operands(quantizers):
+            x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
+            padding = padding_for(x, weight, grad_output if quantizes_backward else None)
+            made.append(LinearDetails(x, weight, grad_output, padding))
+        return made
+
+    # ---- running -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _forward_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[ForwardPass]:
+        """Around all that forward does."""
+        recipe = self._recipe_in_force()
+        built = self._prepare(recipe)
+        with self._step(recipe, built):
+            yield ForwardPass(recipe, built, self._only_calibrates(), activation_dtype(x), is_first_microbatch)
+
+    def _linear(
+        self,
+        index: int,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        this: ForwardPass,
+        *,
+        parameters: Sequence[Tensor] | None = None,
+        quantized_output: bool = False,
+        quantized_grad_input: bool = False,
+    ) -> Tensor:
+        """Linear layer ``index`` of the module. ``weight`` may be put together from several ``parameters``."""
+        call = self._linear_call(index, x, weight, this, parameters)
+        if quantized_output or quantized_grad_input:
+            if this.recipe is None:
+                raise RuntimeError(f"{self.layer}: a quantized output or gradient needs a recipe, and none is in force")
+            at = self._linear_slots()[index]
+            if not this.calibrates:
+                call.output = this.built.quantizers["scaling_fwd"][at.output] if quantized_output else None
+                call.grad_input = this.built.quantizers["scaling_bwd"][at.grad_input] if quantized_grad_input else None
+        return linear(x, weight, bias, call)
+
+    def _linear_call(
+        self, index: int, x: Tensor, weight: Tensor, this: ForwardPass, parameters: Sequence[Tensor] | None = None
+    ) -> LinearCall:
+        parameters = parameters or [weight]
+        call = LinearCall(
+            dtype=this.dtype,
+            accumulate_main_grad=self.fuse_wgrad_accumulation,
+            wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
+            weight_parts=parameters if len(parameters) > 1 else None,
+            layer=self.layer,
+        )
+        if this.recipe is None:
+            return call
+        details: LinearDetails = this.built.details[index]
+        if this.calibrates:
+            _calibrate(details, x, weight)
+            return call
+        call.input, call.weight, call.grad_output, call.padding = details
+        call.backward_override = this.recipe.backward_override
+        call.allow_mixed = this.recipe.allow_mixed
+        call.keep_input = self.save_original_input and self._keeps_input(index, this)
+        call.on_backward = self._backward_noted(this.built) if torch.is_grad_enabled() else None
+        if this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
+            call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
+        return call
+
+    def _cached_weight(
+        self, index: int, call: LinearCall, weight: Tensor, parameters: Sequence[Tensor], this: ForwardPass
+    ) -> QuantizedTensorStorage:
+        # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
+        columnwise = torch.is_grad_enabled() and call.quantizes_backward
+        padded = call.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
+        quantizer = call.weight
+        assert quantizer is not None
+        return self._weight_cache.get(
+            self._cache_name(index),
+            parameters,
+            refresh=bool(this.is_first_microbatch),
+            columnwise=columnwise,
+            make=lambda: quantize_weight(weight, quantizer, padded, columnwise),
+        )
+
+    def _cache_name(self, index: int) -> str:
+        return self.weight_names[index]
+
+    def _keeps_input(self, index: int, this: ForwardPass) -> bool:
+        """Whether backward may quantize the input again: only if it gets what forward would have kept."""
+        assert this.recipe is not None
+        if this.recipe.delayed():
+            raise ValueError(
+                f"{self.layer}: save_original_input needs a quantizer without history, not delayed scaling"
+            )
+        if this.recipe.backward_override == "high_precision":
+            return True
+        state, slot = this.built.states["forward"].delayed, self._linear_slots()[index].input
+        has_history = state is not None and any(at == slot for at, _ in state.columns)  # its scale changes meanwhile
+        if not has_history and can_reconstruct_wgrad_input_from_original(this.built.details[index].input):
+            return True
+        warnings.warn(
+            f"{self.layer}: save_original_input is off, for its input's quantizer would not make the same bytes twice",
+            stacklevel=3,
+        )
+        return False
+
+
+def _calibrate(details: LinearDetails, x: Tensor, weight: Tensor) -> None:
+    with torch.no_grad():
+        for quantizer, tensor in ((details.input, x), (details.weight, weight)):
+            quantizer.calibrate(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach())
+
+
+def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:
+    """Whether wgrad's operand may be made from the input in backward, after forward used the rowwise plane.
+
+    In a hybrid, a columnwise plane of the original has nothing to do with the rowwise one; one that is
+    derived from the rowwise plane needs the same rowwise bytes again.
+    """
+    if isinstance(quantizer, HybridQuantizer):
+        row: Quantizer = quantizer.child(Direction.ROWWISE)
+        return quantizer.columnwise_source == "original" or row.is_requantization_safe()
+    return quantizer.is_requantization_safe()

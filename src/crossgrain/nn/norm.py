@@ -1,0 +1,134 @@
+"""LayerNorm and RMSNorm, with the arithmetic of `crossgrain.norms`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..norms import layer_norm, norm_backward, rms_norm
+from ..tensor import QuantizedTensor
+from .options import activation_dtype, parameter_options
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def normalized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, dtype: torch.dtype
+) -> Tensor:
+    """x [..., K], normalized over the shape of ``weight``, in ``dtype``; without a bias it is RMSNorm."""
+    if tuple(x.shape[x.dim() - weight.dim() :]) != tuple(weight.shape):
+        raise ValueError(f"the input {list(x.shape)} has to end in {list(weight.shape)} to be normalized")
+    if isinstance(x, QuantizedTensor):
+        x = x.dequantize()
+    result: Tensor = _NormFunction.apply(x.to(dtype), weight, bias, eps, zero_centered_gamma)
+    return result
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+        rows = x.reshape(-1, weight.numel())
+        flat = weight.reshape(-1)
+        if bias is None:
+            done = rms_norm(rows, flat, eps, zero_centered)
+        else:
+            done = layer_norm(rows, flat, bias.reshape(-1), eps, zero_centered)
+        ctx.save_for_backward(rows, weight, done.mean, done.rstd)
+        ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
+        return done.y.reshape(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        rows, weight, mean, rstd = ctx.saved_tensors
+        dx, dw, db = norm_backward(
+            dy.reshape(rows.shape), rows, weight.reshape(-1), mean, rstd, zero_centered=ctx.zero_centered
+        )
+        bias_gradient = None if ctx.bias_dtype is None else db.reshape(weight.shape).to(ctx.bias_dtype)
+        return dx.reshape(dy.shape), dw.reshape(weight.shape), bias_gradient, None, None
+
+
+class _Norm(nn.Module):
+    """Over the last dimensions, which have to be ``normalized_shape``.
+
+    ``zero_centered_gamma``  the weight is stored as its difference from one
+    ``sequence_parallel``    marks the parameters, for those who reduce gradients over ranks
+    ``hidden_size``          an older name of ``normalized_shape``
+    """
+
+    _has_bias: bool
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if (normalized_shape is None) == (hidden_size is None):
+            raise ValueError(f"{type(self).__name__} takes one of normalized_shape and hidden_size")
+        if params_dtype is not None and dtype is not None and params_dtype != dtype:
+            raise ValueError(f"params_dtype={params_dtype} and dtype={dtype} say different things")
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        self.normalized_shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape or ())
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        factory = parameter_options(params_dtype or dtype, device)
+        self.weight = nn.Parameter(torch.empty(self.normalized_shape, **factory))
+        self.bias = nn.Parameter(torch.empty(self.normalized_shape, **factory)) if self._has_bias else None
+        self._initialise()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """A weight that does nothing, and no bias. Parameters on the meta device get memory on the default device."""
+        if defer_init:
+            return
+        for name, parameter in list(self.named_parameters()):
+            if parameter.is_meta:
+                device = torch.get_default_device()
+                setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp`` normalized, in its dtype (or that of torch.autocast)."""
+        return normalized(
+            inp,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            zero_centered_gamma=self.zero_centered_gamma,
+            dtype=activation_dtype(inp),
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``"""
+
+    _has_bias = True
+
+
+class RMSNorm(_Norm):
+    """``y = x / sqrt(mean(x²) + eps) · weight``"""
+
+    _has_bias = False

@@ -1,0 +1,41 @@
+"""What modules that begin with a normalization share: ``layer_norm_weight``, ``layer_norm_bias``, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .linear_module import ForwardPass, LinearModule, ParameterPlan
+from .norm import NORMALIZATIONS, normalized
+
+
+class NormFirst(LinearModule):
+    """A module of linear layers, the first of which takes a normalized input."""
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
+    def _make_norm(
+        self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, factory: Mapping[str, Any]
+    ) -> None:
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(f"{self.layer}: normalization is one of {NORMALIZATIONS}, not {normalization!r}")
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        neutral = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
+        self._make_parameter("layer_norm_weight", ParameterPlan((size,), neutral), factory)
+        self._add_bias("layer_norm_bias", size, factory, present=normalization == "LayerNorm")
+
+    def _normalized(self, x: Tensor, this: ForwardPass) -> Tensor:
+        """In high precision: the first linear layer quantizes it, in whatever formats it has."""
+        return normalized(
+            x,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            eps=self.eps,
+            zero_centered_gamma=self.zero_centered_gamma,
+            dtype=this.dtype,
+        )

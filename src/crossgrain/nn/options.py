@@ -1,0 +1,45 @@
+"""Options that modules have in common, resolved or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def activation_dtype(x: Tensor) -> torch.dtype:
+    """What a module computes in: the input's dtype, unless torch.autocast says otherwise."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def resolved_device(device: torch.device | str | None) -> torch.device:
+    """The default device for None; without CUDA, "cuda" means the CPU."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
+
+
+def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:
+    """For ``torch.empty``."""
+    return {"dtype": params_dtype or torch.get_default_dtype(), "device": resolved_device(device)}
+
+
+def refuse_gpu_options(layer: str, options: Mapping[str, Any]) -> None:
+    """Overlap of communication and the like are accepted as long as they are off."""
+    for name, value in options.items():
+        if not (name.startswith("ub_") or name == "symmetric_ar_type"):
+            raise TypeError(f"{layer} has no option {name!r}")
+        if value not in (None, False) and name != "ub_name":
+            raise NotImplementedError(f"{layer}: {name} is an option of GPU communication; leave it off")
+
+
+def refuse_parallel_options(layer: str, tp_size: int, parallel_mode: str | None, sequence_parallel: bool) -> None:
+    """One process holds the whole layer."""
+    if tp_size != 1 or parallel_mode not in (None, "row", "column") or sequence_parallel:
+        raise NotImplementedError(
+            f"{layer}: one process holds the whole layer: tp_size=1, no sequence_parallel, not "
+            f"tp_size={tp_size}, parallel_mode={parallel_mode!r}, sequence_parallel={sequence_parallel}"
+        )

@@ -1,0 +1,65 @@
+"""Quantizing groups of rows, each by its own quantizer, in one call where that gives the same bytes.
+
+A block never reaches over the boundary of a group that is a multiple of the block along M. So formats
+whose scales depend on a block alone (MX formats, FP8 in blocks, NVFP4 rows with an amax each) quantize the
+whole tensor once, and a group's planes are views of the whole's. Formats with a number for the whole tensor
+(per-tensor FP8, NVFP4) have one for each group and are quantized group by group, as are quantizers written
+by users and FP8 blocks along M that groups would share.
+
+Bytes are the same either way, except for stochastic rounding: one call draws one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..hybrid import HybridQuantizer
+from ..plane import COLUMNWISE, ROWWISE, Direction
+from ..quantizer import Quantizer
+from ..tensor import QuantizedTensorStorage
+from .linear_function import quantized_storage
+from .padding import known_format, padded_matrix
+
+
+def split_quantize(
+    rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer], *, rowwise: bool, columnwise: bool
+) -> list[QuantizedTensorStorage]:
+    """``rows`` [sum of sizes, K], in groups of ``sizes`` rows. The quantizers of the groups are alike."""
+    if not (rowwise or columnwise):
+        raise ValueError("neither rowwise nor columnwise data is asked for")
+    directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
+    if len(rows) and _quantizes_as_a_whole(quantizers[0], directions, sizes):
+        whole = quantized_storage(quantizers[0], rows, rowwise, columnwise)
+        return [whole._sliced(0, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    groups = zip(quantizers, rows.split(list(sizes)), strict=True)
+    return [quantized_storage(quantizer, group, rowwise, columnwise) for quantizer, group in groups]
+
+
+def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction], sizes: Sequence[int]) -> bool:
+    if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
+        directions = [ROWWISE, *directions]  # the columns are made from the rows
+    boundaries = list(accumulate(sizes))[:-1]
+    return all(_cuts_between_blocks(quantizer, direction, boundaries) for direction in directions)
+
+
+def _cuts_between_blocks(quantizer: Quantizer, direction: Direction, boundaries: Sequence[int]) -> bool:
+    fmt = known_format(quantizer, direction)
+    if fmt is None:
+        return False
+    if fmt.is_identity:
+        return True
+    along_m = fmt.block_rows if direction is ROWWISE else fmt.block_length
+    own_amax = fmt.global_amax is None or (fmt.global_amax == "row" and direction is ROWWISE)
+    return fmt.block is not None and own_amax and all(boundary % along_m == 0 for boundary in boundaries)
+
+
+def padded_groups(rows: Tensor, sizes: Sequence[int], padded: Sequence[int], columns: int) -> Tensor:
+    """``rows`` with zeros after each group, up to its ``padded`` size, and to the right, up to ``columns``."""
+    if list(sizes) == list(padded) and rows.shape[1] == columns:
+        return rows
+    groups = zip(rows.split(list(sizes)), padded, strict=True)
+    return torch.cat([padded_matrix(group, size, columns) for group, size in groups])

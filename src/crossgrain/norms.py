@@ -1,0 +1,75 @@
+"""Normalisations over the last dimensions and their gradients, in one place for modules and fusible operations.
+
+    LayerNorm  y = (x - mean(x)) · rstd · w + b        RMSNorm  y = x · rstd · w
+
+Statistics are in fp32 (fp64 for fp64 inputs). A zero-centred weight is stored as w - 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .activations import compute_dtype
+
+
+class Normalized(NamedTuple):
+    """``y`` in the input's dtype, and the statistics [..., 1] that backward needs; ``mean`` is None in RMSNorm."""
+
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Normalized:
+    """x [..., K], weight and bias [K]."""
+    wide = x.to(compute_dtype(x))
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = centred * rstd * _factor(weight, wide, zero_centered) + bias.to(wide.dtype)
+    return Normalized(y.to(x.dtype), mean, rstd)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Normalized:
+    """x [..., K], weight [K]."""
+    wide = x.to(compute_dtype(x))
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = wide * rstd * _factor(weight, wide, zero_centered)
+    return Normalized(y.to(x.dtype), None, rstd)
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx in x's dtype, dw and db in the weight's; RMSNorm (``mean`` None) has no use for db."""
+    wide, dy = x.to(rstd.dtype), dy.to(rstd.dtype)
+    normalized = (wide if mean is None else wide - mean) * rstd
+    d_normalized = dy * _factor(weight, wide, zero_centered)
+    dx = d_normalized - normalized * (d_normalized * normalized).mean(-1, keepdim=True)
+    if mean is not None:
+        dx = dx - d_normalized.mean(-1, keepdim=True)
+    size = x.shape[-1]
+    dw = (dy * normalized).reshape(-1, size).sum(0)
+    db = dy.reshape(-1, size).sum(0)
+    return (dx * rstd).to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
+
+
+def _factor(weight: Tensor, like: Tensor, zero_centered: bool) -> Tensor:
+    weight = weight.to(like.dtype)
+    return weight + 1 if zero_centered else weight
+
+
+def l2_normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x / sqrt(sum(x²) + eps)`` along the last dimension, and the factor [..., 1]."""
+    wide = x.to(compute_dtype(x))
+    rnorm = (wide.square().sum(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rnorm).to(x.dtype), rnorm
+
+
+def l2_normalized_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
+    """dx."""
+    wide, dy = x.to(rnorm.dtype), dy.to(rnorm.dtype)
+    inner = (dy * wide).sum(-1, keepdim=True) * rnorm.square()
+    return (rnorm * (dy - wide * inner)).to(x.dtype)

@@ -1,0 +1,175 @@
+"""Activations as operations. The mathematics is in `crossgrain.activations`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...activations import Activation, activation
+from ...dtypes import DType
+from ...float8 import Float8CurrentScalingQuantizer
+from ...quantizer import Quantizer
+from ..context import OperationContext
+from ..handover import handed_on, plain
+from ..op import BasicOperation, activation_dtype
+
+
+class ActivationOperation(BasicOperation):
+    """``cache_quantized_input``: what is kept for backward is FP8, at the price of a rounded gradient."""
+
+    activation_name: ClassVar[str]
+
+    def __init__(self, *, cache_quantized_input: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.cache_quantized_input = cache_quantized_input
+        self._options = options
+
+    @property
+    def function(self) -> Activation:
+        return activation(self.activation_name, **self._options)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        return handed_on(self.activation_forward(ctx, input_), next_op_input_quantizer)
+
+    def activation_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        """y in high precision."""
+        x = plain(input_, activation_dtype(input_))
+        if ctx.requires_grad:
+            ctx.dtype = input_.dtype
+            ctx.save_for_backward(_in_fp8(x) if self.cache_quantized_input else x)
+        return self.function.forward(x)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        return handed_on(self.activation_backward(ctx, grad_output), ctx.grad_input_quantizer), []
+
+    def activation_backward(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
+        """dx in high precision."""
+        (x,) = ctx.saved_tensors
+        return self.function.backward(plain(grad_output), plain(x)).to(ctx.dtype)
+
+
+def _in_fp8(x: Tensor) -> Any:
+    return Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False).quantize(x.detach())
+
+
+class GELU(ActivationOperation):
+    """GELU in its tanh form."""
+
+    activation_name = "gelu"
+
+
+class GEGLU(ActivationOperation):
+    """``gelu(gate) · linear`` of the halves [gate | linear] of the last dimension."""
+
+    activation_name = "geglu"
+
+
+class GLU(ActivationOperation):
+    """``sigmoid(gate) · linear``"""
+
+    activation_name = "glu"
+
+
+class QGELU(ActivationOperation):
+    """``x · sigmoid(1.702 x)``"""
+
+    activation_name = "qgelu"
+
+
+class QGEGLU(ActivationOperation):
+    """``qgelu(gate) · linear``"""
+
+    activation_name = "qgeglu"
+
+
+class ReLU(ActivationOperation):
+    """``max(x, 0)``"""
+
+    activation_name = "relu"
+
+
+class ReGLU(ActivationOperation):
+    """``relu(gate) · linear``"""
+
+    activation_name = "reglu"
+
+
+class SReLU(ActivationOperation):
+    """``max(x, 0)²``"""
+
+    activation_name = "srelu"
+
+
+class SReGLU(ActivationOperation):
+    """``srelu(gate) · linear``"""
+
+    activation_name = "sreglu"
+
+
+class SiLU(ActivationOperation):
+    """``x · sigmoid(x)``"""
+
+    activation_name = "silu"
+
+
+class SwiGLU(ActivationOperation):
+    """``silu(gate) · linear``; with ``glu_interleave_size`` the halves alternate in blocks of that size."""
+
+    activation_name = "swiglu"
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, interleave=glu_interleave_size)
+        self.glu_interleave_size = glu_interleave_size
+
+
+class ClampedSwiGLU(ActivationOperation):
+    """``z·sigmoid(alpha·z) · (clamp(linear, ±limit) + offset)`` with z = min(gate, limit), as in GPT-OSS."""
+
+    activation_name = "clamped_swiglu"
+
+    def __init__(
+        self,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        *,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            cache_quantized_input=cache_quantized_input,
+            limit=limit,
+            alpha=alpha,
+            glu_linear_offset=glu_linear_offset,
+            interleave=glu_interleave_size,
+        )
+        self.glu_interleave_size = glu_interleave_size
+
+
+class SiTUGLU(ActivationOperation):
+    """``β₁·tanh(gate/β₁)·sigmoid(gate) · β₂·tanh(linear/β₂)``"""
+
+    activation_name = "situglu"
+
+    def __init__(
+        self,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        *,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            cache_quantized_input=cache_quantized_input, beta1=beta1, beta2=beta2, interleave=glu_interleave_size
+        )
+        self.glu_interleave_size = glu_interleave_size

@@ -1,0 +1,69 @@
+"""``y = x + b``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...activations import compute_dtype
+from ...quantizer import Quantizer
+from ..context import OperationContext
+from ..handover import handed_on, plain
+from ..op import BasicOperation
+from .parameters import resolved_device
+
+
+class Bias(BasicOperation):
+    """``y = x + b`` for x [..., size], b [size]."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
+        super().__init__()
+        if tensor_parallel and torch.distributed.get_world_size(tensor_parallel_group) > 1:
+            raise NotImplementedError(f"{self.layer}: one process holds the whole bias")
+        self.size = size
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=resolved_device(device)))
+
+    def reset_parameters(self) -> None:
+        """Zero again; a bias on the meta device gets memory on the default device."""
+        if self.bias.is_meta:
+            self.bias = nn.Parameter(torch.zeros(self.size, dtype=self.bias.dtype))
+        nn.init.zeros_(self.bias)
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.bias.is_meta:
+            self.reset_parameters()
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x = plain(input_)
+        return handed_on(x + self.bias.detach().to(x.dtype), next_op_input_quantizer)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        dy = plain(grad_output)
+        return handed_on(dy, ctx.grad_input_quantizer), [self.bias_gradient(dy)]
+
+    def bias_gradient(self, dy: Tensor) -> Tensor | None:
+        if not self.bias.requires_grad:
+            return None
+        return dy.reshape(-1, self.size).sum(0, dtype=compute_dtype(dy)).to(self.bias.dtype)
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"

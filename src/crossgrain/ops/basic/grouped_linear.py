@@ -1,0 +1,298 @@
+"""A linear layer for each group of rows, as experts are: ``y[rows of g] = x[rows of g] · W_gᵀ + b_g``.
+
+The groups are runs of rows whose sizes are an extra input; a group may be empty. Every group has weights
+and quantizers of its own, and each of its GEMMs is that of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...activations import compute_dtype
+from ...grouped_quantizers import validate_grouped_quantizer_list
+from ...nn.base import Mode
+from ...nn.grouped_function import Groups, grouped_backward, grouped_forward
+from ...nn.linear_function import Needs, check_input
+from ...nn.padding import NO_PADDING, Padding
+from ...quantizer import Quantizer
+from ...recipe import QuantizerRole, Recipe
+from ...tensor import QuantizedTensor
+from ..context import OperationContext
+from ..handover import handed_on, plain
+from ..op import BackwardResult, ForwardResult, Kwargs
+from .linear import LinearOperation, calibrate
+from .parameters import init_weight, resolved_device
+
+# Keyword arguments: memory of the caller's that the output, or the gradient of the input, is written to.
+OUTPUT_BUFFER_KEY = "output_buffer"
+GRAD_INPUT_BUFFER_KEY = "grad_input_buffer"
+
+
+class GroupedLinear(LinearOperation):
+    """Extra inputs: the sizes of the groups [num_groups], and with ``scale_bias`` a factor for each row's bias.
+
+    ``single_grouped_weight``  one parameter ``weight`` [groups, out, in] instead of ``weight0``, ``weight1``, ...
+                               Kept quantized, formats with a scale per tensor have one for all groups.
+    ``single_grouped_bias``    one parameter ``bias`` [groups, out]
+    ``delay_wgrad_compute``    weight gradients are computed by `backward_dw`
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if num_groups < 1:
+            raise ValueError(f"{self.layer}: there is at least one group, not {num_groups}")
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias and bias
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.scale_bias = scale_bias and bias
+        self.num_extra_inputs = 2 if self.scale_bias else 1
+        self._rng_tracker = rng_state_tracker_function
+        factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
+        self._make_parameters(factory)
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    def _make_parameters(self, factory: Mapping[str, Any]) -> None:
+        groups, rows, columns = self.num_groups, self.out_features, self.in_features
+        weights = torch.empty(groups, rows, columns, **factory)
+        if not weights.is_meta:
+            for weight in weights:
+                init_weight(weight, self._rng_tracker)
+        for name, value in zip(self.weight_names, [weights] if self.single_grouped_weight else weights, strict=True):
+            self._register_weight(name, value.clone())
+        try:
+            self._group_weights()
+        except ValueError as error:
+            raise ValueError(
+                f"{self.layer}: a single weight of {groups} groups cannot be quantized: {error}"
+            ) from error
+        shape = (groups, rows) if self.single_grouped_bias else (rows,)
+        for name in self.bias_names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, **factory)))
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters again; those on the meta device get memory on the default device."""
+        weights = [self._weight(name) for name in self.weight_names]
+        if weights[0].is_meta:
+            self._make_parameters({"dtype": weights[0].dtype, "device": torch.get_default_device()})
+            return
+        with torch.no_grad():
+            for weight in weights:
+                value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                for matrix in value.view(-1, self.out_features, self.in_features):
+                    init_weight(matrix, self._rng_tracker)
+                weight.copy_(value)
+            for name in self.bias_names:
+                self._parameters[name].zero_()  # type: ignore[union-attr]
+
+    def pre_first_fuser_forward(self) -> None:
+        if self._weight(self.weight_names[0]).is_meta:
+            self.reset_parameters()
+
+    @property
+    def weight_names(self) -> list[str]:
+        return ["weight"] if self.single_grouped_weight else [f"weight{g}" for g in range(self.num_groups)]
+
+    @property
+    def bias_names(self) -> list[str]:
+        if not self.has_bias:
+            return []
+        return ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(self.num_groups)]
+
+    def _weight(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    def _group_weights(self) -> list[Tensor]:
+        """W of each group; parts of the one parameter if there is only one."""
+        if not self.single_grouped_weight:
+            return [self._weight(name) for name in self.weight_names]
+        weight, rows = self._weight("weight"), self.out_features
+        if not isinstance(weight, QuantizedTensor):
+            return list(weight.detach().unbind(0))
+        flat = weight._viewed((self.num_groups * rows, self.in_features))
+        return [flat._sliced(0, g * rows, (g + 1) * rows) for g in range(self.num_groups)]
+
+    def _group_biases(self) -> list[Tensor] | list[None]:
+        if not self.has_bias:
+            return [None] * self.num_groups
+        if self.single_grouped_bias:
+            return list(self._weight("bias").detach().unbind(0))
+        return [self._weight(name).detach() for name in self.bias_names]
+
+    # ---- quantizers ----------------------------------------------------------------------------
+
+    def num_quantizers(self, mode: Mode) -> int:
+        return self.num_groups * (2 if mode == "forward" else 1)
+
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:  # type: ignore[override]
+        tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [QuantizerRole("grouped_linear", tensor, self.name or "") for tensor in tensors * self.num_groups]
+
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
+        forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
+        return [
+            {"input": forward[2 * g], "weight": forward[2 * g + 1], "grad_output": backward[g]}
+            for g in range(self.num_groups)
+        ]
+
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> Padding:
+        groups = self._gemm_operands(quantizers)
+        if recipe.custom():
+            for tensor in ("input", "weight", "grad_output"):
+                operand = f"{self.layer}: {tensor}"
+                validate_grouped_quantizer_list([group[tensor] for group in groups], operand_name=operand)
+        return self._padding(recipe, groups[0])
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """None: each group quantizes its rows."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        return None
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        if self._recipe is None:
+            return
+        weight_requires_grad = any(self._weight(name).requires_grad for name in self.weight_names)
+        for group in self._gemm_operands(self.quantizers):
+            self._set_usages(group["input"], group["weight"], group["grad_output"], requires_grad, weight_requires_grad)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[Kwargs],
+    ) -> ForwardResult:
+        (ctx,), (extras,), (kwargs,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
+        weights, biases = self._group_weights(), self._group_biases()
+        check_input(input_, weights[0], self.layer)
+        x = plain(input_).reshape(-1, self.in_features)
+        ctx.sizes = self._sizes(extras[0], x)
+        bias_scales = self._bias_scales(extras[1], x) if self.scale_bias else None
+
+        operands: Any = [None] * self.num_groups
+        if self._recipe is not None and not self._calibrates:
+            operands = self._gemm_operands(self.quantizers)
+        padding = NO_PADDING if operands[0] is None else self._built.details
+        calls = [self._call(input_, operands[g], padding) for g in range(self.num_groups)]
+        for g, rows in enumerate(x.split(ctx.sizes)):
+            calls[g].wgrad_queue = self._wgrads if self.delay_wgrad_compute else None
+            if self._calibrates:
+                calibrate(self._gemm_operands(self.quantizers)[g], rows, weights[g])
+        dw = ctx.requires_grad and any(self._weight(name).requires_grad for name in self.weight_names)
+        db = ctx.requires_grad and not self.scale_bias and self._needs_bias_gradients()
+        ctx.groups = Groups(
+            ctx.sizes,
+            weights,
+            [None] * self.num_groups if self.scale_bias else biases,
+            calls,
+            packed_weight=self._weight("weight") if self.single_grouped_weight else None,
+            packed_bias=self._weight("bias") if self.single_grouped_bias else None,
+        )
+        needs = [Needs(ctx.input_requires_grad, dw, db)] * self.num_groups
+        y, ctx.contexts, saved = grouped_forward(x, ctx.groups, needs)
+        if bias_scales is not None:
+            y += _spread(biases, ctx.sizes) * bias_scales.unsqueeze(-1).to(y.dtype)
+        ctx.save_for_backward(bias_scales, *saved)
+        ctx.shape = input_.shape
+        ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
+        y = y.reshape(*input_.shape[:-1], self.out_features)
+        return handed_on(_in_buffer(y, kwargs.get(OUTPUT_BUFFER_KEY)), next_op_input_quantizer), [()]
+
+    def _sizes(self, split_sizes: Tensor, x: Tensor) -> list[int]:
+        sizes = [int(size) for size in split_sizes.tolist()]
+        if len(sizes) != self.num_groups or sum(sizes) != len(x) or min(sizes) < 0:
+            raise ValueError(
+                f"{self.layer}: {self.num_groups} groups need as many sizes that add up to {len(x)} rows, not {sizes}"
+            )
+        return sizes
+
+    def _bias_scales(self, scales: Tensor, x: Tensor) -> Tensor:
+        if scales.numel() != len(x):
+            raise ValueError(f"{self.layer}: {len(x)} rows take as many bias scales, not {list(scales.shape)}")
+        return scales.detach().reshape(-1)
+
+    def _needs_bias_gradients(self) -> bool:
+        return any(self._weight(name).requires_grad for name in self.bias_names)
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        (ctx,) = basic_op_ctxs
+        bias_scales, *saved = ctx.saved_tensors
+        dy = plain(grad_output).reshape(-1, self.out_features)
+        dx, grads, dbs = grouped_backward(dy, ctx.groups, ctx.contexts, saved)
+        d_scales: Tensor | None = None
+        if bias_scales is not None:
+            dbs, d_scales = self._scaled_bias_gradients(dy, bias_scales, ctx.sizes)
+        if dx is not None:
+            dx = handed_on(_in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer), ctx.grad_input_quantizer)
+        return dx, [grads + dbs if self.has_bias else grads], [(None, d_scales) if self.scale_bias else (None,)]
+
+    def _scaled_bias_gradients(
+        self, dy: Tensor, scales: Tensor, sizes: list[int]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        wide = dy.to(compute_dtype(dy))
+        biases = self._group_biases()
+        scaled = wide * scales.unsqueeze(-1).to(wide.dtype)
+        dbs: list[Tensor | None] = [
+            rows.sum(0).to(bias.dtype)
+            for rows, bias in zip(scaled.split(sizes), biases, strict=True)
+            if bias is not None
+        ]
+        if self.single_grouped_bias:
+            dbs = [torch.stack([db for db in dbs if db is not None])]
+        return dbs, (wide * _spread(biases, sizes)).sum(-1).to(scales.dtype)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"num_groups={self.num_groups}, {sizes}, bias={self.has_bias}"
+
+
+def _spread(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
+    """The bias of each row [M, N]."""
+    stacked = torch.stack([bias for bias in biases if bias is not None])
+    return stacked.repeat_interleave(torch.tensor(sizes, device=stacked.device), dim=0)
+
+
+def _in_buffer(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+    return tensor if buffer is None else buffer.detach().copy_(tensor)

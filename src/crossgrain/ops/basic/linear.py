@@ -1,0 +1,229 @@
+"""The linear layer without bias as an operation. The GEMMs are those of `crossgrain.nn`.
+
+The weight is quantized in each forward, or is kept quantized (`quantized_model_init`). Such a weight lives
+longer than any step: what one step does not need, the next may. So a weight's usages are never taken
+away, neither by a step without gradients nor by another recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.base import Mode
+from ...nn.linear_function import LinearCall, LinearFunction, Needs, check_input
+from ...nn.padding import NO_PADDING, Padding, padding_for
+from ...quantizer import Quantizer
+from ...recipe import QuantizerRole, Recipe
+from ...tensor import QuantizedTensor
+from ..context import OperationContext
+from ..handover import handed_on, plain
+from ..op import BasicOperation, activation_dtype
+from .parameters import init_weight, refuse_parallel_options, resolved_device
+
+
+class LinearOperation(BasicOperation):
+    """What linear operations share: how their quantizers are set up, and how a GEMM is called with them."""
+
+    accumulate_into_main_grad: bool = False
+
+    def _weight_quantizers(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
+        """For weights that are kept quantized: complete, then with the usages that a weight has already."""
+        made = super()._weight_quantizers(quantizers)
+        for name, weight in self._quantized_weights().items():
+            made[name].set_usage(columnwise=torch.is_grad_enabled())
+            keep_usages(made[name], weight)
+        return made
+
+    def _set_usages(
+        self, x: Quantizer, weight: Quantizer, grad_output: Quantizer, requires_grad: bool, weight_requires_grad: bool
+    ) -> None:
+        """Before forward, for operations that quantize for this one.
+
+        A weight that is kept quantized is not touched by this: it has a quantizer of its own.
+        """
+        assert self._recipe is not None
+        quantizes_backward = self._recipe.backward_override is None
+        weight_requires_grad = weight_requires_grad and requires_grad
+        x.set_usage(rowwise=True, columnwise=weight_requires_grad and quantizes_backward)
+        weight.set_usage(rowwise=True, columnwise=requires_grad)
+        grad_output.set_usage(rowwise=True, columnwise=weight_requires_grad and quantizes_backward)
+
+    def _call(self, x: Tensor, operands: Mapping[str, Quantizer] | None, padding: Padding) -> LinearCall:
+        """A call of the linear layer with these quantizers; None: in high precision."""
+        call = LinearCall(
+            dtype=activation_dtype(x), accumulate_main_grad=self.accumulate_into_main_grad, layer=self.layer
+        )
+        if operands is not None:
+            assert self._recipe is not None
+            call.input, call.weight, call.grad_output = (operands[n] for n in ("input", "weight", "grad_output"))
+            call.padding = padding
+            call.backward_override = self._recipe.backward_override
+            call.allow_mixed = self._recipe.allow_mixed
+        return call
+
+    def _padding(self, recipe: Recipe, operands: Mapping[str, Quantizer]) -> Padding:
+        grad_output = operands["grad_output"] if recipe.backward_override is None else None
+        return padding_for(operands["input"], operands["weight"], grad_output)
+
+
+def keep_usages(quantizer: Quantizer, weight: QuantizedTensor) -> None:
+    """The usages of the weight's present quantizer are taken over, whatever the step at hand needs."""
+    if weight._quantizer is not None:
+        quantizer.set_usage(**weight._quantizer.get_usages())
+
+
+class BasicLinear(LinearOperation):
+    """``y = x · Wᵀ`` for x [..., in_features], W [out_features, in_features].
+
+    ``accumulate_into_main_grad``  dW is added to ``weight.main_grad``, which the caller provides
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse_parallel_options(self, tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        if userbuffers_options:
+            raise NotImplementedError(f"{self.layer}: userbuffers_options are for GPUs; leave them out")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self._rng_tracker = rng_state_tracker_function
+        factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
+        self._make_weight(torch.empty(out_features, in_features, **factory))
+
+    def _make_weight(self, weight: Tensor) -> None:
+        if not weight.is_meta:
+            init_weight(weight, self._rng_tracker)
+        self._register_weight("weight", weight)
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight again; one on the meta device gets memory on the default device."""
+        old: Any = self.weight
+        if isinstance(old, QuantizedTensor):
+            value = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            init_weight(value, self._rng_tracker)
+            with torch.no_grad():
+                old.copy_(value)
+        elif old.is_meta:
+            self._make_weight(torch.empty(old.shape, dtype=old.dtype, device=torch.get_default_device()))
+        else:
+            init_weight(old, self._rng_tracker)
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    # ---- quantizers ----------------------------------------------------------------------------
+
+    @property
+    def weight_names(self) -> list[str]:
+        return ["weight"]
+
+    def num_quantizers(self, mode: Mode) -> int:
+        return 2 if mode == "forward" else 1
+
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:  # type: ignore[override]
+        tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [QuantizerRole("linear", tensor, self.name or "") for tensor in tensors]
+
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
+        (x, weight), (grad_output,) = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
+        return [{"input": x, "weight": weight, "grad_output": grad_output}]
+
+    def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> Padding:
+        return self._padding(recipe, self._gemm_operands(quantizers)[0])
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """None also where an input that comes quantized could not be used as it is."""
+        recipe = self._recipe
+        if recipe is None or self._calibrates or recipe.backward_override == "high_precision" or self._pads:
+            return None
+        return self.get_quantizer("forward", 0)
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        recipe = self._recipe
+        if recipe is None or self._calibrates or recipe.backward_override is not None or self._pads:
+            return None
+        return self.get_quantizer("backward", 0)
+
+    @property
+    def _pads(self) -> bool:
+        """Whether the weight's sizes ask for padding, or formats of other blocks may."""
+        assert self._recipe is not None
+        padding: Padding = self._built.details
+        return self._recipe.allow_mixed or bool(self.in_features % padding.k or self.out_features % padding.n)
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        if self._recipe is not None:
+            operands = self._gemm_operands(self.quantizers)[0]
+            self._set_usages(
+                operands["input"],
+                operands["weight"],
+                operands["grad_output"],
+                requires_grad,
+                self.weight.requires_grad,
+            )
+
+    # ---- forward and backward ------------------------------------------------------------------
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        y = self.gemm_forward(ctx, input_)
+        return handed_on(y, next_op_input_quantizer)
+
+    def gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
+        """y in high precision; what backward needs is kept in ``ctx``."""
+        check_input(x, self.weight, self.layer)
+        operands = None
+        if self._calibrates:
+            calibrate(self._gemm_operands(self.quantizers)[0], x, self.weight)
+        elif self._recipe is not None:
+            operands = self._gemm_operands(self.quantizers)[0]
+        call = self._call(x, operands, NO_PADDING if operands is None else self._built.details)
+        needs = Needs(ctx.input_requires_grad, ctx.requires_grad and self.weight.requires_grad, False)
+        y: Tensor = LinearFunction.forward(ctx, x, self.weight, None, call, needs)
+        return y
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        dx, dw = self.gemm_backward(ctx, grad_output)
+        return None if dx is None else handed_on(dx, ctx.grad_input_quantizer), [dw]
+
+    def gemm_backward(self, ctx: OperationContext, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """dx in high precision, and dW."""
+        dx, dw, *_ = LinearFunction.backward(ctx, dy)
+        return dx, dw
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def calibrate(operands: Mapping[str, Quantizer], x: Tensor, weight: Tensor) -> None:
+    """Statistics of forward's operands."""
+    operands["input"].calibrate(plain(x.detach()))
+    operands["weight"].calibrate(plain(weight.detach()))

@@ -1,0 +1,143 @@
+"""LayerNorm, RMSNorm and L2 normalisation as operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...norms import l2_normalized, l2_normalized_backward, layer_norm, norm_backward, rms_norm
+from ...quantizer import Quantizer
+from ..context import OperationContext
+from ..handover import handed_on, plain
+from ..op import BasicOperation, activation_dtype
+from .parameters import resolved_device
+
+
+class _Norm(BasicOperation):
+    """Over the last dimensions, which have to be ``normalized_shape``.
+
+    ``zero_centered_gamma``  the weight is stored as its difference from one
+    """
+
+    _has_bias: bool
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape = shape
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sm_margin = sm_margin  # of GPUs
+        factory: Any = {"dtype": dtype, "device": resolved_device(device)}
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+        if self._has_bias:
+            self.bias = nn.Parameter(torch.empty(shape, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A weight that does nothing, and no bias."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self._has_bias:
+            nn.init.zeros_(self.bias)
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            for name, parameter in list(self.named_parameters()):
+                self.register_parameter(
+                    name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
+                )
+            self.reset_parameters()
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if tuple(input_.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
+            raise ValueError(
+                f"{self.layer}: the input {list(input_.shape)} has to end in {list(self.normalized_shape)}"
+            )
+        x = plain(input_, activation_dtype(input_))
+        rows = x.reshape(-1, math.prod(self.normalized_shape))
+        weight = self.weight.detach().reshape(-1)
+        if self._has_bias:
+            done = layer_norm(rows, weight, self.bias.detach().reshape(-1), self.eps, self.zero_centered_gamma)
+        else:
+            done = rms_norm(rows, weight, self.eps, self.zero_centered_gamma)
+        if ctx.requires_grad:
+            ctx.save_for_backward(rows, done.mean, done.rstd)
+            ctx.shape, ctx.dtype = input_.shape, input_.dtype
+        return handed_on(done.y.reshape(x.shape), next_op_input_quantizer)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        dx, grads = self.norm_backward(ctx, grad_output)
+        return handed_on(dx, ctx.grad_input_quantizer), grads
+
+    def norm_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """dx in high precision, and the gradients of the parameters."""
+        rows, mean, rstd = ctx.saved_tensors
+        dy = plain(grad_output).reshape(rows.shape)
+        weight = self.weight.detach().reshape(-1)
+        dx, *grads = norm_backward(dy, rows, weight, mean, rstd, self.zero_centered_gamma)
+        return dx.reshape(ctx.shape).to(ctx.dtype), [
+            grad.reshape(self.normalized_shape) for grad in (grads if self._has_bias else grads[:1])
+        ]
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``"""
+
+    _has_bias = True
+
+
+class RMSNorm(_Norm):
+    """``y = x / sqrt(mean(x²) + eps) · weight``"""
+
+    _has_bias = False
+
+
+class L2Normalization(BasicOperation):
+    """``y = x / sqrt(sum(x²) + eps)`` along the last dimension."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x = plain(input_)
+        y, rnorm = l2_normalized(x, self.eps)
+        if ctx.requires_grad:
+            ctx.save_for_backward(x, rnorm)
+        return handed_on(y, next_op_input_quantizer)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        x, rnorm = ctx.saved_tensors
+        return handed_on(l2_normalized_backward(plain(grad_output), x, rnorm), ctx.grad_input_quantizer), []

@@ -1,0 +1,48 @@
+"""Quantize: the tensor, or its gradient, in the format of the recipe from here on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...nn.base import Mode
+from ...quantizer import Quantizer
+from ...tensor import QuantizedTensor
+from ..context import OperationContext
+from ..op import BasicOperation
+
+
+class Quantize(BasicOperation):
+    """``forward``: the output is quantized; ``backward``: the gradient of the input is. Both need a recipe."""
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self._quantizes: dict[Mode, bool] = {"forward": forward, "backward": backward}
+
+    def num_quantizers(self, mode: Mode) -> int:
+        return int(self._quantizes[mode])
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        quantizer = self.get_input_quantizer()
+        ctx.quantizer = self.get_grad_output_quantizer()
+        return _quantized(input_, quantizer)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        return _quantized(grad_output, ctx.quantizer), []
+
+
+def _quantized(tensor: Tensor, quantizer: Quantizer | None) -> Tensor:
+    if quantizer is None or isinstance(tensor, QuantizedTensor):
+        return tensor
+    made: Tensor = quantizer(tensor.detach())
+    return made

@@ -1,0 +1,109 @@
+"""Activations whose output is scaled by one number per row, as routers of experts ask for."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...activations import Activation, activation, compute_dtype
+from ...quantizer import Quantizer
+from ..context import OperationContext
+from ..handover import handed_on, plain
+from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs, activation_dtype
+
+
+class ScaledActivation(BasicOperation):
+    """``y = f(x) · scales`` for x [..., K] and, as extra input, scales [...]."""
+
+    num_extra_inputs = 1
+    activation_name: ClassVar[str]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+
+    @property
+    def function(self) -> Activation:
+        return activation(self.activation_name, **self._options)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[Kwargs],
+    ) -> ForwardResult:
+        (ctx,), ((scales,),) = basic_op_ctxs, basic_op_extra_inputs
+        x = plain(input_, activation_dtype(input_))
+        if scales.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{self.layer}: an input of {list(x.shape)} takes a scale for each row, {list(x.shape[:-1])}, not "
+                f"{list(scales.shape)}"
+            )
+        if ctx.requires_grad:
+            ctx.save_for_backward(x, scales)
+            ctx.dtype = input_.dtype
+        wide = self.function.forward(x.to(compute_dtype(x)))
+        y = (wide * scales.unsqueeze(-1).to(wide.dtype)).to(x.dtype)
+        return handed_on(y, next_op_input_quantizer), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        (ctx,) = basic_op_ctxs
+        x, scales = ctx.saved_tensors
+        wide = x.to(compute_dtype(x))
+        dy = plain(grad_output).to(wide.dtype)
+        dx = self.function.backward(dy * scales.unsqueeze(-1).to(wide.dtype), wide).to(ctx.dtype)
+        d_scales = (dy * self.function.forward(wide)).sum(-1).to(scales.dtype)
+        return handed_on(dx, ctx.grad_input_quantizer), [()], [(d_scales,)]
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """``swiglu(x) · scales``"""
+
+    activation_name = "swiglu"
+
+    def __init__(self, glu_interleave_size: int | None = None) -> None:
+        super().__init__(interleave=glu_interleave_size)
+        self.glu_interleave_size = glu_interleave_size
+
+
+class ScaledSReLU(ScaledActivation):
+    """``max(x, 0)² · scales``"""
+
+    activation_name = "srelu"
+
+
+class ScaledSiTUGLU(ScaledActivation):
+    """``situglu(x) · scales``"""
+
+    activation_name = "situglu"
+
+    def __init__(self, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None) -> None:
+        super().__init__(beta1=beta1, beta2=beta2, interleave=glu_interleave_size)
+        self.glu_interleave_size = glu_interleave_size
+
+
+class ScaledClampedQGeGLU(ScaledActivation):
+    """``clamped_swiglu(x) · scales``"""
+
+    activation_name = "clamped_swiglu"
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        super().__init__(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, interleave=glu_interleave_size)
+        self.glu_interleave_size = glu_interleave_size

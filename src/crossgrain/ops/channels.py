@@ -1,0 +1,61 @@
+"""Where the extra tensors of a sequence come from and go to: the caller, or a channel between its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .op import BasicOperation
+
+
+class Port(NamedTuple):
+    """An extra input or output: its channel, if any, and whether the caller sees it."""
+
+    channel: str | None
+    public: bool
+
+
+class Wiring:
+    """The extra inputs and outputs of a sequence of basic operations."""
+
+    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+        self.inputs = [[_input_port(op, i) for i in range(op.num_extra_inputs)] for op in ops]
+        self.outputs = [[_output_port(op, i) for i in range(op.num_extra_outputs)] for op in ops]
+        self._check(ops)
+        self.num_public_inputs = sum(port.public for ports in self.inputs for port in ports)
+
+    def _check(self, ops: Sequence[BasicOperation]) -> None:
+        """Every channel has one source, which comes before those who read it."""
+        known: set[str] = set()
+        for index, op in enumerate(ops):
+            for port in self.inputs[index]:
+                if port.channel is not None and port.channel not in known:
+                    raise ValueError(
+                        f"{type(op).__name__} at position {index} reads the channel {port.channel!r}, but no earlier "
+                        "operation of the sequence writes to it"
+                    )
+            for port in self.outputs[index]:
+                if port.channel is not None and port.channel in known:
+                    raise ValueError(
+                        f"{type(op).__name__} at position {index} writes to the channel {port.channel!r}, which has a "
+                        "source already"
+                    )
+                known |= {port.channel} if port.channel is not None else set()
+
+    def public_inputs(self, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
+        """The caller's extra inputs by operation; None where a channel provides one."""
+        if len(tensors) != self.num_public_inputs:
+            raise ValueError(f"the sequence takes {self.num_public_inputs} extra inputs, and {len(tensors)} were given")
+        given = iter(tensors)
+        return [[next(given) if port.public else None for port in ports] for ports in self.inputs]
+
+
+def _input_port(op: BasicOperation, index: int) -> Port:
+    channel = op._extra_input_channels.get(index)
+    return Port(channel, public=channel is None)
+
+
+def _output_port(op: BasicOperation, index: int) -> Port:
+    return Port(*op._extra_output_channels.get(index, (None, True)))

@@ -1,0 +1,129 @@
+"""Backward passes of neighbours in one: an intermediate gradient is worked on in place and quantized once.
+
+Each rounds where the single operations do, so the numbers are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...recipe import Recipe
+from ..basic.activation import ActivationOperation
+from ..basic.bias import Bias
+from ..basic.extra import MakeExtraOutput
+from ..basic.linear import BasicLinear
+from ..basic.normalization import RMSNorm
+from ..basic.simple import ConstantScale
+from ..context import OperationContext
+from ..fusions import fuse_windows
+from ..handover import handed_on, plain
+from ..op import BackwardResult, BasicOperation, FusedOperation, FusibleOperation
+
+
+class BackwardActivationBias(FusedOperation):
+    """[Bias, activation]: the activation's gradient, its sum for the bias, and its quantized form for a GEMM."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        bias, activation = self.basic_ops
+        assert isinstance(bias, Bias) and isinstance(activation, ActivationOperation)
+        dx = activation.activation_backward(basic_op_ctxs[1], grad_output)
+        db = bias.bias_gradient(dx)
+        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [[db], []], [(), ()]
+
+
+class BackwardAddRMSNorm(FusedOperation):
+    """[MakeExtraOutput, RMSNorm]: the gradient of the norm, and that of the branch added to it."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        branch, norm = self.basic_ops
+        assert isinstance(branch, MakeExtraOutput) and isinstance(norm, RMSNorm)
+        dx, grads = norm.norm_backward(basic_op_ctxs[1], grad_output)
+        dx = _with_branch(branch, dx, basic_op_grad_extra_outputs[0])
+        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [[], grads], [(), ()]
+
+
+class BackwardLinearAdd(FusedOperation):
+    """[MakeExtraOutput, BasicLinear]: the gradient of the branch is added to dgrad's result."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        branch, linear = self.basic_ops
+        assert isinstance(branch, MakeExtraOutput) and isinstance(linear, BasicLinear)
+        dx, dw = linear.gemm_backward(basic_op_ctxs[1], grad_output)
+        assert dx is not None
+        dx = _with_branch(branch, dx, basic_op_grad_extra_outputs[0])
+        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [[], [dw]], [(), ()]
+
+
+class BackwardLinearScale(FusedOperation):
+    """[ConstantScale, BasicLinear]: dgrad's result is scaled in place."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        scale, linear = self.basic_ops
+        assert isinstance(scale, ConstantScale) and isinstance(linear, BasicLinear)
+        dx, dw = linear.gemm_backward(basic_op_ctxs[1], grad_output)
+        assert dx is not None
+        return handed_on(dx.mul_(scale.scale), basic_op_ctxs[0].grad_input_quantizer), [[], [dw]], [(), ()]
+
+
+def _with_branch(branch: MakeExtraOutput, dx: Tensor, grads: tuple[Tensor | None, ...]) -> Tensor:
+    """dx, whose memory nobody else uses, and the gradient of the branch."""
+    (extra,) = grads
+    if extra is None or branch.in_place or extra.dtype != dx.dtype:
+        return branch.summed(dx, extra)
+    return dx.add_(plain(extra))
+
+
+def fuse_backward_activation_bias(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
+    """Only where gradients are quantized: what is saved is a high-precision gradient between the two."""
+    return ops if recipe is None else _fused(ops, Bias, ActivationOperation, BackwardActivationBias)
+
+
+def fuse_backward_add_rmsnorm(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
+    return _fused(ops, MakeExtraOutput, RMSNorm, BackwardAddRMSNorm)
+
+
+def fuse_backward_linear_add(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
+    return _fused(ops, MakeExtraOutput, BasicLinear, BackwardLinearAdd)
+
+
+def fuse_backward_linear_scale(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
+    return _fused(ops, ConstantScale, BasicLinear, BackwardLinearScale)
+
+
+def _fused(
+    ops: list[FusibleOperation],
+    first: type[BasicOperation],
+    second: type[BasicOperation],
+    fused: type[FusedOperation],
+) -> list[FusibleOperation]:
+    def replacement(window: list[FusibleOperation]) -> FusedOperation | None:
+        a, b = window
+        if not (isinstance(a, first) and isinstance(b, second)):
+            return None
+        return fused([a, b])
+
+    return fuse_windows(ops, 2, replacement)

@@ -1,0 +1,40 @@
+"""Tensors that go from one operation to the next: quantized where the next one can use them as they are.
+
+An operation that quantizes its input says so with its input quantizer. The operation before makes that
+tensor right away, and the high-precision one need not live on. The bytes are the same either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..hybrid import HybridQuantizer
+from ..quantizer import Quantizer
+from ..tensor import QuantizedTensor
+
+
+def handed_on(tensor: Tensor, quantizer: Quantizer | None) -> Tensor:
+    """``tensor`` as the next operation wants it, or as it is if the next operation could not use that."""
+    if quantizer is None or isinstance(tensor, QuantizedTensor) or not _can_be_handed_on(quantizer, tensor):
+        return tensor
+    made: Tensor = quantizer(tensor.detach())
+    return made
+
+
+def _can_be_handed_on(quantizer: Quantizer, tensor: Tensor) -> bool:
+    if quantizer.custom or not (quantizer.rowwise_usage or quantizer.columnwise_usage):
+        return False
+    if isinstance(quantizer, HybridQuantizer):
+        children = (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer)
+        # Columns derived from rows cannot be told from others later.
+        if quantizer.columnwise_source != "original" or any(child.custom for child in children):
+            return False
+    return quantizer.is_quantizable(tensor)
+
+
+def plain(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` in high precision."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.dequantize(dtype=dtype).detach()
+    return tensor if dtype is None else tensor.to(dtype)

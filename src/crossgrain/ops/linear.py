@@ -1,0 +1,148 @@
+"""Linear as an operation: `BasicLinear` and `Bias` under the parameters' names of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn.base import Mode
+from ..recipe import QuantizerRole
+from .basic.bias import Bias
+from .basic.linear import BasicLinear
+from .op import BasicOperation, FusedOperation
+
+
+class Linear(FusedOperation):
+    """``y = x · Wᵀ + b``. Its state dict is that of `crossgrain.nn.Linear` and of `torch.nn.Linear`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        linear = BasicLinear(
+            in_features,
+            out_features,
+            device=device,
+            dtype=dtype,
+            tensor_parallel_mode=tensor_parallel_mode,
+            tensor_parallel_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            userbuffers_options=userbuffers_options,
+            name=name,
+        )
+        ops: list[BasicOperation] = [linear]
+        if bias:
+            ops.append(Bias(out_features, device=device, dtype=linear.weight.dtype))
+        super().__init__(ops)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.register_parameter("weight", linear.weight)
+        self.register_parameter("bias", ops[1].bias if bias else None)  # type: ignore[arg-type]
+
+    def _hold(self, basic_ops: list[BasicOperation]) -> None:
+        # Not as submodules, whose parameters would be listed again under other names.
+        self.basic_ops = tuple(basic_ops)
+
+    # ---- one parameter under two roofs ---------------------------------------------------------
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._share_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "bias"):
+            self._share_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # which may replace parameters
+        self._share_parameters()
+        return self
+
+    def _share_parameters(self) -> None:
+        """The basic operations use the parameters that are registered here."""
+        for op, name in zip(self.basic_ops, ("weight", "bias"), strict=False):
+            parameter = self._parameters.get(name)
+            if parameter is not None and parameter is not op._parameters[name]:
+                op._parameters[name] = parameter
+                op.clear_weight_cache()
+
+    def pre_first_fuser_forward(self) -> None:
+        super().pre_first_fuser_forward()
+        self._take_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters again."""
+        for op in self.basic_ops:
+            op.reset_parameters()  # type: ignore[operator]
+        self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        for op, name in zip(self.basic_ops, ("weight", "bias"), strict=False):
+            self._parameters[name] = op._parameters[name]
+
+    # ---- what the layer is for recipes ---------------------------------------------------------
+
+    @property
+    def name(self) -> str | None:
+        return self.basic_ops[0].name
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        self.basic_ops[0].name = name
+
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:
+        return self.basic_ops[0].get_quantizer_roles(mode)
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        extra = self.basic_ops[0].get_extra_state()
+        if extra:
+            destination[prefix + "_extra_state"] = extra
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "_extra_state"
+        self.basic_ops[0].clear_weight_cache()
+        if key in state_dict:
+            self.basic_ops[0].set_extra_state(state_dict[key])
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+        self._share_parameters()
+
+    def extra_repr(self) -> str:
+        has_bias = self._parameters["bias"] is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"

@@ -1,0 +1,267 @@
+"""What a fusible operation is.
+
+A `BasicOperation` is one primitive: a GEMM, a bias, an activation. It says how to run forward and
+backward by hand, without autograd, so that an `OperationFuser` can run a whole sequence of them as one
+autograd function and can replace neighbours by a `FusedOperation` that does the work of several.
+
+Neighbours may hand on quantized tensors: the output quantizer of an operation is the input quantizer of
+the next, and its grad-input quantizer the grad-output quantizer of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..nn.base import Mode, QuantizedModule
+from ..nn.options import activation_dtype
+from ..quantizer import Quantizer
+from ..recipe import QuantizerRole, Recipe, active
+from .context import OperationContext
+
+__all__ = [
+    "BackwardResult",
+    "BasicOperation",
+    "ForwardResult",
+    "FusedOperation",
+    "FusibleOperation",
+    "Kwargs",
+    "activation_dtype",
+]
+
+Kwargs = Mapping[str, Any]
+ForwardResult = tuple[Tensor, list[tuple[Tensor, ...]]]
+BackwardResult = tuple[Tensor | None, list[Sequence[Tensor | None]], list[Sequence[Tensor | None]]]
+
+
+class FusibleOperation(nn.Module):
+    """An operation that can be part of a sequence that runs as one autograd function."""
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether it does the work of several basic operations."""
+        return isinstance(self, FusedOperation)
+
+    def as_basic_ops(self) -> list[BasicOperation]:
+        """The basic operations it stands for, in the order of forward."""
+        raise NotImplementedError
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """What makes of the input the tensor the operation works with; None: it takes high precision."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The same for the gradient of the output."""
+        return None
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once before the first forward."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each forward, before any operation of the sequence runs."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[Kwargs],
+    ) -> ForwardResult:
+        """The output, and the extra outputs of each basic operation."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward pass of its own")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        """The gradient of the input, and for each basic operation those of its parameters and extra inputs."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward pass of its own")
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """The operation on its own; ``kwargs`` go to the first basic operation."""
+        from .fuser import OperationFuser  # fusers are made of operations
+
+        fuser = OperationFuser([self])
+        return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] + [{}] * (fuser.num_basic_ops - 1))
+
+
+class BasicOperation(QuantizedModule, FusibleOperation):
+    """One primitive. Subclasses provide `op_forward` and `op_backward`, or, with extra tensors, the fuser's forms."""
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    _module_type: ClassVar[str] = ""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self._recipe: Recipe | None = None
+        self._extra_input_channels: dict[int, str] = {}
+        self._extra_output_channels: dict[int, tuple[str, bool]] = {}
+
+    def as_basic_ops(self) -> list[BasicOperation]:
+        return [self]
+
+    # ---- forward and backward ------------------------------------------------------------------
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The output, for an operation without extra tensors."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward pass")
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """The gradients of the input and of the parameters, in the order of ``parameters()``."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward pass")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[Kwargs],
+    ) -> ForwardResult:
+        self._refuse_extras()
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        self._refuse_extras()
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def _refuse_extras(self) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise NotImplementedError(
+                f"{type(self).__name__} has extra inputs or outputs, so it has to provide fuser_forward and "
+                "fuser_backward"
+            )
+
+    # ---- channels ------------------------------------------------------------------------------
+
+    def set_extra_input_channel(self, index: int, channel: str) -> None:
+        """Take an extra input from an extra output of an earlier operation in the sequence, not from the caller."""
+        self._check_index("input", index, self.num_extra_inputs)
+        self._extra_input_channels[index] = channel
+
+    def set_extra_output_channel(self, index: int, channel: str, *, output_to_caller: bool = True) -> None:
+        """Give an extra output to later operations in the sequence, and to the caller if wanted."""
+        self._check_index("output", index, self.num_extra_outputs)
+        self._extra_output_channels[index] = (channel, output_to_caller)
+
+    def _check_index(self, kind: str, index: int, count: int) -> None:
+        if not 0 <= index < count:
+            raise ValueError(f"{type(self).__name__} has {count} extra {kind}s, and none of index {index}")
+
+    # ---- quantizers ----------------------------------------------------------------------------
+
+    def num_quantizers(self, mode: Mode) -> int:
+        """How many tensors the operation quantizes in a pass."""
+        return 0
+
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:  # type: ignore[override]
+        """The role of each of them."""
+        return [None] * self.num_quantizers(mode)
+
+    def get_quantizer(self, mode: Mode, index: int) -> Quantizer | None:
+        """A quantizer of the recipe in force; None without a recipe."""
+        count = self.num_quantizers(mode)
+        if not 0 <= index < count:
+            raise ValueError(f"{type(self).__name__} has {count} {mode} quantizers, and none of index {index}")
+        if self._recipe is None:
+            return None
+        return self.quantizers["scaling_fwd" if mode == "forward" else "scaling_bwd"][index]
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Have quantizers for ``recipe``; new ones only if those at hand are not the ones it asks for.
+
+        A weight that is kept quantized is written by the new quantizer from then on. Its bytes stay.
+        """
+        if recipe is not None and any(self._slot_counts().values()):
+            self._build_quantizers(recipe)
+        self._recipe = recipe
+        self.fp8 = recipe is not None
+
+    @property
+    def _calibrates(self) -> bool:
+        """Whether statistics are taken instead of quantizing."""
+        return self._recipe is not None and active().calibrating and not active().enabled
+
+    def _slot_counts(self) -> Mapping[Mode, int]:
+        return {"forward": self.num_quantizers("forward"), "backward": self.num_quantizers("backward")}
+
+    def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
+        return self.get_quantizer_roles(mode)
+
+    def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
+        return []
+
+    @property
+    def weight_names(self) -> list[str]:
+        return []
+
+
+class FusedOperation(FusibleOperation):
+    """Does the work of several basic operations, in forward, in backward or in both."""
+
+    basic_ops: Sequence[BasicOperation]
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        if not basic_ops:
+            raise ValueError(f"{type(self).__name__} needs at least one basic operation")
+        self._hold(list(basic_ops))
+
+    def _hold(self, basic_ops: list[BasicOperation]) -> None:
+        self.basic_ops = nn.ModuleList(basic_ops)  # type: ignore[assignment]
+
+    def as_basic_ops(self) -> list[BasicOperation]:
+        return list(self.basic_ops)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        return self.basic_ops[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        return self.basic_ops[-1].get_grad_output_quantizer()
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.basic_ops:
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.basic_ops:
+            op.pre_fuser_forward(requires_grad=requires_grad)

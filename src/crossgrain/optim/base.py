@@ -1,0 +1,301 @@
+"""What the fused optimizers have in common: masters, stored states, checkpoints and one torch kernel per batch.
+
+A step gathers float32 masters, gradients and moments of many parameters, hands them to one of torch's fused
+kernels, which update them in place, and stores what is kept in fewer bits. Parameters are then written
+from their masters, every plane together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..float8 import Float8Quantizer
+from ..tensor import QuantizedTensor
+from .masters import as_plain, join_master, split_master, take_master, write_params
+from .stored_state import STATE_DTYPES, store, unscaled, zero_state
+
+MASTER = "master_param"
+_BATCH = 1 << 24  # elements whose float32 copies may exist at a time
+
+
+class FusedOptimizer(Optimizer):
+    """Subclasses give the names and dtypes of their moments and `_update`, the kernel."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        moment_dtypes: Mapping[str, torch.dtype],
+        master_weights: bool,
+        master_weight_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if master_weight_dtype not in (torch.float32, torch.float16):
+            raise RuntimeError(f"{name}: master weights are float32 or float16, not {master_weight_dtype}")
+        for moment, dtype in moment_dtypes.items():
+            if dtype not in STATE_DTYPES:
+                raise RuntimeError(f"{name}: {moment} is stored as float32, bfloat16, float16 or uint8, not {dtype}")
+        if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
+            raise RuntimeError(f"{name}: store_param_remainders needs master_weights=True in float32")
+        super().__init__(params, defaults)
+        self.master_weights = master_weights
+        self.master_weight_dtype = master_weight_dtype
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders
+        self.set_grad_none = True if set_grad_none is None else set_grad_none
+        self.name_to_dtype_map = {**moment_dtypes, MASTER: master_weight_dtype}
+        self._moments = tuple(moment_dtypes)  # that the present group uses
+        self._scales: dict[Tensor, dict[str, Tensor]] = {}  # of states in float16
+
+    # ---- what an optimizer provides ------------------------------------------------------------
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        moments: list[list[Tensor]],
+        first: bool,
+    ) -> None:
+        """Update float32 tensors in place; ``first``: the moments are new."""
+        raise NotImplementedError
+
+    def _begin(self, group: dict[str, Any]) -> None:
+        """Called once per group and step."""
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """Update all parameters that have a gradient; returns what ``closure`` returned.
+
+        A ``grad_scaler`` unscales the gradients first and skips the step where they overflowed, as
+        ``grad_scaler.step(optimizer)`` does.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if grad_scaler is not None:
+            if self.use_decoupled_grad:
+                raise ValueError("a GradScaler unscales .grad; decoupled gradients have to be unscaled by the caller")
+            grad_scaler.step(self)
+            return loss
+        groups = [(group, self._with_grads(group)) for group in self.param_groups]
+        for _, params in groups:
+            self._check(params)
+        for group, params in groups:
+            self._begin(group)
+            new = [param for param in params if self._is_new(param)]
+            known = [param for param in params if not self._is_new(param)]
+            for batch in _batches(new):
+                self._step_batch(group, batch, first=True)
+            for batch in _batches(known):
+                self._step_batch(group, batch, first=False)
+        return loss
+
+    def _with_grads(self, group: dict[str, Any]) -> list[Tensor]:
+        return [param for param in group["params"] if self._grad(param) is not None]
+
+    def _is_new(self, param: Tensor) -> bool:
+        """Whether it has no moments yet."""
+        state = self.state.get(param, {})
+        return any(name not in state for name in self._moments)
+
+    def _grad(self, param: Tensor) -> Tensor | None:
+        grad: Tensor | None = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+        return grad
+
+    def _check(self, params: Iterable[Tensor]) -> None:
+        """Before anything changes."""
+        for param in params:
+            grad = self._grad(param)
+            assert grad is not None
+            if grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
+            if isinstance(param, QuantizedTensor):
+                param._get_quantizer().check_writable(param)
+                self._check_quantized(param)
+
+    def _check_quantized(self, param: QuantizedTensor) -> None:
+        if self.master_weights:
+            return
+        if not isinstance(param._get_quantizer(), Float8Quantizer):
+            raise RuntimeError(
+                f"{type(self).__name__}: a {type(param).__name__} of shape {list(param.shape)} needs "
+                "master_weights=True; updates of it alone would round away"
+            )
+        warnings.warn(
+            f"{type(self).__name__} updates FP8 parameters without master weights: changes smaller than half a step "
+            "of FP8 vanish. Pass master_weights=True.",
+            stacklevel=4,
+        )
+
+    def _step_batch(self, group: dict[str, Any], params: Sequence[Tensor], first: bool) -> None:
+        for param in params:
+            self.initialize_state(param, self.store_param_remainders)
+        masters = [self._working_master(param) for param in params]
+        grads = [_as_float32(self._grad(param)) for param in params]
+        moments = [[self.get_unscaled_state(param, name) for param in params] for name in self._moments]
+        self._update(group, masters, grads, moments, first)
+        for name, values in zip(self._moments, moments, strict=True):
+            for param, value in zip(params, values, strict=True):
+                self._store(param, name, value)
+        self._store_masters(params, masters)
+
+    def _working_master(self, param: Tensor) -> Tensor:
+        """What the kernel updates in place: float32 and contiguous."""
+        if MASTER in self.state[param]:
+            return self.get_unscaled_state(param, MASTER)
+        return as_plain(param).to(torch.float32).contiguous()
+
+    def _store_masters(self, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        rounded, values = [], []
+        for param, master in zip(params, masters, strict=True):
+            if MASTER in self.state[param]:
+                self._store(param, MASTER, master)
+            if not (self._keeps_remainder(param) or _is_same(param, master)):  # else it is written already
+                rounded.append(param)
+                values.append(master)
+        write_params(rounded, values)
+
+    # ---- states --------------------------------------------------------------------------------
+
+    def _needs_master(self, param: Tensor) -> bool:
+        return self.master_weights and (isinstance(param, QuantizedTensor) or param.dtype != torch.float32)
+
+    def _keeps_remainder(self, param: Tensor) -> bool:
+        state = self.state[param].get(MASTER)
+        return state is not None and state.dtype == torch.int16
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        """Make the states of ``param`` that do not exist yet: zero moments, and a master if it needs one."""
+        for name in self._moments:
+            if name not in self.state[param]:
+                self._add_state(param, name, zero_state(param.shape, self.name_to_dtype_map[name], param.device))
+        if MASTER in self.state[param] or not self._needs_master(param):
+            return
+        plain_bfloat16 = param.dtype == torch.bfloat16 and not isinstance(param, QuantizedTensor)
+        if store_param_remainders and plain_bfloat16:
+            self.state[param][MASTER] = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
+            return
+        master = take_master(param)
+        if self.master_weight_dtype == torch.float32:
+            self.state[param][MASTER] = master
+            return
+        self._add_state(param, MASTER, zero_state(param.shape, self.master_weight_dtype, param.device))
+        self._store(param, MASTER, master)
+
+    def _add_state(self, param: Tensor, name: str, state: Tensor) -> None:
+        self.state[param][name] = state
+        if state.dtype == torch.float16 and not isinstance(state, QuantizedTensor):
+            self._scales.setdefault(param, {})[name] = torch.ones(1, dtype=torch.float32, device=param.device)
+
+    def _scale(self, param: Tensor, name: str) -> Tensor | None:
+        return self._scales.get(param, {}).get(name)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state in float32, whatever it is stored as: the state itself if that is float32."""
+        state = self.state[param][state_name]
+        if state_name == MASTER and self._keeps_remainder(param):
+            return join_master(param.detach(), state)
+        return unscaled(state, self._scale(param, state_name)).view(param.shape)
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Store a float32 value as the state of that name.
+
+        A master that is kept as a remainder writes its upper half to the parameter.
+        """
+        if unscaled_state.dtype != torch.float32:
+            raise RuntimeError(f"an unscaled state is float32, not {unscaled_state.dtype}")
+        self.initialize_state(param, self.store_param_remainders)
+        if state_name not in self.state[param]:
+            dtype = self.name_to_dtype_map[state_name]
+            self._add_state(param, state_name, zero_state(param.shape, dtype, param.device))
+        self._store(param, state_name, unscaled_state)
+
+    def _store(self, param: Tensor, name: str, value: Tensor) -> None:
+        state = self.state[param][name]
+        if value is state:
+            return
+        if name == MASTER and self._keeps_remainder(param):
+            rounded, remainder = split_master(value.contiguous())
+            state.copy_(remainder)
+            param.detach().copy_(rounded)
+        else:
+            store(value, state, self._scale(param, name))
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any torch optimizer, with all states in unscaled float32."""
+        packed = super().state_dict()
+        params = self._all_params()
+        packed["state"] = {
+            index: {name: self.get_unscaled_state(params[index], name) for name in state}
+            for index, state in packed["state"].items()
+        }
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes float32 states of `state_dict`; they are stored as this optimizer stores them."""
+        states = state_dict["state"]
+        # torch would cast states to the dtype of their parameter.
+        super().load_state_dict({**state_dict, "state": {}})
+        self._scales.clear()
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(saved, self._all_params(), strict=True):
+            for name, value in states.get(index, {}).items():
+                value = torch.as_tensor(value)
+                if self._needs_master(param) if name == MASTER else name in self.name_to_dtype_map:
+                    self.set_scaled_state(param, name, value.to(device=param.device, dtype=torch.float32, copy=True))
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget (or zero) gradients, decoupled ones too."""
+        forget = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none=forget)
+        for param in self._all_params():
+            grad = getattr(param, "decoupled_grad", None)
+            if grad is not None:
+                param.decoupled_grad = None if forget else grad.zero_()  # type: ignore[attr-defined]
+
+
+def _as_float32(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return as_plain(grad).to(torch.float32).contiguous()
+
+
+def _is_same(param: Tensor, master: Tensor) -> bool:
+    """Whether the kernel worked on the parameter itself."""
+    return not isinstance(param, QuantizedTensor) and param.data_ptr() == master.data_ptr()
+
+
+def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """``params`` of one device at a time, in lists of not much more than `_BATCH` elements."""
+    for device in dict.fromkeys(param.device for param in params):
+        batch: list[Tensor] = []
+        size = 0
+        for param in params:
+            if param.device != device:
+                continue
+            batch.append(param)
+            size += param.numel()
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch

@@ -1,0 +1,58 @@
+"""Master weights: the float32 values that parameters of lower precision are rounded from.
+
+An update is usually smaller than the distance between neighbours in a low-precision format. Added to the
+parameter itself it would round away; added to a float32 master it accumulates, and the parameter is
+written from the master after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..recipe import clear_preserved_value, preserved_value
+from ..tensor import QuantizedTensor
+
+
+def take_master(param: Tensor) -> Tensor:
+    """A float32 copy of what ``param`` stands for: the preserved initial value, which is let go, or its numbers."""
+    value: Tensor | None = None
+    if isinstance(param, QuantizedTensor):
+        value = preserved_value(param)
+        clear_preserved_value(param)
+    if value is None:
+        value = as_plain(param)
+    return value.to(device=param.device, dtype=torch.float32, copy=True).contiguous()
+
+
+def as_plain(param: Tensor) -> Tensor:
+    """The numbers of ``param``, in float32 if it is quantized."""
+    param = param.detach()
+    return param.dequantize(dtype=torch.float32) if isinstance(param, QuantizedTensor) else param
+
+
+def write_params(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Round ``values`` to ``params``: every plane that a quantized one holds, in place."""
+    plain = []
+    for param, value in zip(params, values, strict=True):
+        if isinstance(param, QuantizedTensor):
+            param.quantize_(value)
+        else:
+            plain.append((param, value))
+    if plain:
+        torch._foreach_copy_([param for param, _ in plain], [value for _, value in plain])
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 master as its nearest bfloat16 and an int16 remainder, from which `join_master` restores it."""
+    bits = master.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def join_master(rounded: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master: the bits of the bfloat16 above, plus the signed remainder."""
+    upper = rounded.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (upper + remainder).view(torch.float32)

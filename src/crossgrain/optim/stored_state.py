@@ -1,0 +1,50 @@
+"""Optimizer states in fewer bits.
+
+float32   as they are
+bfloat16  rounded
+float16   divided by a scale of their own, so that the largest magnitude is half of float16's maximum
+uint8     FP8 (E4M3) with a scale per tensor: a `Float8Tensor`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..dtypes import DType
+from ..float8 import Float8CurrentScalingQuantizer
+from ..tensor import QuantizedTensor
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+
+_FLOAT16_RANGE = torch.finfo(torch.float16).max / 2
+
+
+def zero_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A state of zeros that is stored as ``dtype``."""
+    if dtype != torch.uint8:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, columnwise=False)
+    state: Tensor = quantizer.quantize(torch.zeros(tuple(shape) or (1,), device=device))
+    return state
+
+
+def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
+    """The state in float32: itself, if that is how it is stored."""
+    if isinstance(state, QuantizedTensor):
+        return state.dequantize(dtype=torch.float32)
+    return state.to(torch.float32) if scale is None else state.to(torch.float32).mul_(scale)
+
+
+def store(value: Tensor, state: Tensor, scale: Tensor | None) -> None:
+    """Write a float32 ``value`` to ``state``, and its scale if it has one."""
+    if isinstance(state, QuantizedTensor):
+        state.quantize_(value.reshape(state.shape))
+    elif scale is None:
+        state.copy_(value)
+    else:
+        scale.copy_(kernels.amax(value) / _FLOAT16_RANGE)
+        state.copy_(value * torch.where(scale > 0, scale.reciprocal(), 0.0))

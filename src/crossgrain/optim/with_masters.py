@@ -1,0 +1,138 @@
+"""Any torch optimizer on quantized parameters: it updates float32 masters, and parameters follow.
+
+    optimizer = with_masters(torch.optim.AdamW, model.parameters(), lr=1e-3)
+
+To everybody else - schedulers, gradient clipping, GradScaler, checkpoints - the parameters are those of the
+model. Only while a step runs are they exchanged for their masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..tensor import QuantizedTensor
+from .base import MASTER
+from .masters import as_plain, take_master, write_params
+
+Pair = tuple[Tensor, Tensor]  # a parameter and its master
+SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
+
+
+def with_masters(optimizer: type[SomeOptimizer], params: Any, *args: Any, **options: Any) -> SomeOptimizer:
+    """``optimizer(params, *args, **options)`` that keeps float32 masters of quantized and 16-bit parameters.
+
+    The result is an instance of ``optimizer``. Masters are in the state of their parameters, as
+    ``"master_param"``, and in the state dict. They start from the preserved initial values of
+    `quantized_model_init`, where there are such, which are then let go.
+    """
+    return cast(SomeOptimizer, _class_with_masters(cast(Any, optimizer))(params, *args, **options))
+
+
+@cache
+def _class_with_masters(optimizer: type[Optimizer]) -> type[Optimizer]:
+    return type(optimizer.__name__, (_WithMasters, optimizer), {})
+
+
+class _WithMasters(Optimizer):
+    """Goes before the class of a torch optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        with self._masters_in_place() as pairs:
+            _hand_gradients(pairs)
+            if closure is not None:
+                options["closure"] = self._on_parameters(closure, pairs)
+            loss = _unhooked_step(type(self))(self, **options)
+        write_params(*_apart(pairs))
+        return loss
+
+    def _wants_master(self, param: Tensor) -> bool:
+        if not isinstance(param, QuantizedTensor) and param.dtype == torch.float32:
+            return False
+        return param.requires_grad or param.grad is not None or param in self.state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        with self._masters_in_place():  # torch casts states to the dtype of their parameter
+            super().load_state_dict(dict(state_dict))
+
+    @contextmanager
+    def _masters_in_place(self) -> Iterator[list[Pair]]:
+        """Parameters and their masters, while groups and states have the masters for the parameters."""
+        pairs = []
+        for param in [param for group in self.param_groups for param in group["params"]]:
+            if self._wants_master(param):
+                state = self.state.pop(param, {})
+                master = state.pop(MASTER, None)  # optimizers take an empty state for the first step
+                if master is None:
+                    master = take_master(param)
+                    state = _in_float32(state, param)  # some optimizers make it along with themselves
+                if state:
+                    self.state[master] = state
+                pairs.append((param, master))
+        self._exchange(pairs)
+        try:
+            yield pairs
+        finally:
+            self._exchange([(master, param) for param, master in pairs])
+            for param, master in pairs:
+                master.grad = None
+                state = self.state.pop(master, {})
+                loaded = state.pop(MASTER, None)
+                if loaded is not None:
+                    master.copy_(loaded)
+                self.state[param] = {**state, MASTER: master}
+
+    def _exchange(self, pairs: Sequence[Pair]) -> None:
+        """Put the second of each pair in the place of the first."""
+        other = {id(first): second for first, second in pairs}
+        for group in self.param_groups:
+            group["params"][:] = [other.get(id(param), param) for param in group["params"]]
+
+    def _on_parameters(self, closure: Callable[[], Any], pairs: Sequence[Pair]) -> Callable[[], Any]:
+        """``closure`` for an optimizer that updates masters: it runs on parameters that follow them."""
+
+        def evaluate() -> Any:
+            with torch.no_grad():
+                write_params(*_apart(pairs))
+            self._exchange([(master, param) for param, master in pairs])
+            try:
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._exchange(pairs)
+                _hand_gradients(pairs)
+
+        return evaluate
+
+
+def _in_float32(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """A state with what was made in the dtype of ``param``."""
+    return {
+        name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == param.dtype else value
+        for name, value in state.items()
+    }
+
+
+def _apart(pairs: Sequence[Pair]) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that take part in a step, and their masters."""
+    active = [(param, master) for param, master in pairs if param.grad is not None]
+    return [param for param, _ in active], [master for _, master in active]
+
+
+def _hand_gradients(pairs: Sequence[Pair]) -> None:
+    for param, master in pairs:
+        master.grad = None if param.grad is None else as_plain(param.grad).to(torch.float32)
+
+
+def _unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """The torch optimizer's own step without the hooks that torch wraps it in: ours is wrapped already."""
+    optimizer: Any = cls.__mro__[cls.__mro__.index(_WithMasters) + 1]
+    step: Any = optimizer.step
+    return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)

@@ -1,0 +1,103 @@
+"""Planes of a weight that follow from its rows, when the codes of the rows come from several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hybrid import HybridQuantizer
+from .hybrid_tensor import HybridQuantizedTensorStorage
+from .plane import COLUMNWISE, ROWWISE, Plane
+from .tensor import QuantizedTensor, QuantizedTensorStorage
+from .tensor.holder import next_write_number
+
+
+def columns_made_from_rows(weight: Any) -> QuantizedTensorStorage | None:
+    """The columnwise child of a hybrid that is made from its rowwise child."""
+    if not isinstance(weight, HybridQuantizedTensorStorage):
+        return None
+    quantizer, children = weight._get_quantizer(), weight._children()
+    derived = isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns() and len(children) == 2
+    return children[COLUMNWISE] if derived else None
+
+
+def make_columns_from_rows(weight: Any, columns: QuantizedTensorStorage) -> None:
+    """Write them from what the rowwise child decodes to."""
+    quantizer = weight._get_quantizer()
+    rows = weight._children()[ROWWISE]._decoded(weight.dtype, None)
+    quantizer._write_together(rows.reshape(weight.shape), {COLUMNWISE: columns})
+
+
+def _transposed_columns(weight: QuantizedTensorStorage) -> Plane | None:
+    """The columnwise plane that holds the same codes as the rowwise one."""
+    planes = {plane.direction: plane for plane in weight.planes()}
+    row, column = planes.get(ROWWISE), planes.get(COLUMNWISE)
+    if isinstance(weight, HybridQuantizedTensorStorage) or row is None or column is None:
+        return None
+    return column if column.format == row.format and column.format.is_symmetric else None
+
+
+def leave_for_processing(weight: QuantizedTensor, manual: bool) -> None:
+    """Codes of other ranks will come into the rows behind our back: no old columns may be read."""
+    if _transposed_columns(weight) is None:
+        return
+    if manual:
+        weight._epochs[ROWWISE].number = next_write_number()
+    else:
+        weight.update_usage(columnwise_usage=False)
+
+
+def post_all_gather_processing(model_weights: Any) -> None:
+    """Make what follows from the rows, after codes of all ranks have been gathered into them.
+
+    Columns with the same codes as the rows are transposed, columns of hybrids with
+    ``columnwise_source="rowwise_dequantized"`` are quantized again: if they round stochastically, ranks agree
+    only where their random states do. Other weights are left alone.
+    """
+    weights = model_weights if isinstance(model_weights, Iterable) and not isinstance(model_weights, Tensor) else None
+    with torch.no_grad():
+        for weight in [model_weights] if weights is None else weights:
+            if isinstance(weight, QuantizedTensorStorage):
+                _process(weight)
+
+
+def _process(weight: QuantizedTensorStorage) -> None:
+    columns, transposed = columns_made_from_rows(weight), _transposed_columns(weight)
+    if columns is not None:
+        assert isinstance(weight, HybridQuantizedTensorStorage)
+        with weight._writing():
+            make_columns_from_rows(weight, columns)
+    elif transposed is not None:
+        made = weight._derivable(COLUMNWISE)
+        assert made is not None
+        transposed.operand_codes().copy_(made.operand_codes())
+        if transposed.format.block is not None:
+            transposed.operand_scales().copy_(made.operand_scales())
+        if transposed.amax is not None and made.amax is not None:
+            transposed.amax.copy_(made.amax)
+        weight._mark_written()
+    elif weight._quantizer is not None and weight._quantizer.columnwise_usage and not weight.get_usages()["columnwise"]:
+        derivable = not isinstance(weight, HybridQuantizedTensorStorage) and weight._derivable(COLUMNWISE)
+        if derivable:
+            weight.update_usage(columnwise_usage=True)
+
+
+def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: Tensor) -> None:
+    """Move the codes of ``tensor`` into ``new_raw_data``, which it uses from now on: the rowwise plane's if it has one.
+
+    Of a hybrid, move those of ``rowwise_sub_storage`` and ``columnwise_sub_storage``.
+    """
+    if not isinstance(tensor, QuantizedTensorStorage) or not tensor._plane_buffers or not tensor.planes():
+        raise TypeError(f"replace_raw_data: a {type(tensor).__name__} has no plane of its own")
+    plane = tensor.planes()[0]
+    if new_raw_data.shape != plane.data.shape or new_raw_data.dtype != plane.data.dtype:
+        raise ValueError(
+            f"replace_raw_data: the codes are {plane.data.dtype} {list(plane.data.shape)}, the new buffer is "
+            f"{new_raw_data.dtype} {list(new_raw_data.shape)}"
+        )
+    new = new_raw_data.detach()
+    new.copy_(plane.data)
+    setattr(tensor, tensor._plane_buffers[plane.direction].data, new)

@@ -1,0 +1,335 @@
+"""From master weights to quantized weights when each rank has a piece of the master.
+
+A distributed optimizer cuts the flattened masters of all weights into pieces, one per rank, wherever the cut
+falls: through rows, blocks and bytes. Each rank writes the codes of its own pieces into its copy of the
+quantized weight, under scales that come from the whole weight, and then the codes are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .hybrid import HybridQuantizer
+from .hybrid_tensor import HybridQuantizedTensorStorage
+from .kernels.partial import Span, needs_neighbours, part_amaxes, write_part
+from .kernels.target import Target
+from .plane import COLUMNWISE, ROWWISE
+from .quantizer import Quantizer, draw_seed
+from .recipe import clear_preserved_value
+from .tensor import QuantizedTensor, QuantizedTensorStorage
+from .weight_gather import (
+    columns_made_from_rows,
+    leave_for_processing,
+    make_columns_from_rows,
+    post_all_gather_processing,
+    replace_raw_data,
+)
+
+__all__ = [
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]
+
+Shard = Tensor | tuple[Tensor | None, ...] | None
+
+
+@dataclass
+class _Weight:
+    """A weight and the pieces of its master that this rank has."""
+
+    weight: QuantizedTensor
+    spans: list[Span] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    shard: Shard = None
+
+    def matrix(self) -> Tensor:
+        """The master [M, K] in the weight's dtype, zero where it is not known."""
+        weight = self.weight
+        flat = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
+        for (start, end), piece in zip(self.spans, self.pieces, strict=True):
+            flat[start:end] = piece
+        return flat.view(weight._matrix)
+
+    def is_complete(self) -> bool:
+        """Whether the pieces cover the weight."""
+        covered = 0
+        for start, end in sorted(self.spans):
+            if start > covered:
+                return False
+            covered = max(covered, end)
+        return covered >= self.weight.numel() and self.shard is None
+
+    def holders(self) -> list[tuple[Quantizer, QuantizedTensorStorage]]:
+        """What is written from the master itself, with the quantizer that writes it.
+
+        Not a column that is made from the rows.
+        """
+        weight, quantizer = self.weight, self.weight._get_quantizer()
+        if not isinstance(weight, HybridQuantizedTensorStorage):
+            return [(quantizer, weight)]
+        assert isinstance(quantizer, HybridQuantizer)
+        children = weight._children()
+        return [
+            (quantizer._quantizer_of(direction), child)
+            for direction, child in children.items()
+            if not (direction is COLUMNWISE and self.derives_columns() and ROWWISE in children)
+        ]
+
+    def derives_columns(self) -> bool:
+        quantizer = self.weight._get_quantizer()
+        return isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns()
+
+    def lacks_rows(self) -> bool:
+        """Whether columns are made from rows that are not kept."""
+        usages = self.weight.get_usages()
+        return self.derives_columns() and usages["columnwise"] and not usages["rowwise"]
+
+    def needs_whole(self) -> bool:
+        """Whether its codes need the numbers of other ranks, not just their amaxes."""
+        planes = [(quantizer, plane) for quantizer, storage in self.holders() for plane in storage.planes()]
+        return self.lacks_rows() or any(needs_neighbours(q.encoding(plane.direction)) for q, plane in planes)
+
+
+@dataclass
+class _Part:
+    """A plane to write, and what its scales follow from."""
+
+    storage: QuantizedTensorStorage
+    target: Target
+    block_max: Tensor | None
+    shard: Tensor | None
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any = None,
+    fsdp_shard_model_weights: Sequence[Shard] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Write pieces of float32 masters into quantized weights, of any format and any hybrid.
+
+    ``master_weights[i]`` is the piece ``[start, start + n)`` of the flattened master of ``model_weights[i]``
+    that this rank has, or None; a weight may be listed several times with several pieces. ``group`` is who
+    has the others; None or a group of one: nobody. Every rank lists the same weights.
+
+    Pieces are cast to the weight's dtype. Scales are those of the whole master, the same on every rank:
+    bitwise what ``weight.quantize_(master)`` would give; so are the codes of this rank's pieces, in every
+    plane. All other codes stay as they are. What no rank has counts as zero.
+
+    With several ranks the weight is whole only when codes have been gathered. Planes that follow from the
+    rows - columns of formats with whole-tensor scales or square tiles, and of hybrids with
+    ``columnwise_source="rowwise_dequantized"`` - are made by `post_all_gather_processing`; until then
+    reading them is an error, or, for the former and without ``manual_post_all_gather_processing``, they are
+    dropped and made when they are next needed.
+
+    ``fsdp_shard_model_weights[i]`` takes the codes of the piece instead of the weight's own buffer: a tensor,
+    or one for each plane. Everything is checked before anything is written, on all ranks; preserved initial
+    values are let go.
+    """
+    ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    problem: Exception | None = None
+    try:
+        weights = _checked(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+        if ranks > 1:
+            _refuse_unshared_randomness(weights)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        problem = error
+    if _any_rank(problem is not None, group, ranks):
+        raise problem or RuntimeError("quantize_master_weights: another rank refused its weights; nothing was written")
+    with torch.no_grad():
+        _write(weights, group, ranks)
+        for item in weights:
+            clear_preserved_value(item.weight)
+            if ranks > 1:
+                leave_for_processing(item.weight, manual_post_all_gather_processing)
+
+
+cast_master_weights_to_fp8 = quantize_master_weights
+
+
+def _checked(
+    weights: Sequence[Any],
+    masters: Sequence[Tensor | None],
+    starts: Sequence[int | None],
+    shards: Sequence[Shard] | None,
+) -> list[_Weight]:
+    """The weights, each once, or an error that says what is wrong."""
+    shards = [None] * len(weights) if shards is None else shards
+    if not len(weights) == len(masters) == len(starts) == len(shards):
+        raise ValueError(
+            f"quantize_master_weights: {len(weights)} weights, {len(masters)} masters, {len(starts)} offsets and "
+            f"{len(shards)} shards do not go together"
+        )
+    found: dict[int, _Weight] = {}
+    for index, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards, strict=True)):
+        where = f"quantize_master_weights: weight {index}"
+        if not isinstance(weight, QuantizedTensor):
+            raise TypeError(f"{where} is a {type(weight).__name__}, not a quantized tensor")
+        item = found.setdefault(id(weight), _Weight(weight))
+        if not item.spans:
+            _check_weight(weight, where)
+        if (master is None) != (start is None):
+            raise ValueError(f"{where}: a master and its offset are given together, or neither is")
+        if master is None or start is None:
+            continue
+        end = start + master.numel()
+        if start < 0 or end > weight.numel():
+            raise ValueError(f"{where} has {weight.numel()} elements; [{start}, {end}) is not a piece of it")
+        if not master.is_floating_point() or master.device != weight.device:
+            raise ValueError(f"{where} on {weight.device} cannot take a master of {master.dtype} on {master.device}")
+        item.spans.append((start, end))
+        item.pieces.append(master.detach().reshape(-1))
+        if shard is not None:
+            item.shard = _checked_shard(item, shard, where)
+    return list(found.values())
+
+
+def _check_weight(weight: QuantizedTensor, where: str) -> None:
+    if not any(weight.get_usages().values()):
+        raise ValueError(f"{where}: this {type(weight).__name__} of shape {list(weight.shape)} holds no data")
+    if not weight.planes() or (isinstance(weight, HybridQuantizedTensorStorage) and _has_custom_child(weight)):
+        raise NotImplementedError(f"{where}: {type(weight).__name__} is not made of planes")
+    weight._get_quantizer().check_writable(weight)
+
+
+def _refuse_unshared_randomness(weights: Sequence[_Weight]) -> None:
+    for item in weights:
+        quantizer: Any = item.weight._get_quantizer()
+        if item.lacks_rows() and quantizer._quantizer_of(ROWWISE).encoding(ROWWISE).stochastic:
+            raise NotImplementedError(
+                f"the columns of this {type(item.weight).__name__} are made from stochastically rounded rows that it "
+                "does not keep; each rank would round in its own way"
+            )
+
+
+def _has_custom_child(weight: HybridQuantizedTensorStorage) -> bool:
+    return any(not child._plane_buffers for child in weight._children().values())
+
+
+def _checked_shard(item: _Weight, shard: Shard, where: str) -> Shard:
+    planes = [plane for _, storage in item.holders() for plane in storage.planes()]
+    shards = shard if isinstance(shard, tuple) else (shard,)
+    if len(item.spans) > 1 or len(shards) != len(planes):
+        raise ValueError(f"{where} has {len(planes)} planes to write and {len(shards)} shards for one piece of each")
+    size = item.pieces[0].numel()
+    for plane, own in zip(planes, shards, strict=True):
+        if plane.format.element is not None and plane.format.element.bits != 8:
+            raise NotImplementedError(
+                f"{where}: pieces of {plane.format.name} are not whole bytes; they have no shards"
+            )
+        if own is not None and (own.numel() != size or own.dtype != plane.data.dtype):
+            raise ValueError(
+                f"{where}: a shard of its {plane.direction.value} plane is {size} of {plane.data.dtype}, not "
+                f"{own.numel()} of {own.dtype}"
+            )
+    return shards
+
+
+def _any_rank(found: bool, group: Any, ranks: int) -> bool:
+    """Whether it was found on some rank: all have to agree, or the others would wait for ever."""
+    if ranks == 1:
+        return found
+    flag = torch.tensor([int(found)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
+    return bool(flag)
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+def _write(weights: Sequence[_Weight], group: Any, ranks: int) -> None:
+    pending = []
+    for item in weights:
+        if item.weight.numel() == 0 or (ranks == 1 and item.is_complete()):
+            item.weight.quantize_(item.matrix().view(item.weight.shape))
+        elif item.needs_whole():
+            x = _assembled(item, group, ranks)
+            _write_parts(item, x, _parts(item, x), group, ranks)
+        else:
+            pending.append((item, _parts(item, item.matrix())))
+    _reduce([part for _, parts in pending for part in parts], group, ranks)
+    for item, parts in pending:
+        _write_parts(item, item.matrix(), parts, group, ranks)  # made again: keeping all would double the model
+
+
+def _assembled(item: _Weight, group: Any, ranks: int) -> Tensor:
+    """The matrix that codes are made from, known to all ranks: bytes add up exactly where each has one owner."""
+    x = item.matrix()
+    if ranks > 1:
+        torch.distributed.all_reduce(x.view(torch.uint8), group=group)
+    if not item.lacks_rows():
+        return x
+    quantizer = item.weight._get_quantizer()
+    assert isinstance(quantizer, HybridQuantizer)
+    rows = quantizer._quantizer_of(ROWWISE).quantize_impl(x)
+    return cast(Tensor, rows.dequantize(dtype=x.dtype).detach())
+
+
+def _parts(item: _Weight, x: Tensor) -> list[_Part]:
+    """What to write, with the amaxes of ``x``."""
+    shards = iter(item.shard if isinstance(item.shard, tuple) else ())
+    parts = []
+    for quantizer, storage in item.holders():
+        for target in quantizer._targets(quantizer._in_own_formats(storage.planes())):
+            overall, block_max = part_amaxes(x, target)
+            parts.append(_Part(storage, target.with_amax(overall), block_max, next(shards, None)))
+    return parts
+
+
+def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
+    """Maximise all amaxes over the ranks, in one collective."""
+    amaxes = [amax for part in parts for amax in (part.target.amax, part.block_max) if amax is not None]
+    if ranks == 1 or not amaxes:
+        return
+    packed = torch.cat([amax.reshape(-1) for amax in amaxes])
+    torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
+    reduced = iter(packed.split([amax.numel() for amax in amaxes]))
+    for part in parts:
+        if part.target.amax is not None:
+            part.target = part.target.with_amax(next(reduced).view(part.target.amax.shape))
+        if part.block_max is not None:
+            part.block_max = next(reduced).view(part.block_max.shape)
+
+
+def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, ranks: int) -> None:
+    seed = _shared_seed(group, ranks) if any(part.target.encoding.stochastic for part in parts) else None
+    weight = item.weight
+    columns = columns_made_from_rows(weight)
+    with nullcontext() if columns is not None and ranks > 1 else _one_write(weight):
+        for quantizer, storage in item.holders():
+            own = [part for part in parts if part.storage is storage]
+            quantizer._observe([part.target for part in own])
+            for part in own:
+                write_part(x, part.target, part.block_max, item.spans, seed, part.shard)
+            quantizer._note_formats(storage, storage.planes())
+            if columns is not None:
+                storage._mark_written()  # so that the columns are known to be old
+        if columns is not None and ranks == 1:
+            make_columns_from_rows(weight, columns)
+
+
+def _shared_seed(group: Any, ranks: int) -> int:
+    seed = torch.tensor([draw_seed()], dtype=torch.int64)
+    if ranks > 1:
+        torch.distributed.all_reduce(seed, op=torch.distributed.ReduceOp.MAX, group=group)
+    return int(seed)
+
+
+@contextmanager
+def _one_write(weight: QuantizedTensorStorage) -> Iterator[None]:
+    if isinstance(weight, HybridQuantizedTensorStorage):
+        with weight._writing():
+            yield
+    else:
+        yield
+        weight._mark_written()

@@ -1,0 +1,294 @@
+"""Master weights in pieces: bitwise what quantizing the whole would give."""
+
+import itertools
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import crossgrain as cg
+from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain.kernels.reference.packing import pack, unpack
+from crossgrain.recipe import keep_high_precision_init_val
+from crossgrain.weight_update import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+
+from .quantizers import PAIRS, QUANTIZERS, assert_same_bytes, buffers_of, hybrid_of
+
+SHAPE = (64, 96)
+SOURCES = ["original", "rowwise_dequantized"]
+HYBRIDS = {f"{row}|{column}|{source}": (row, column, source) for row, column in PAIRS for source in SOURCES}
+CUTS = {"halves": (3072,), "inside_a_block": (7, 1111, 5000), "uneven": (1,)}
+
+
+def quantizer_of(name):
+    return hybrid_of(*HYBRIDS[name]) if name in HYBRIDS else QUANTIZERS[name]()
+
+
+def shape_of(name):
+    return (128, 96) if "mxfp8_2d" in name or "block_2d" in name else SHAPE
+
+
+def old_weight(quantizer, shape=SHAPE, dtype=torch.bfloat16):
+    return quantizer(torch.linspace(-3, 3, shape[0] * shape[1]).view(shape).to(dtype))
+
+
+def new_master(shape=SHAPE):
+    """Of another magnitude, with outliers that decide block scales."""
+    master = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.05
+    master[5, 7], master[40, 90] = 2.0, -1.5
+    return master
+
+
+def pieces_of(master, cuts):
+    edges = [0, *cuts, master.numel()]
+    return [(start, master.flatten()[start:end].clone()) for start, end in itertools.pairwise(edges)]
+
+
+def expected_weight(name, master, seed=5):
+    weight = old_weight(quantizer_of(name), tuple(master.shape))
+    torch.manual_seed(seed)
+    return weight.quantize_(master.to(weight.dtype))
+
+
+def codes_of(plane):
+    """In logical order: [M * K]."""
+    if plane.format.is_identity:
+        return plane.data.flatten()
+    codes = unpack(plane.operand_codes(), plane.format.element.bits)
+    return (codes if plane.direction is ROWWISE else codes.t()).flatten()
+
+
+@pytest.mark.parametrize("name", [*QUANTIZERS, *HYBRIDS])
+def test_a_whole_master_is_quantized(name):
+    master = new_master(shape_of(name))
+    weight = old_weight(quantizer_of(name), shape_of(name))
+    torch.manual_seed(5)
+    quantize_master_weights([weight], [master.flatten()], [0], None)
+    assert_same_bytes(weight, expected_weight(name, master))
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", [*QUANTIZERS, *HYBRIDS])
+def test_pieces_of_one_call_make_the_whole(name, cuts, monkeypatch):
+    """Through the path of pieces, too, which is what several ranks use."""
+    from crossgrain import weight_update
+
+    monkeypatch.setattr(weight_update._Weight, "is_complete", lambda self: False)
+    master = new_master(shape_of(name))
+    weight = old_weight(quantizer_of(name), shape_of(name))
+    pieces = pieces_of(master, CUTS[cuts])
+    torch.manual_seed(5)
+    quantize_master_weights(
+        [weight] * len(pieces), [piece for _, piece in pieces], [start for start, _ in pieces], None
+    )
+    assert_same_bytes(weight, expected_weight(name, master))
+
+
+@pytest.mark.parametrize("name", [*QUANTIZERS, "mxfp8|nvfp4_rht|original", "nvfp4|mxfp8|original"])
+def test_a_piece_alone_writes_its_codes_and_all_scales(name):
+    """What nobody has counts as zero, and keeps its codes."""
+    shape = shape_of(name)
+    master = new_master(shape)
+    weight = old_weight(quantizer_of(name), shape)
+    before = [codes_of(plane).clone() for plane in weight.planes()]
+    start, end = 1111, 5000
+    torch.manual_seed(5)
+    quantize_master_weights([weight], [master.flatten()[start:end]], [start], None)
+    known = torch.zeros_like(master).flatten()
+    known[start:end] = master.flatten()[start:end]
+    expected = expected_weight(name, known.view(shape))
+    for plane, same, old in zip(weight.planes(), expected.planes(), before, strict=True):
+        codes = codes_of(plane)
+        assert torch.equal(codes[start:end], codes_of(same)[start:end])
+        assert torch.equal(codes[:start], old[:start]) and torch.equal(codes[end:], old[end:])
+        if plane.scale is not None:
+            assert torch.equal(plane.operand_scales(), same.operand_scales())
+        assert plane.amax is None or torch.equal(plane.amax, same.amax)
+
+
+def test_columns_made_from_rows_follow_the_rows_of_a_piece():
+    weight = old_weight(hybrid_of("mxfp8", "nvfp4", "rowwise_dequantized"))
+    quantize_master_weights([weight], [new_master().flatten()[100:200]], [100], None)
+    expected = QUANTIZERS["nvfp4"]()
+    expected.set_usage(rowwise=False)
+    assert_same_bytes(weight.columnwise_sub_storage, expected(weight.dequantize(direction=ROWWISE)))
+
+
+@pytest.mark.parametrize("one_buffer", [True, False])
+@pytest.mark.parametrize("direction", [ROWWISE, COLUMNWISE])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp8|nvfp4_rht|rowwise_dequantized"])
+def test_weights_with_one_direction(name, direction, one_buffer):
+    with cg.settings.override(non_tn_fp8_gemm=one_buffer):
+        quantizer = quantizer_of(name)
+        quantizer.set_usage(rowwise=direction is ROWWISE, columnwise=direction is COLUMNWISE)
+        weight, expected = old_weight(quantizer), old_weight(quantizer)
+        master = new_master()
+        half = master.numel() // 2
+        quantize_master_weights([weight, weight], [master.flatten()[:half], master.flatten()[half:]], [0, half], None)
+        assert_same_bytes(weight, expected.quantize_(master.bfloat16()))
+
+
+def test_histories_see_the_largest_magnitude():
+    weight = old_weight(QUANTIZERS["fp8_delayed"]())
+    weight._quantizer.amax.zero_()
+    quantize_master_weights([weight], [new_master().flatten()[:600]], [0], None)
+    assert float(weight._quantizer.amax) == 2.0
+
+
+def test_preserved_values_are_let_go():
+    weight = old_weight(QUANTIZERS["mxfp8"]())
+    keep_high_precision_init_val(weight, weight.dequantize())
+    cast_master_weights_to_fp8([weight], [None], [None], None)
+    assert weight.get_high_precision_init_val() is None
+
+
+def test_codes_go_to_shards_where_they_are_given():
+    master, weight = new_master(), old_weight(hybrid_of("mxfp8", "mxfp8"))
+    expected = expected_weight("mxfp8", master)
+    before = buffers_of(weight)
+    shards = tuple(torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
+    pieces = [master.flatten()[:500], master.flatten()[500:1500], master.flatten()[1500:]]
+    quantize_master_weights([weight], [pieces[1]], [500], None, [shards])
+    for shard, direction in zip(shards, cg.Direction, strict=True):
+        known = torch.zeros_like(master).flatten()
+        known[500:1500] = pieces[1]
+        same = expected_weight("mxfp8", known.view(SHAPE)).plane(direction)
+        assert torch.equal(shard, codes_of(same)[500:1500])
+        assert torch.equal(weight.plane(direction).data, before[f"{direction.value}_{direction.value}_data"])
+    assert expected.shape == weight.shape
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda a: a.update(start_offsets=[0]), ValueError, "do not go together"),
+        (lambda a: a.update(start_offsets=[0, None]), ValueError, "given together"),
+        (lambda a: a.update(start_offsets=[0, 1]), ValueError, "is not a piece of it"),
+        (lambda a: a["model_weights"].__setitem__(1, torch.zeros(SHAPE)), TypeError, "not a quantized tensor"),
+        (
+            lambda a: a["master_weights"].__setitem__(1, torch.zeros(64 * 96, dtype=torch.int32)),
+            ValueError,
+            "master of",
+        ),
+        (lambda a: a["model_weights"][1].update_usage(False, False), ValueError, "holds no data"),
+        (
+            lambda a: a.update(fsdp_shard_model_weights=[None, (torch.zeros(3, dtype=torch.uint8),) * 2]),
+            ValueError,
+            "a shard of its rowwise plane",
+        ),
+    ],
+)
+def test_everything_is_checked_before_anything_is_written(change, error, message):
+    weights = [old_weight(hybrid_of("mxfp8", "fp8")) for _ in range(2)]
+    first, before = weights[0], buffers_of(weights[0])
+    arguments = {
+        "model_weights": weights,
+        "master_weights": [new_master().flatten()] * 2,
+        "start_offsets": [0, 0],
+        "group": None,
+    }
+    change(arguments)
+    with pytest.raises(error, match=message):
+        quantize_master_weights(**arguments)
+    assert all(torch.equal(before[name], buffer) for name, buffer in first._buffers())
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "nvfp4_2d", "identity"])
+def test_replace_raw_data(name):
+    weight = old_weight(QUANTIZERS[name]())
+    plane = weight.planes()[0]
+    values, buffer = weight.dequantize(), torch.zeros_like(plane.data)
+    replace_raw_data(weight, buffer)
+    assert weight.planes()[0].data.data_ptr() == buffer.data_ptr()
+    assert torch.equal(weight.dequantize(), values)
+    with pytest.raises(ValueError, match="the new buffer is"):
+        replace_raw_data(weight, buffer[:1])
+
+
+def test_processing_twice_or_without_need_changes_nothing():
+    with cg.settings.override(non_tn_fp8_gemm=False):
+        names = ["fp8", "mxfp8", "nvfp4_2d", "fp8_block_2d", "identity", "mxfp8|nvfp4_rht|rowwise_dequantized"]
+        weights = [old_weight(quantizer_of(name), (128, 128)) for name in names]
+        before = [buffers_of(weight) for weight in weights]
+        for _ in range(2):
+            post_all_gather_processing([*weights, torch.zeros(3)])
+        for weight, old in zip(weights, before, strict=True):
+            assert all(torch.equal(old[name], buffer) for name, buffer in weight._buffers())
+
+
+# ---- two ranks ---------------------------------------------------------------------------------------
+
+
+NAMES = [*QUANTIZERS, *HYBRIDS]
+
+
+def _gather(plane, spans):
+    """Codes of ``spans`` are ours: each has one owner, so they add up."""
+    codes = codes_of(plane).clone()
+    own = torch.zeros(codes.numel(), dtype=torch.bool)
+    own[slice(*spans)] = True
+    gathered = torch.where(own, codes, torch.zeros_like(codes))
+    torch.distributed.all_reduce(gathered.view(torch.uint8))
+    if plane.format.is_identity:
+        plane.data.copy_(gathered.view(plane.data.shape))
+        return
+    gathered = gathered.view(plane.shape)
+    operand = gathered if plane.direction is ROWWISE else gathered.t().contiguous()
+    plane.operand_codes().copy_(pack(operand, plane.format.element.bits))
+
+
+def _rank(rank, path, cut, results):
+    cg.settings.non_tn_fp8_gemm = False
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+    torch.manual_seed(5)
+    weights = [old_weight(quantizer_of(name), shape_of(name)) for name in NAMES]
+    spans = [(0, cut) if rank == 0 else (cut, weight.numel()) for weight in weights]
+    masters = [new_master(shape_of(name)).flatten()[slice(*span)] for name, span in zip(NAMES, spans, strict=True)]
+    quantize_master_weights(weights, masters, [start for start, _ in spans], group, None, True)
+    stale = [[plane.stale for plane in weight.planes()] for weight in weights]
+    for weight, span in zip(weights, spans, strict=True):
+        for plane in weight.planes():
+            _gather(plane, span)
+    post_all_gather_processing(weights)
+    results[rank] = [(buffers_of(weight), flags) for weight, flags in zip(weights, stale, strict=True)]
+
+    dropped = old_weight(QUANTIZERS["nvfp4_2d"]())
+    quantize_master_weights([dropped], [masters[0]], [spans[0][0]], group)
+    results[f"usages{rank}"] = dropped.get_usages()
+
+    refused = old_weight(QUANTIZERS["mxfp8"]())
+    bad_start = 10**6 if rank == 0 else 0
+    try:
+        quantize_master_weights([refused], [torch.zeros(4)], [bad_start], group)
+    except (ValueError, RuntimeError) as error:
+        results[f"error{rank}"] = str(error)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("cut", [3072, 1111])
+def test_two_ranks_write_what_one_would(cut, tmp_path):
+    """The same bytes on both, once the codes are gathered; what follows from them cannot be read before."""
+    with mp.get_context("fork").Manager() as manager:
+        results = manager.dict()
+        mp.start_processes(_rank, args=(str(tmp_path / "store"), cut, results), nprocs=2, start_method="fork")
+        found, errors = [results[rank] for rank in range(2)], [results[f"error{rank}"] for rank in range(2)]
+        usages = results["usages0"]
+    assert usages == {"rowwise": True, "columnwise": False}, "made from the rows when it is next needed"
+    assert "is not a piece of it" in errors[0] and "another rank refused" in errors[1]
+    with cg.settings.override(non_tn_fp8_gemm=False):
+        for name, (mine, stale), (theirs, _) in zip(NAMES, *found, strict=True):
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+            whole = expected_weight(name, new_master(shape_of(name)))
+            is_last_derived = name.endswith("rowwise_dequantized") or (
+                name not in HYBRIDS and len(whole.planes()) == 2 and whole.planes()[0].format.is_symmetric
+            )
+            assert stale[-1] is is_last_derived, name
+            if "_sr" not in name:  # their seeds depend on how many were drawn before
+                for key, buffer in buffers_of(whole).items():
+                    assert torch.equal(mine[key], buffer), (name, key)
