@@ -341,11 +341,14 @@ class Scaled(nn.Linear):
 def test_the_report_says_what_was_left_and_why(model):
     model.scaled = Scaled(32, 32)
     model.double = nn.Linear(32, 32, dtype=torch.float64)
+    model.patched = nn.Linear(32, 32)
+    model.patched.forward = model.patched.forward  # as wrappers do that put hooks around it
     report = cg.convert(model, "mxfp8", skip=["head"])
     assert report.left == {
         "head": "skip 'head'",
         "scaled": "Scaled is a subclass of nn.Linear, which may compute something else",
         "double": "its weight is torch.float64",
+        "patched": "its forward was replaced on the object, which would go on computing as it does",
     }
     assert str(report).splitlines() == [
         "recipe: fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8",
@@ -353,6 +356,7 @@ def test_the_report_says_what_was_left_and_why(model):
         "left 1 layer: head: skip 'head'",
         "left 1 layer: scaled: Scaled is a subclass of nn.Linear, which may compute something else",
         "left 1 layer: double: its weight is torch.float64",
+        "left 1 layer: patched: its forward was replaced on the object, which would go on computing as it does",
     ]
 
 
@@ -393,3 +397,45 @@ def test_validation_between_steps_changes_nothing(model, recipe):
     cg.convert(model, recipe)
     other = copy.deepcopy(model)
     assert same(train(model, validate=True), train(other, validate=False))
+
+
+# ---- norms -------------------------------------------------------------------------------------------------
+
+
+def norms_of(model):
+    return [module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
+
+
+def test_norms_become_ours_on_request_and_go_back():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.RMSNorm(64, eps=1e-6))
+    keys, before = list(model.state_dict()), [type(norm) for norm in norms_of(model)]
+    report = cg.convert(model, "hp", norms=True)
+    assert len(report.norms) == len(before) > 0 and "norm" in str(report)
+    assert all(isinstance(norm, cg.LayerNorm | cg.RMSNorm) for norm in norms_of(model))
+    assert list(model.state_dict()) == keys
+    model(torch.randn(4, 64)).sum().backward()
+    assert all(norm.weight.grad is not None for norm in norms_of(model))
+    cg.convert(model, "hp")
+    assert [type(norm) for norm in norms_of(model)] == before
+    cg.convert(model, "hp", norms=True)
+    cg.unconvert(model)
+    assert [type(norm) for norm in norms_of(model)] == before
+    assert "zero_centered_gamma" not in vars(norms_of(model)[0])
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, lambda size: nn.RMSNorm(size, eps=1e-6)], ids=["LayerNorm", "RMSNorm"])
+def test_a_converted_norm_computes_what_it_did(make):
+    torch.manual_seed(0)
+    plain = nn.Sequential(make(64), nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    expected = plain[0](x)
+    cg.convert(plain, "hp", norms=True)
+    # Both compute in fp32, with sums in another order: a few units in the last place.
+    torch.testing.assert_close(plain[0](x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_that_ours_do_not_compute_stay():
+    left = [nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False), nn.RMSNorm(8)]
+    model = nn.Sequential(*left, nn.Linear(8, 8))
+    assert cg.convert(model, "hp", norms=True).norms == []
+    assert [type(module) for module in model[:3]] == [nn.LayerNorm, nn.LayerNorm, nn.RMSNorm]

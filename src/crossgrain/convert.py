@@ -17,7 +17,15 @@ from torch import nn
 
 from .dtypes import HIGH_PRECISION
 from .nn import QuantizedModule
-from .nn.converted import Converted, become_plain, become_quantized, class_for
+from .nn.converted import (
+    Converted,
+    ConvertedNorm,
+    become_our_norm,
+    become_plain,
+    become_quantized,
+    class_for,
+    norm_class_for,
+)
 from .nn.torch_fast_path import close_fast_path, open_fast_path
 from .recipe import GemmRecipe, Recipe, as_recipe
 from .recipe.binding import bound, layers_of
@@ -34,12 +42,14 @@ class ConvertReport:
     ``converted``  layers that became quantized ones
     ``bound``      layers that were quantized ones before and follow the recipe now
     ``left``       linear layers that stay as they are, and why
+    ``norms``      norms that became ours
     """
 
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     bound: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    norms: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         everything = [*self.converted, *self.bound, *self.left]
@@ -47,6 +57,9 @@ class ConvertReport:
         for title, paths in (("converted", self.converted), ("bound", self.bound)):
             if paths:
                 lines.append(f"{title} {_layers(len(paths))}: {_names(paths, everything)}")
+        if self.norms:
+            count = f"{len(self.norms)} norm{'s' * (len(self.norms) != 1)}"
+            lines.append(f"converted {count}: {_names(self.norms, self.norms)}")
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.left.items():
             by_reason.setdefault(reason, []).append(path)
@@ -56,7 +69,11 @@ class ConvertReport:
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | str | os.PathLike[str], *, skip: Skip | Iterable[Skip] = ()
+    model: nn.Module,
+    recipe: Recipe | str | os.PathLike[str],
+    *,
+    skip: Skip | Iterable[Skip] = (),
+    norms: bool = False,
 ) -> ConvertReport:
     """Make the linear layers of ``model`` compute by ``recipe``, in place; nothing has changed if it raises.
 
@@ -64,6 +81,8 @@ def convert(
                 that is entered overrides it, and ``autocast(enabled=False)`` computes in high precision.
     ``skip``    layers to leave: globs and blocks as in recipes (``"lm_head"``, ``"first 2 blocks"``), types (of
                 the layer or of what it is in), functions of path and module. A pattern that matches nothing raises.
+    ``norms``   ``nn.LayerNorm`` and ``nn.RMSNorm`` become ours as well, which compute in fp32 inside; those without
+                weight, bias or eps stay
 
     Layers are named by their paths. A model that was converted before follows the new recipe; layers that are to
     be skipped now become plain again.
@@ -92,10 +111,24 @@ def convert(
             become_quantized(quantized)
             quantized.name = path or None
         quantized.bound_recipe = bound_recipe
+    converted_norms = _convert_norms(model, norms)
     for module in model.modules():
         if any(isinstance(child, QuantizedModule) for child in module.modules()):
             close_fast_path(module)
-    return ConvertReport(bound_recipe, report.converted, report.bound, report.left)
+    return ConvertReport(bound_recipe, report.converted, report.bound, report.left, converted_norms)
+
+
+def _convert_norms(model: nn.Module, wanted: bool) -> list[str]:
+    """Paths of the norms that are ours now; without ``wanted`` those that were converted become plain again."""
+    changed = []
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedNorm) and not wanted:
+            become_plain(module)
+        elif wanted and (isinstance(module, ConvertedNorm) or norm_class_for(module) is not None):
+            if not isinstance(module, ConvertedNorm):
+                become_our_norm(module)
+            changed.append(path)
+    return changed
 
 
 def unconvert(model: nn.Module) -> list[str]:
@@ -106,7 +139,7 @@ def unconvert(model: nn.Module) -> list[str]:
     changed = []
     for path, module in model.named_modules():
         open_fast_path(module)
-        if isinstance(module, Converted):
+        if isinstance(module, Converted | ConvertedNorm):
             become_plain(module)
             changed.append(path)
         elif isinstance(module, QuantizedModule):
@@ -128,6 +161,8 @@ def _why_not(model: nn.Module, path: str, layer: nn.Module) -> str | None:
     parent = model.get_submodule(path.rpartition(".")[0]) if path else None
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention reads its weight and never calls it"
+    if "forward" in vars(layer):
+        return "its forward was replaced on the object, which would go on computing as it does"
     if class_for(layer) is None:
         return f"{type(layer).__name__} is a subclass of nn.Linear, which may compute something else"
     dtype = layer.weight.dtype

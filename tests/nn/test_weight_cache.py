@@ -218,3 +218,17 @@ def test_a_copied_layer_has_a_cache_of_its_own(layer, duplicate):
     change_unseen(twin)
     assert not torch.equal(run(twin, x, MXFP8, dy, is_first_microbatch=False).y, own.y)
     assert_same_step(run(layer, x, MXFP8, dy, is_first_microbatch=False), own)
+
+
+def test_a_validation_that_refreshes_the_copy_keeps_what_training_needs(layer, monkeypatch):
+    x, dy = sizes()
+    run(layer, x, MXFP8, dy, is_first_microbatch=True)
+    with torch.no_grad():
+        forward(layer, x, first=True)
+    made = []
+    quantize = cg.MXFP8Quantizer.quantize_impl
+    monkeypatch.setattr(
+        cg.MXFP8Quantizer, "quantize_impl", lambda self, t: (made.append(tuple(t.shape)), quantize(self, t))[1]
+    )
+    run(layer, x, MXFP8, dy, is_first_microbatch=False)
+    assert tuple(layer.weight.shape) not in made

@@ -86,3 +86,12 @@ def test_names_are_collapsed_to_what_they_have_in_common() -> None:
     assert collapsed(["h.0.fc1", "h.1.fc1", "h.5.fc1"], known) == ["h.0-1,5.fc1 x3"]
     assert collapsed(["h.0.fc1", "out"], [*known, "out"]) == ["h.0.fc1", "out"]
     assert collapsed(["h.0"], ["h.0"]) == ["h.0"]
+
+
+def test_an_override_of_backward_decides_over_the_formats() -> None:
+    recipe = GemmRecipe.load("nvfp4(2d, rht, sr), backward_override: dequantized")
+    rows = {(row.gemm, row.role): row for row in recipe.explain().rows}
+    assert rows["fprop", "weight"].format == "nvfp4(2d)"
+    assert {row.format for (gemm, _), row in rows.items() if gemm != "fprop"} == {"hp"}
+    assert [rows["wgrad", name].source for name in ("grad_output", "input")] == ["original", "dequantized"]
+    assert rows["dgrad", "weight"].why == "backward_override: dequantized"

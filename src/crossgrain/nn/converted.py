@@ -1,4 +1,4 @@
-"""Linear layers of torch and of Hugging Face that became quantized ones, and back.
+"""Linear layers of torch and of Hugging Face that became quantized ones, norms that became ours, and back.
 
 A layer changes its class and nothing else: it stays the same object, so whoever holds it, its parameters
 or its hooks (a parent, an optimizer, a tied embedding) holds the quantized layer.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..recipe import quantized_model_init
 from ..recipe.binding import is_conv1d
 from .linear import Linear
+from .norm import LayerNorm, RMSNorm
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
@@ -47,7 +48,24 @@ class ConvertedConv1D(Linear):
         raise NotImplementedError(f"{self.layer}: a Conv1D has no reset_parameters; its model initialises it")
 
 
+class ConvertedLayerNorm(LayerNorm, nn.LayerNorm):  # type: ignore[misc]
+    """An ``nn.LayerNorm`` that `crossgrain.convert` changed."""
+
+    def __init__(self) -> None:
+        raise TypeError(
+            "a ConvertedLayerNorm is what crossgrain.convert makes of an nn.LayerNorm; for a new one: LayerNorm"
+        )
+
+
+class ConvertedRMSNorm(RMSNorm, nn.RMSNorm):  # type: ignore[misc]
+    """An ``nn.RMSNorm`` that `crossgrain.convert` changed."""
+
+    def __init__(self) -> None:
+        raise TypeError("a ConvertedRMSNorm is what crossgrain.convert makes of an nn.RMSNorm; for a new one: RMSNorm")
+
+
 Converted = ConvertedLinear | ConvertedConv1D
+ConvertedNorm = ConvertedLayerNorm | ConvertedRMSNorm
 
 
 def class_for(module: nn.Module) -> type[Converted] | None:
@@ -75,4 +93,24 @@ def become_plain(module: Any) -> None:
     cls, added = module._was
     for key in (*added, "_was", "bound_recipe"):
         vars(module).pop(key, None)
+    module.__class__ = cls
+
+
+def norm_class_for(module: Any) -> type[ConvertedNorm] | None:
+    """What `become_our_norm` makes of a module; None if it is no norm, or one that ours do not compute."""
+    if type(module) is nn.LayerNorm:
+        return ConvertedLayerNorm if module.weight is not None and module.bias is not None else None
+    if type(module) is nn.RMSNorm:
+        return ConvertedRMSNorm if module.weight is not None and module.eps is not None else None
+    return None
+
+
+def become_our_norm(module: Any) -> None:
+    """Change the class of an ``nn.LayerNorm`` or ``nn.RMSNorm``; `become_plain` undoes it."""
+    cls = norm_class_for(module)
+    assert cls is not None
+    own: dict[str, Any] = {"zero_centered_gamma": False, "sequence_parallel": None}
+    if cls is ConvertedRMSNorm:
+        own["bias"] = None
+    vars(module).update(own, _was=(type(module), tuple(own)))
     module.__class__ = cls

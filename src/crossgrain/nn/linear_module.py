@@ -260,7 +260,7 @@ class LinearModule(QuantizedModule):
             parameters,
             refresh=bool(this.is_first_microbatch),
             columnwise=columnwise,
-            make=lambda: quantize_weight(weight, quantizer, padded, columnwise),
+            make=lambda columnwise: quantize_weight(weight, quantizer, padded, columnwise),
         )
 
     def _cache_name(self, index: int) -> str:

@@ -43,13 +43,18 @@ class WeightCache:
         *,
         refresh: bool,
         columnwise: bool,
-        make: Callable[[], QuantizedTensorStorage],
+        make: Callable[[bool], QuantizedTensorStorage],
     ) -> QuantizedTensorStorage:
-        """The copy; made by ``make()`` if it is to be refreshed, lacks a direction, or is of other parameters."""
+        """The copy; made by ``make(columnwise)`` if it is to be refreshed, lacks a direction or is of other parameters.
+
+        A validation that refreshes a copy leaves it as training needs it, with the directions it had.
+        """
         entry = self._entries.get(name)
         if refresh or entry is None or not entry.serves(parameters, columnwise):
+            columnwise = columnwise or (entry is not None and entry.copy.plane(COLUMNWISE) is not None)
             with torch.inference_mode(False), torch.no_grad():  # a copy made for inference may be used for training
-                entry = self._entries[name] = _Entry(make(), [weakref.ref(parameter) for parameter in parameters])
+                copy = make(columnwise)
+            entry = self._entries[name] = _Entry(copy, [weakref.ref(parameter) for parameter in parameters])
         return entry.copy
 
     def copies(self) -> dict[str, QuantizedTensorStorage]:

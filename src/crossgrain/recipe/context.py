@@ -96,8 +96,15 @@ def _finish(step: Step, *, always: bool = False) -> None:
     step.close()
     if (always or torch.is_grad_enabled()) and not in_backward() and not step.aborted:
         step.end()
-    else:
-        step.undo()
+        return
+    recomputes = in_backward() and torch.is_grad_enabled() and not step.aborted
+    for state in step.undo():
+        if recomputes and not state.amax_history.any() and bool((state.scale == 1).all()):
+            raise RuntimeError(
+                "delayed scaling is recomputed in backward without ever having seen a forward step: reentrant "
+                "checkpointing runs forward without gradients, like a validation, and would never learn a scale. Use "
+                "checkpoint(..., use_reentrant=False), or an autocast around the whole forward pass"
+            )
 
 
 def ran_in_backward(state: RecipeState, group: Any = None) -> None:

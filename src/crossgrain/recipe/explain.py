@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..operands import GEMMS
+from .base import BackwardOverride
 from .binding import layers_of
 from .plan import ATTENTION, LayerPlan, make_plan
 
@@ -88,12 +89,13 @@ def explain(recipe: GemmRecipe, model: nn.Module | None = None, *, every_layer: 
     rows: list[ExplainRow] = []
     if model is None:
         for label, plan, attention in _cases(recipe):
-            rows += _rows(label, plan, [*GEMMS, *(["attention"] * attention)])
+            rows += _rows(label, plan, [*GEMMS, *(["attention"] * attention)], recipe.backward_override)
     else:
         recipe = recipe.for_model(model)
         for layer in layers_of(model):
             plan = recipe.plan(layer.name, layer.module_type)
-            rows += _rows(layer.name, plan, ["attention"] if layer.module_type == "dpa" else list(GEMMS))
+            places = ["attention"] if layer.module_type == "dpa" else list(GEMMS)
+            rows += _rows(layer.name, plan, places, recipe.backward_override)
     return Explanation(str(recipe), rows, every_layer)
 
 
@@ -106,7 +108,7 @@ def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerPlan, bool]]:
         yield stage[0], make_plan((*default, stage)), any(key.startswith("attention") for key, _ in stage[1])
 
 
-def _rows(layer: str, plan: LayerPlan, places: Iterable[str]) -> Iterator[ExplainRow]:
+def _rows(layer: str, plan: LayerPlan, places: Iterable[str], override: BackwardOverride) -> Iterator[ExplainRow]:
     for place in places:
         if place == "attention":
             for tensor in ATTENTION:
@@ -114,6 +116,10 @@ def _rows(layer: str, plan: LayerPlan, places: Iterable[str]) -> Iterator[Explai
                 yield ExplainRow(layer, tensor, "both", place, str(choice.value), "original", choice.why)
             continue
         for tensor, direction in GEMMS[place].items():
+            if override is not None and place != "fprop":  # what forward saved is multiplied in high precision
+                kept = "dequantized" if override == "dequantized" and tensor != "grad_output" else "original"
+                yield ExplainRow(layer, tensor, direction.value, place, "hp", kept, f"backward_override: {override}")
+                continue
             choice, source = plan.format(place, tensor), plan.source(tensor)
             columnwise = direction.value == "columnwise"
             made_from = source.value if columnwise else "original"

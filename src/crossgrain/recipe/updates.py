@@ -60,15 +60,18 @@ class Step:
         for state, _ in ran:
             state.end_step(reduced.get(id(state)))
 
-    def undo(self) -> None:
-        """Forget the step: the states have seen nothing."""
+    def undo(self) -> list[DelayedScalingRecipeState]:
+        """Forget the step: the states, which are returned, have seen nothing."""
         with self._lock:
             ran, self._ran = self._ran, []
+        states = []
         for entry in reversed(ran):
             state = entry.state()
             if state is not None:
                 with torch.no_grad():
                     state.amax_history[0].copy_(entry.seen_before)
+                states.append(state)
+        return states
 
     def close(self) -> None:
         """Take no more states: what runs later belongs to another step."""
