@@ -1,5 +1,6 @@
 """Linear: shapes, dtypes, options, what is made and what is saved."""
 
+import copy
 import math
 
 import pytest
@@ -126,9 +127,8 @@ def test_padding_is_exact(family, m, k, n):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_autocast_sets_the_activation_dtype(recipe, dtype):
     """fp32 parameters and inputs: the numbers are those of an input that was cast by hand."""
-    if recipe.delayed():
-        pytest.skip("a history makes the two steps differ")
     layer = cg.Linear(64, 96)
+    twin = copy.deepcopy(layer)  # with a history of its own
     x, dy = sizes()
     seed = torch.get_rng_state()
     x = x.detach().requires_grad_()
@@ -137,16 +137,14 @@ def test_torch_autocast_sets_the_activation_dtype(recipe, dtype):
         y.backward(dy.to(dtype))  # also inside, where autocast would reach the GEMMs of backward
     assert y.dtype == dtype and x.grad.dtype == torch.float32 and layer.weight.grad.dtype == torch.float32
     mine = (y.detach(), x.grad.to(dtype), layer.weight.grad.clone(), layer.bias.grad.clone())
-    layer.zero_grad()
     torch.set_rng_state(seed)
-    by_hand = run(layer, x.detach().to(dtype).requires_grad_(), recipe, dy.to(dtype))
+    by_hand = run(twin, x.detach().to(dtype).requires_grad_(), recipe, dy.to(dtype))
     assert all(torch.equal(a, b) for a, b in zip(mine, by_hand, strict=True))
 
 
 def test_layouts_of_the_input_do_not_matter(recipe):
-    if recipe.delayed():
-        pytest.skip("a history makes the steps differ")
     layer = cg.Linear(64, 96)
+    twin = copy.deepcopy(layer)  # with a history of its own
     row = torch.randn(1, 64)
     _, dy = sizes()
     for strided in (
@@ -163,7 +161,7 @@ def test_layouts_of_the_input_do_not_matter(recipe):
         mine = (y.detach(), x.grad, layer.weight.grad.clone())
         layer.zero_grad()
         torch.set_rng_state(seed)
-        plain = run(layer, strided.contiguous().requires_grad_(), recipe, dy)
+        plain = run(twin, strided.contiguous().requires_grad_(), recipe, dy)
         assert all(torch.equal(a, b) for a, b in zip(mine, plain[:3], strict=True))
 
 
@@ -197,13 +195,13 @@ def test_no_plane_is_made_that_no_gemm_reads(recipe, made, x_grad, w_grad, grad)
 
 
 def test_requires_grad_may_change_between_steps(recipe):
-    if recipe.delayed():
-        pytest.skip("a history makes the steps differ")
     layer = cg.Linear(64, 96)
+    twin = copy.deepcopy(layer)  # with a history of its own
     x, dy = sizes()
     rng = torch.get_rng_state()
-    both = run(layer, x, recipe, dy)
     for w_grad, x_grad in ((False, True), (True, False), (True, True)):
+        torch.set_rng_state(rng)
+        both = run(twin, x, recipe, dy)
         layer.weight.requires_grad_(w_grad)
         torch.set_rng_state(rng)
         step = run(layer, x.detach().requires_grad_(x_grad), recipe, dy)
@@ -258,8 +256,6 @@ def test_no_grad_saves_nothing(recipe):
 
 
 def test_return_bias(recipe):
-    if recipe.delayed():
-        pytest.skip("a history makes the steps differ")
     layer = cg.Linear(64, 96, return_bias=True)
     nn.init.normal_(layer.bias)
     x, _ = sizes()
@@ -347,8 +343,6 @@ def test_fused_accumulation_needs_somewhere_to_add_to():
 
 
 def test_delayed_wgrad(recipe):
-    if recipe.delayed() or recipe.nvfp4():
-        pytest.skip("two runs draw differently")
     layer = cg.Linear(64, 96, delay_wgrad_compute=True)
     plain = cg.Linear(64, 96)
     plain.load_state_dict(layer.state_dict())
@@ -358,8 +352,10 @@ def test_delayed_wgrad(recipe):
     assert not layer.need_backward_dw()
     for _ in range(3):
         x, dy = sizes()
+        rng = torch.get_rng_state()
         with cg.autocast(recipe=recipe):
             layer(x).backward(dy)
+        torch.set_rng_state(rng)
         total += run(plain, x, recipe, dy).dw
     assert layer.weight.grad is None and layer.need_backward_dw()
     layer.backward_dw()
