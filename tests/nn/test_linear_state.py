@@ -362,3 +362,24 @@ def test_delayed_scaling_that_would_never_learn_is_refused(bound):
     layer.bound_recipe = recipe if bound else None
     with pytest.raises(RuntimeError, match="never learn a scale.*use_reentrant=False"):
         checkpoint(forward, x, use_reentrant=True).sum().backward()
+
+
+def test_requantize_passes_no_quantized_parameter_over():
+    with cg.quantized_model_init(recipe="mxfp8"):
+        model = nn.ModuleDict({"ours": cg.Linear(64, 64), "op": cg.ops.Linear(64, 64)})
+    before = model["ours"].weight
+    with pytest.raises(TypeError, match="op.*weight is a quantized parameter of a"):
+        cg.requantize_(model, "nvfp4")
+    assert model["ours"].weight is before and type(before) is cg.MXFP8Tensor
+
+
+def test_quantizers_can_be_built_before_the_first_forward():
+    for build in (
+        lambda layer: layer.set_meta_tensor(True, recipes.MXFP8BlockScaling()),
+        lambda layer: layer.init_fp8_metadata(),
+    ):
+        layer = cg.Linear(64, 64)
+        assert layer.quantizers == {"scaling_fwd": [], "scaling_bwd": []}
+        with cg.autocast(recipe=recipes.MXFP8BlockScaling()):
+            build(layer)
+        assert [type(q) for q in layer.quantizers["scaling_fwd"]] == [cg.MXFP8Quantizer] * 3

@@ -15,8 +15,6 @@ from crossgrain.optim.masters import join_master, split_master
 from ..quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
 from .steps import gradient, quantized_parameter, run_steps, small_model, weight_value
 
-STOCHASTIC = {"nvfp4_rht_sr", "mxfp4_sr"}
-
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

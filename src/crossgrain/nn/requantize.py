@@ -18,9 +18,11 @@ def requantize_(model: nn.Module, recipe: Recipe | str) -> dict[str, nn.Paramete
     They are made from what `quantized_model_init` preserved, as long as the weight still stands for it,
     else from what the weight decodes to. A weight that stays of its class stays the same parameter. One
     that does not is replaced, with its gradient and its attributes: the result names these new parameters,
-    and an optimizer has to be told. Nothing has changed if any weight cannot be converted.
+    and an optimizer has to be told. Nothing has changed if any weight cannot be converted: quantized
+    parameters of modules that do not build quantizers from recipes themselves are refused.
     """
     recipe = as_recipe(recipe)
+    _refuse_other_modules(model)
     made: dict[int, QuantizedTensor] = {}  # by the old parameter: tied weights stay tied
     plans: list[tuple[str, QuantizedModule, Built, dict[str, QuantizedTensor]]] = []
     for path, module in model.named_modules():
@@ -50,6 +52,18 @@ def requantize_(model: nn.Module, recipe: Recipe | str) -> dict[str, nn.Paramete
             replaced[f"{path}.{name}" if path else name] = parameters[id(quantized)]
         module._adopt(built)
     return replaced
+
+
+def _refuse_other_modules(model: nn.Module) -> None:
+    """None is passed over in silence."""
+    for path, module in model.named_modules():
+        known = set(module._quantized_weights()) if isinstance(module, QuantizedModule) else set()
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, QuantizedTensor) and name not in known:
+                raise TypeError(
+                    f"requantize_: {path}.{name} is a quantized parameter of a {type(module).__name__}, which is not "
+                    "one of crossgrain's modules of linear layers"
+                )
 
 
 def _value(weight: QuantizedTensor) -> Tensor:
