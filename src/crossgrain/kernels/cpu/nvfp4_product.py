@@ -83,21 +83,28 @@ def pack_right(codes, codes_stride, scales, scales_stride, table, out, first, la
 
 
 @kernel
-def multiply(left, right, out, out_stride, first, last, rows, columns, blocks, factor, scratch, tag):
-    """Columns of the product by tiles ``first:last``; ``scratch`` holds a tile that reaches over the edge."""
-    for tile in range(first, last):
-        panel = right + tile * blocks * RIGHT_BLOCK_BYTES
-        left_column = tile * TILE_COLUMNS
-        width = min(TILE_COLUMNS, columns - left_column)
-        for top in range(0, rows, TILE_ROWS):
-            height = min(TILE_ROWS, rows - top)
-            here = out + top * out_stride + left_column * 4
-            row_panel = left + top * blocks * (LEFT_BLOCK_BYTES // TILE_ROWS)
-            if width == TILE_COLUMNS and height == TILE_ROWS:
-                multiply_tile(row_panel, panel, blocks, here, out_stride, factor)
-            else:
-                multiply_tile(row_panel, panel, blocks, scratch, TILE_COLUMNS * 4, factor)
-                for row in range(height):
-                    for column in range(width):
-                        value = load_i32(scratch + (row * TILE_COLUMNS + column) * 4)
-                        store_i32(here + row * out_stride + column * 4, value)
+def multiply(left, right, out, out_stride, first, last, rows, columns, blocks, group, factor, scratch, tag):
+    """Columns of the product by tiles ``first:last``; ``scratch`` holds a tile that reaches over the edge.
+
+    Rows go in groups whose panels stay in the cache while all of the right operand passes by.
+    """
+    for start in range(0, rows, group):
+        for tile in range(first, last):
+            for top in range(start, min(start + group, rows), TILE_ROWS):
+                _multiply_one(left, right, out, out_stride, tile, top, rows, columns, blocks, factor, scratch)
+
+
+@inner
+def _multiply_one(left, right, out, out_stride, tile, top, rows, columns, blocks, factor, scratch):
+    row_panel = left + top * blocks * (LEFT_BLOCK_BYTES // TILE_ROWS)
+    column_panel = right + tile * blocks * RIGHT_BLOCK_BYTES
+    here = out + top * out_stride + tile * TILE_COLUMNS * 4
+    height, width = min(TILE_ROWS, rows - top), min(TILE_COLUMNS, columns - tile * TILE_COLUMNS)
+    if height == TILE_ROWS and width == TILE_COLUMNS:
+        multiply_tile(row_panel, column_panel, blocks, here, out_stride, factor)
+        return
+    multiply_tile(row_panel, column_panel, blocks, scratch, TILE_COLUMNS * 4, factor)
+    for row in range(height):
+        for column in range(width):
+            value = load_i32(scratch + (row * TILE_COLUMNS + column) * 4)
+            store_i32(here + row * out_stride + column * 4, value)

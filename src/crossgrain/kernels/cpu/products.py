@@ -16,6 +16,8 @@ from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_RO
 from .runtime import kernel, run_ranges
 from .support import all_have_memory, is_standard, scales_of, scratch_memory, tag_of_plane
 
+_CACHE_BYTES = 3 << 18  # of a core's own cache, for the rows that are multiplied with everything
+
 
 def can_multiply(a: Plane, b: Plane) -> bool:
     """Both NVFP4, rotated alike, on a CPU with dot products of bytes."""
@@ -56,11 +58,13 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
     left = _packed(nvfp4_product.pack_left, a, TILE_ROWS, LEFT_BLOCK_BYTES, "gemm.a")
     right = _packed(nvfp4_product.pack_right, b, TILE_COLUMNS, RIGHT_BLOCK_BYTES, "gemm.b")
 
+    group = max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
+
     def work(first: int, last: int) -> None:
         scratch = scratch_memory(TILE_ROWS * TILE_COLUMNS * 4)
         arguments = (
             left.data_ptr(), right.data_ptr(), out.data_ptr(), out.stride(0) * 4, first, last, rows, columns,
-            blocks, factor, scratch, tag,
+            blocks, group, factor, scratch, tag,
         )  # fmt: skip
         kernel(nvfp4_product.multiply, *arguments)(*arguments)
 
