@@ -43,6 +43,7 @@ from .nn import (
 )
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
+from .planning import plan
 from .quantize import quantize, quantizer_for
 from .quantizer import Quantizer, make_quantizer
 from .recipe import (
@@ -145,6 +146,7 @@ __all__ = [
     "name_layers",
     "ops",
     "optim",
+    "plan",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",
