@@ -59,6 +59,7 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from .recompute import checkpoint, in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from .request import QuantizerRequest
 from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
@@ -129,6 +130,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "checkpoint",
     "convert",
     "formats",
     "fp8_autocast",
@@ -137,6 +139,8 @@ __all__ = [
     "get_default_recipe",
     "get_device_compute_capability",
     "get_format",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
