@@ -52,8 +52,10 @@ def _open(model: nn.Module, args: Any) -> None:
 
 
 def _end(model: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     calls = _calls.get()
-    if torch.compiler.is_compiling() or not calls or calls[-1].model is not model:
+    if not calls or calls[-1].model is not model:
         return
     _calls.set(calls[:-1])
     # torch calls this hook for a call that failed as well, while it handles the error and without output.

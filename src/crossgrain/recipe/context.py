@@ -98,7 +98,8 @@ def _delayed_step(state: RecipeState, delayed: DelayedScalingRecipeState, this: 
     if not this.recomputes and in_backward() and torch.is_grad_enabled():
         raise RuntimeError(
             "delayed scaling runs in backward, outside of all checkpoints that are known: a recomputation needs the "
-            "scales of its first pass. Use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint"
+            "scales of its first pass. Use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, and neither "
+            "in a compiled function"
         )
     with within(this):
         scale = this.same(delayed.key, lambda: delayed.scale.clone() if this.recorded else delayed.scale)
