@@ -215,6 +215,32 @@ def test_what_is_over_the_limit_stays_in_memory_on_request(tmp_path):
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
 
 
+def test_what_a_reader_maps_is_not_handed_out_again(tmp_path):
+    store = stores.DirectoryStore(tmp_path)
+    place = store.reserve(PAGE)
+    store.write(place, torch.full((PAGE,), 7, dtype=torch.uint8))
+    pages = store.read(place, PAGE)
+    del place
+    other = store.reserve(PAGE)
+    store.write(other, torch.zeros(PAGE, dtype=torch.uint8))
+    assert other.offset == PAGE and bool((pages == 7).all())
+    del pages
+    assert store.reserve(PAGE).offset == 0
+
+
+def test_a_file_that_grew_in_part_shrinks_again(tmp_path, monkeypatch):
+    store = stores.DirectoryStore(tmp_path)
+
+    def grows_in_part(descriptor, start, more):
+        os.ftruncate(descriptor, start + more // 2)
+        full()
+
+    monkeypatch.setattr(stores.os, "posix_fallocate", grows_in_part)
+    with pytest.raises(cg.OffloadError, match="No space left"):
+        store.reserve(4 * PAGE)
+    assert open_files(tmp_path) == [0]
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -263,6 +289,10 @@ def test_a_write_that_fails_in_the_worker_raises_in_the_training_thread(noticed,
         with pytest.raises(cg.OffloadError, match=message):
             held[0].sum().backward()
     assert x.grad is None
+    for record in offload._engine._in_order.values():
+        failure = record.failure
+        assert failure.__traceback__ is None and failure.__cause__.__traceback__ is None, "frames hold the record"
+    del record, failure
     held.clear()
     offload._engine._worker.submit(int).result()
     gc.collect()
@@ -343,3 +373,14 @@ def test_a_fork_leaves_the_files_of_its_parent_alone(tmp_path):
         assert [f"belongs to process {os.getpid()}, of which this is a fork" in m for m in messages] == [True, True]
     assert open_files(tmp_path) == [3 * PAGE]
     assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, run(x))))
+
+
+def _drop(_, held):
+    held.clear()
+
+
+def test_places_that_die_in_a_fork_are_still_in_use(tmp_path):
+    store = stores.DirectoryStore(tmp_path)
+    held = [store.reserve(PAGE)]
+    mp.start_processes(_drop, args=(held,), nprocs=1, start_method="fork")
+    assert open_files(tmp_path) == [PAGE]
