@@ -191,6 +191,28 @@ def test_wherever_the_recipe_comes_from(name, where, reentrant):
     assert_same(again, without_recomputation(name, makers, where=where))
 
 
+class Own(nn.Module):
+    """Modules under a recipe of their own, before others and after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.last = cg.Linear(WIDTH, WIDTH), cg.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        with cg.autocast(recipe="fp8"):
+            x = self.own(x)
+        x = self.last(x)
+        with cg.autocast(enabled=False):
+            return self.own(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "hybrid"])
+def test_autocasts_inside_of_what_is_recomputed(name, reentrant):
+    again = Run([Own], RECIPES[name](), checkpoints("torch", reentrant)).train().all()
+    assert_same(again, without_recomputation(name, (Own,)))
+
+
 @pytest.mark.parametrize(("function", "reentrant"), ALL, ids=NAMES)
 @pytest.mark.parametrize("name", ["delayed", "hybrid", "rounded_columns"])
 def test_stochastic_rounding_does_not_need_the_generator_to_be_restored(name, function, reentrant):
@@ -523,11 +545,14 @@ def test_activations_are_not_distributed():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_phases_can_be_asked_for(reentrant):
-    seen = []
+    seen, in_hooks = [], []
 
     def function(x):
         seen.append((cg.is_fp8_activation_recompute_enabled(), cg.in_fp8_activation_recompute_phase()))
-        return x.sin().cos()
+        y = x.sin()
+        if y.requires_grad:
+            y.register_hook(lambda grad: in_hooks.append(cg.in_fp8_activation_recompute_phase()))
+        return y.cos()
 
     x = torch.ones(4, requires_grad=True)
     with cg.autocast(recipe="mxfp8"):
@@ -536,3 +561,4 @@ def test_the_phases_can_be_asked_for(reentrant):
     y.sum().backward()
     function(x)
     assert seen == [(False, False), (True, False), (True, True), (False, False)]
+    assert in_hooks == [False]  # also in the backward pass of a reentrant one, which is inside of it
