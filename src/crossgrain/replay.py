@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from typing import Any, TypeVar
@@ -105,9 +105,16 @@ def current_pass() -> Pass:
     return _current.get()
 
 
-@contextmanager
-def within(this: Pass) -> Iterator[None]:
+def within(this: Pass) -> AbstractContextManager[None]:
     """Makes it the `current_pass`. Policies of selective checkpoints see nothing of what is inside."""
+    return _NOTHING_NEW if this is _current.get() else _within(this)
+
+
+_NOTHING_NEW = nullcontext()
+
+
+@contextmanager
+def _within(this: Pass) -> Iterator[None]:
     token = _current.set(this)
     try:
         with unseen_by_policies():
