@@ -30,9 +30,11 @@ from ..recipe import (
     keep_high_precision_init_val,
     load_extra_state,
     ran_in_backward,
+    renew_preserved_values,
 )
 from ..recipe.updates import in_backward
 from ..tensor import QuantizedTensor
+from ..tensor.loading import check_formats
 from .padding import known_format
 from .weight_cache import WeightCache
 
@@ -378,12 +380,16 @@ class QuantizedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + _EXTRA_STATE
+        # What cannot be used is refused before parameters are overwritten.
+        if not local_metadata.get("assign_to_params_buffers", False):
+            check_formats(self._parameters, state_dict, prefix)
         if key in state_dict:
-            self.set_extra_state(state_dict[key])  # which refuses what it cannot use before parameters are overwritten
+            self.set_extra_state(state_dict[key])
         self._weight_cache.clear()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        renew_preserved_values(self._parameters, state_dict, prefix)
         if key in missing_keys:
             missing_keys.remove(key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,10 +55,25 @@ def keep_high_precision_init_val(parameter: Tensor, value: Tensor) -> None:
     parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
 
 
+def renew_preserved_values(parameters: Mapping[str, Any], loaded: Mapping[str, Any], prefix: str = "") -> None:
+    """After a load: parameters that keep their initial values keep the high precision that was loaded instead."""
+    for name, parameter in parameters.items():
+        value, kept = loaded.get(prefix + name), _kept(parameter)
+        if kept is None or kept.get() is None or not isinstance(value, Tensor) or isinstance(value, QuantizedTensor):
+            continue
+        if value.shape == parameter.shape:
+            keep_high_precision_init_val(parameter, value)
+
+
 def preserved_value(parameter: QuantizedTensor) -> Tensor | None:
     """The preserved initial value, if there is one and ``parameter`` still stands for it."""
+    kept = _kept(parameter)
+    return kept.get() if kept is not None and kept.is_of(parameter) else None
+
+
+def _kept(parameter: Any) -> InitValue | None:
     kept = getattr(getattr(parameter, "get_high_precision_init_val", None), "__self__", None)
-    return kept.get() if isinstance(kept, InitValue) and kept.is_of(parameter) else None
+    return kept if isinstance(kept, InitValue) else None
 
 
 def clear_preserved_value(parameter: Tensor) -> None:
