@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, ops, optim, recipe
+from . import files, formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -130,6 +130,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "convert",
+    "files",
     "formats",
     "fp8_autocast",
     "fp8_model_init",

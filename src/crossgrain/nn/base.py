@@ -381,7 +381,9 @@ class QuantizedModule(nn.Module):
     ) -> None:
         key = prefix + _EXTRA_STATE
         # What cannot be used is refused before parameters are overwritten.
-        if not local_metadata.get("assign_to_params_buffers", False):
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._built = _nothing_built()  # the next forward checks and links what is assigned now
+        else:
             check_formats(self._parameters, state_dict, prefix)
         if key in state_dict:
             self.set_extra_state(state_dict[key])
