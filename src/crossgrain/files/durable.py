@@ -54,6 +54,14 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     _sync(path.parent)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory that is not there yet, and those above it."""
+    missing = [parent for parent in (path, *path.parents) if not parent.is_dir()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
 def remove_directory(path: Path) -> None:
     """Remove a directory so that it is never seen half empty under its name."""
     temporary = _beside(path)

@@ -11,12 +11,12 @@ import torch
 
 
 def get_random_state() -> dict[str, Any]:
-    """Tensors, lists and numbers only."""
+    """Tensors and numbers only."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, list(numbers), gauss],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
     }
     if torch.cuda.is_available():
@@ -36,7 +36,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def _set(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])

@@ -24,7 +24,7 @@ from ..recipe import Recipe, keep_high_precision_init_val, preserved_value
 from ..recipe.coerce import as_recipe
 from ..recipe.portable import recipe_from_text, recipe_to_text
 from ..tensor import QuantizedTensor
-from .durable import remove_directory, remove_remains, whole_directory
+from .durable import make_directory, remove_directory, remove_remains, whole_directory
 from .loading import load_in_place
 from .manifest import DamagedFileError, check_files, read_manifest, write_manifest
 from .random_state import get_random_state, set_random_state
@@ -72,7 +72,7 @@ def save_checkpoint(
     _check_request(objects, keep)
     text = None if recipe is None else recipe_to_text(as_recipe(recipe))
     contents = {**_contents(objects), _EXTRAS: dict(extras or {}), _RANDOM: get_random_state()}
-    root.mkdir(parents=True, exist_ok=True)
+    make_directory(root)
     remove_remains(root)
     latest = latest_checkpoint(root)
     if latest is not None and _step_of(latest) >= step:
@@ -117,7 +117,8 @@ def load_checkpoint(
     wanted = [*objects, *(f"{_INIT_VALUES}{name}" for name in objects), _EXTRAS, _RANDOM]
     contents = {name: _read(path / f"{name}.pt") for name in wanted if f"{name}.pt" in manifest["files"]}
     with all_or_nothing(*objects.values()):
-        for name, value in objects.items():
+        # Optimizers look at parameters, so these come first.
+        for name, value in sorted(objects.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             if isinstance(value, nn.Module):
                 load_in_place(value, contents[name], strict=strict, assign=assign, requantize=requantize)
                 _preserve(value, contents.get(f"{_INIT_VALUES}{name}", {}))

@@ -364,6 +364,10 @@ class QuantizedModule(nn.Module):
                 key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
             }
 
+    def _expect_other_weights(self) -> None:
+        """Weights are about to be exchanged: the next forward checks and links them."""
+        self._built = _nothing_built()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not destination[prefix + _EXTRA_STATE]:
@@ -382,7 +386,7 @@ class QuantizedModule(nn.Module):
         key = prefix + _EXTRA_STATE
         # What cannot be used is refused before parameters are overwritten.
         if local_metadata.get("assign_to_params_buffers", False):
-            self._built = _nothing_built()  # the next forward checks and links what is assigned now
+            self._expect_other_weights()
         else:
             check_formats(self._parameters, state_dict, prefix)
         if key in state_dict:

@@ -134,7 +134,9 @@ class Linear(FusedOperation):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "_extra_state"
-        if not local_metadata.get("assign_to_params_buffers", False):
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.basic_ops[0]._expect_other_weights()
+        else:
             check_formats(self._parameters, state_dict, prefix)
         self.basic_ops[0].clear_weight_cache()
         if key in state_dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,8 @@ class InitValue:
         ):
             return True
         with torch.no_grad():
-            again = parameter.detach().clone().copy_(self._value.to(parameter.device))
+            # With a quantizer of its own: that of the parameter may keep a history, which this is no part of.
+            again = copy.deepcopy(parameter.detach()).copy_(self._value.to(parameter.device))
             return torch.equal(again.dequantize(), parameter.detach().dequantize())
 
 
