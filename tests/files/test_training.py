@@ -107,7 +107,7 @@ def test_plain_models_resume_too(tmp_path):
     model, optimizer = make()
     step(model, optimizer)
     recipe = model[0].bound_recipe
-    files.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, recipe=recipe)
+    files.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
     step(model, optimizer)
     other, other_optimizer = make()
     done = files.load_checkpoint(tmp_path, model=other, optimizer=other_optimizer)
@@ -133,6 +133,24 @@ def test_extras_recipe_and_parts(tmp_path):
     assert done.step == 12 and done.path == path
     with pytest.raises(ValueError, match="has no sampler; it has model, optimizer"):
         files.load_checkpoint(path, sampler=model)
+
+
+def test_recipes_of_converted_models_travel_by_themselves(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    files.save_safetensors(model, tmp_path / "file")
+    assert files.read_safetensors(tmp_path / "file").recipe() is None
+    cg.convert(model, "mxfp8; 1: hp")
+    files.save_safetensors(model, tmp_path / "file")
+    assert files.read_safetensors(tmp_path / "file").recipe() == model[0].bound_recipe
+    files.save_safetensors(model, tmp_path / "file", recipe=None)
+    assert files.read_safetensors(tmp_path / "file").recipe() is None
+    model[1].bound_recipe = cg.GemmRecipe.load("nvfp4")
+    for save in (
+        lambda: files.save_safetensors(model, tmp_path / "file"),
+        lambda: files.save_checkpoint(tmp_path, 1, model=model),
+    ):
+        with pytest.raises(ValueError, match="bound to 2 recipes: say with recipe= which"):
+            save()
 
 
 def test_the_last_few_are_kept_and_steps_go_up(tmp_path):

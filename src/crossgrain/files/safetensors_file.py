@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ..optim.base import MASTER, FusedOptimizer
 from ..recipe import Recipe
-from ..recipe.coerce import as_recipe
-from ..recipe.portable import recipe_from_text, recipe_to_text
+from ..recipe.portable import recipe_from_text
 from ..tensor import QuantizedTensor
+from .bound import RecipeChoice, recipe_text
 from .description import plain_dtype
 from .durable import whole_file
 from .flat import VERSION, flatten, unflatten
@@ -56,14 +56,18 @@ def save_safetensors(
     model: nn.Module | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
-    recipe: Recipe | str | None = None,
+    recipe: RecipeChoice = "bound",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model or its state dict, quantized tensors as their bytes."""
+    """Write a model or its state dict, quantized tensors as their bytes.
+
+    ``recipe`` travels as text, by default the one that the model was converted with, None: none.
+    """
     flat = flatten(model.state_dict() if isinstance(model, nn.Module) else model)
     about = {**_FRAMEWORK, **_own(metadata), _VERSION: str(VERSION), _STATE: json.dumps(flat.description())}
-    if recipe is not None:
-        about[_RECIPE] = recipe_to_text(as_recipe(recipe))
+    text = recipe_text(recipe, [model])
+    if text is not None:
+        about[_RECIPE] = text
     _write(flat.buffers, path, {**about, _DIGEST: _digest(flat.buffers, about)})
 
 

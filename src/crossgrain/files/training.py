@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ..recipe import Recipe, keep_high_precision_init_val, preserved_value
-from ..recipe.coerce import as_recipe
-from ..recipe.portable import recipe_from_text, recipe_to_text
+from ..recipe.portable import recipe_from_text
 from ..tensor import QuantizedTensor
+from .bound import RecipeChoice, recipe_text
 from .durable import make_directory, remove_directory, remove_remains, whole_directory
 from .loading import load_in_place
 from .manifest import DamagedFileError, check_files, read_manifest, write_manifest
@@ -55,14 +55,15 @@ def save_checkpoint(
     root: str | os.PathLike[str],
     step: int,
     *,
-    recipe: Recipe | str | None = None,
+    recipe: RecipeChoice = "bound",
     extras: Mapping[str, Any] | None = None,
     keep: int | None = None,
     **objects: Any,
 ) -> Path:
     """Save ``objects`` (``model=``, ``optimizer=``, ...: whatever has a ``state_dict``) and the random states.
 
-    ``recipe``  travels as text; a recipe whose functions have no name at module scope is refused
+    ``recipe``  travels as text, by default the one that the model was converted with, None: none; a recipe whose
+                functions have no name at module scope is refused
     ``extras``  plain data and tensors of your own
     ``keep``    how many checkpoints to keep, the newest; older ones are removed after this one is on the disk
 
@@ -70,7 +71,7 @@ def save_checkpoint(
     """
     root = Path(root)
     _check_request(objects, keep)
-    text = None if recipe is None else recipe_to_text(as_recipe(recipe))
+    text = recipe_text(recipe, objects.values())
     contents = {**_contents(objects), _EXTRAS: dict(extras or {}), _RANDOM: get_random_state()}
     make_directory(root)
     remove_remains(root)
