@@ -272,6 +272,38 @@ def test_every_tensor_is_put_back(name, x):
     assert_same_contents(contents(model), contents(source))
 
 
+TOO_LONG = {"bias": torch.zeros(4)}
+
+
+def test_what_a_write_notes_in_a_quantizer_is_put_back(x):
+    for name in ("fp8_delayed", "fp8_delayed-mxfp4_sr-original"):
+        model = holder_of(name, x)
+        quantizer = model.weight._quantizer
+        quantizer = getattr(quantizer, "rowwise_quantizer", quantizer)
+        seen = quantizer.amax.clone()
+        with pytest.raises(RuntimeError, match="size mismatch for bias"):
+            files.load_state_dict(model, {"weight": x.float() * 9, **TOO_LONG})
+        assert torch.equal(quantizer.amax, seen)
+
+
+def test_formats_that_a_write_changes_are_put_back(x):
+    model = holder_of("mxfp8", x)
+    model.weight._quantizer = cg.MXFP8Quantizer(cg.DType.kFloat8E5M2)
+    decoded = model.weight.dequantize()
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        files.load_state_dict(model, {"weight": x.float() * 9, **TOO_LONG})
+    assert torch.equal(model.weight.dequantize(), decoded)
+
+
+def test_preserved_values_are_put_back():
+    model = quantized_model(MXFP8, preserve=True)
+    preserved = preserved_value(model[0].weight)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 33))
+    with pytest.raises(RuntimeError, match="size mismatch for 2"):
+        files.load_state_dict(model, plain.state_dict())
+    assert preserved is not None and preserved_value(model[0].weight) is preserved
+
+
 def test_a_plane_that_was_stale_is_stale_again(x):
     model = holder_of("mxfp8", x)
     alias = model.weight.detach()
