@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._extra_state import passes_over
 from ..formats import Format
 from ..operands import GEMMS, check_operands
 from ..plane import Direction
@@ -353,6 +354,8 @@ class QuantizedModule(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Take histories from `get_extra_state`. Without states of their kind yet, they wait for the first forward."""
+        if passes_over(state, self._built.recipe or self.bound_recipe):
+            return
         check_extra_state(state, self.layer)
         self._unloaded = None
         if state is None or not len(state):
