@@ -194,6 +194,46 @@ def test_requantize_does_not_go_back_to_the_initial_value_of_a_trained_weight():
     assert (layer.weight.dequantize() - trained_value).norm() < 0.05 * trained_value.norm()
 
 
+MAKE_OPTIMIZER = {
+    "FusedAdam": lambda params, **options: cg.optim.FusedAdam(params, lr=0.1, master_weights=True, **options),
+    "FusedAdam, fp16 masters": lambda params: cg.optim.FusedAdam(
+        params, lr=0.1, master_weights=True, master_weight_dtype=torch.float16, exp_avg_dtype=torch.float16
+    ),
+    "with_masters": lambda params: cg.optim.with_masters(torch.optim.AdamW, params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE_OPTIMIZER)
+def test_requantize_takes_the_optimizer_along(kind):
+    """Weights come from the masters, and go on with the moments that they had."""
+    layer = quantized_layer(MXFP8)
+    optimizer = MAKE_OPTIMIZER[kind](layer.parameters())
+    layer.weight.grad = torch.randn(96, 64)
+    optimizer.step()
+    old, moment = layer.weight, optimizer.state[layer.weight]["exp_avg"]
+    unscaled = getattr(optimizer, "get_unscaled_state", lambda weight, name: optimizer.state[weight][name])
+    master = unscaled(old, "master_param").clone()
+    cg.requantize_(layer, NVFP4, optimizer)
+    assert layer.weight is not old and old not in optimizer.state
+    assert any(param is layer.weight for param in optimizer.param_groups[0]["params"])
+    assert optimizer.state[layer.weight]["exp_avg"] is moment
+    assert torch.equal(unscaled(layer.weight, "master_param"), master)
+    assert_same_bytes(layer.weight.detach(), layer.weight._get_quantizer().copy()(master))
+    before = layer.weight.dequantize()
+    optimizer.step()
+    assert not torch.equal(layer.weight.dequantize(), before)
+
+
+@pytest.mark.parametrize("kind", MAKE_OPTIMIZER)
+def test_an_optimizer_that_was_not_told_of_new_parameters_refuses_to_go_on(kind):
+    layer = quantized_layer(MXFP8)
+    optimizer = MAKE_OPTIMIZER[kind](layer.parameters())
+    cg.requantize_(layer, NVFP4)
+    layer.weight.grad = torch.randn(96, 64)
+    with pytest.raises(RuntimeError, match=r"MXFP8Tensor \[96, 64\] that requantize_ has replaced"):
+        optimizer.step()
+
+
 def test_requantize_keeps_tied_weights_tied_and_changes_nothing_when_refused():
     first, second = (quantized_layer(MXFP8) for _ in range(2))
     second.weight = first.weight

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from .masters import as_plain, join_master, split_master, take_master, write_params
+from .masters import as_plain, check_in_use, join_master, split_master, take_master, write_params
 from .stored_state import STATE_DTYPES, own_scale, store, take_scale, unscaled, zero_state
 
 MASTER = "master_param"
@@ -104,6 +104,7 @@ class FusedOptimizer(Optimizer):
                 raise ValueError("a GradScaler unscales .grad; decoupled gradients have to be unscaled by the caller")
             grad_scaler.step(self)
             return loss
+        check_in_use(self.param_groups)
         groups = [(group, self._with_grads(group)) for group in self.param_groups]
         for _, params in groups:
             self._check(params)

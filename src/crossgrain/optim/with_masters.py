@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..tensor import QuantizedTensor
 from .base import MASTER
-from .masters import as_plain, take_master, write_params
+from .masters import as_plain, check_in_use, take_master, write_params
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its master
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -51,6 +51,7 @@ class _WithMasters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        check_in_use(self.param_groups)
         with self._masters_in_place() as pairs:
             _hand_gradients(pairs)
             if closure is not None:
