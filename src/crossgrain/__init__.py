@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, ops, optim, recipe
+from . import files, formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -141,6 +141,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "convert",
+    "files",
     "formats",
     "fp8_autocast",
     "fp8_model_init",

@@ -363,3 +363,23 @@ def test_quantizers_can_be_built_before_the_first_forward():
         with cg.autocast(recipe=recipes.MXFP8BlockScaling()):
             build(layer)
         assert [type(q) for q in layer.quantizers["scaling_fwd"]] == [cg.MXFP8Quantizer] * 3
+
+
+def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unpickled(monkeypatch, capsys):
+    from crossgrain import _extra_state
+
+    class Payload:
+        def __reduce__(self):
+            return print, ("code ran",)
+
+    monkeypatch.setenv(_extra_state.UNSAFE_PICKLE_EXTRA_STATE_ENV, "1")
+    payload = torch.frombuffer(bytearray(pickle.dumps(Payload())), dtype=torch.uint8)
+    state = {**nn.Linear(64, 96).state_dict(), "_extra_state": payload}
+    layer = trained(MXFP8)
+    layer.load_state_dict(state)
+    assert torch.equal(layer.weight, state["weight"]) and layer.get_extra_state() == {}
+    for refusing in (trained(DELAYED), trained(None)):
+        with pytest.raises(TypeError, match="Pickled ones of others are not read"):
+            refusing.load_state_dict(state)
+    assert not _extra_state.should_load_extra_state_pickle(payload)
+    assert "code ran" not in capsys.readouterr().out

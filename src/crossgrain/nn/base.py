@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._extra_state import passes_over
 from ..formats import Format
 from ..operands import GEMMS, check_operands
 from ..plane import Direction
@@ -30,9 +31,11 @@ from ..recipe import (
     forward_step,
     keep_high_precision_init_val,
     load_extra_state,
+    renew_preserved_values,
     this_pass,
 )
 from ..tensor import QuantizedTensor
+from ..tensor.loading import check_formats
 from ..torch_checkpoints import in_backward, unseen_by_policies
 from .padding import known_format
 from .weight_cache import WeightCache
@@ -349,6 +352,8 @@ class QuantizedModule(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Take histories from `get_extra_state`. Without states of their kind yet, they wait for the first forward."""
+        if passes_over(state, self._built.recipe or self.bound_recipe):
+            return
         check_extra_state(state, self.layer)
         self._unloaded = None
         if state is None or not len(state):
@@ -359,6 +364,10 @@ class QuantizedModule(nn.Module):
             self._unloaded = {
                 key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
             }
+
+    def _expect_other_weights(self) -> None:
+        """Weights are about to be exchanged: the next forward checks and links them."""
+        self._built = _nothing_built()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -376,12 +385,18 @@ class QuantizedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + _EXTRA_STATE
+        # What cannot be used is refused before parameters are overwritten.
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._expect_other_weights()
+        else:
+            check_formats(self._parameters, state_dict, prefix)
         if key in state_dict:
-            self.set_extra_state(state_dict[key])  # which refuses what it cannot use before parameters are overwritten
+            self.set_extra_state(state_dict[key])
         self._weight_cache.clear()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        renew_preserved_values(self._parameters, state_dict, prefix)
         if key in missing_keys:
             missing_keys.remove(key)
 

@@ -27,7 +27,12 @@ from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
-from .init_values import clear_preserved_value, keep_high_precision_init_val, preserved_value
+from .init_values import (
+    clear_preserved_value,
+    keep_high_precision_init_val,
+    preserved_value,
+    renew_preserved_values,
+)
 from .pairing import check_pairs
 from .params import Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
@@ -119,6 +124,7 @@ __all__ = [
     "preserved_value",
     "preset_table",
     "quantized_model_init",
+    "renew_preserved_values",
     "this_pass",
     "zoo",
 ]
