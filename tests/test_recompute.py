@@ -346,13 +346,14 @@ def test_checkpoints_in_checkpoints(name, outer, inner):
     assert_same(*(Run([Mlp, Attention], RECIPES[name](), kind).train().all() for kind in kinds))
 
 
+@pytest.mark.parametrize("make", [lambda: cg.Linear(WIDTH, WIDTH), Attention], ids=["linear", "attention"])
 @pytest.mark.parametrize(("outer", "inner"), NESTED)
-def test_a_layer_in_several_checkpoints_takes_one_step(outer, inner):
+def test_a_layer_in_several_checkpoints_takes_one_step(outer, inner, make):
     """The backward pass of a reentrant checkpoint is a part of the one around it, however deep it is."""
     results = []
     for kind in (nested(outer, inner), not_nested):
-        run = Run([lambda: cg.Linear(WIDTH, WIDTH)], RECIPES["delayed"](), kind)
-        run.model = nn.ModuleList([*run.model] * 3)
+        run = Run([make], recipes.DelayedScaling(amax_history_len=3, fp8_dpa=True), kind)
+        run.model = nn.ModuleList([*run.model] * 2)
         results.append(run.train(3).all())
     assert_same(*results)
 

@@ -160,7 +160,7 @@ def _finish(step: Step, *, always: bool = False) -> None:
 
 def backward_note(state: RecipeState) -> Callable[[], None]:
     """What backward calls before it quantizes; ``state`` is updated when the backward pass is complete."""
-    group, step = active().group, _join_backward_step(current_pass())
+    group, step = active().group, _join_backward_step(this_pass())
 
     def note() -> None:
         (step or backward_steps.current()).add(state, group)
