@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, ops, optim, recipe
+from . import files, formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -42,6 +42,13 @@ from .nn import (
     requantize_,
 )
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from .offload import (
+    ManualOffloadSynchronizer,
+    OffloadError,
+    get_cpu_offload_context,
+    mark_not_offload,
+    offload,
+)
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .planning import plan
 from .quantize import quantize, quantizer_for
@@ -60,6 +67,7 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from .recompute import checkpoint, in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from .request import QuantizerRequest
 from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
@@ -113,10 +121,12 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
+    "OffloadError",
     "Plane",
     "QuantizedTensor",
     "QuantizedTensorStorage",
@@ -130,20 +140,27 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "checkpoint",
     "convert",
+    "files",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
     "get_backend",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "get_format",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
+    "mark_not_offload",
     "name_layers",
+    "offload",
     "ops",
     "optim",
     "plan",

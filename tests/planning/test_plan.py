@@ -1,6 +1,7 @@
 """What a plan adds up, by hand, and what it does not accept."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,24 @@ def test_lm_head_stays_in_high_precision_unless_a_rule_is_for_it():
     assert formats(plan()) == {"mxfp8", "bf16"}
     assert formats(plan(recipe="mxfp8; lm_head: nvfp4")) == {"mxfp8", "nvfp4"}
     assert formats(plan(recipe="mxfp8; first 2 blocks: nvfp4; last 1 block: hp")) == {"mxfp8", "nvfp4", "bf16"}
+
+
+def test_what_stays_in_high_precision_is_no_quantized_parameter():
+    """It has a master only if it is not fp32, and bf16 needs but a remainder."""
+    numbers = 1024 * 256
+    quantized = plan().parameters - 2 * numbers - 9 * 256  # but for embedding, lm_head and norms
+    assert plan(dtype="fp32").memory.masters == 4 * quantized
+    plain = plan().parameters - quantized
+    assert plan(master="remainder").memory.masters == 4 * quantized + 2 * plain
+
+
+def test_a_tied_weight_is_quantized_by_its_layer():
+    """The embedding keeps it in high precision, so the output layer saves the plane that backward reads."""
+    tied = replace(SMALL, tied=True)
+    assert plan(tied).parameters == plan().parameters - 1024 * 256
+    assert plan(tied).memory.saved_weights == 0
+    assert plan(tied, "mxfp8; lm_head: mxfp8").memory.saved_weights == 1024 * 256 * 33 // 32
+    assert plan(SMALL, "mxfp8; lm_head: mxfp8").memory.saved_weights == 0
 
 
 def test_attention_follows_the_recipe():
@@ -275,7 +294,10 @@ def test_devices_may_be_changed():
         ({"model": "lama3-70b"}, "no model 'lama3-70b'; did you mean 'llama3-70b'?"),
         ({"model": "lab-tinny"}, "did you mean 'lab-tiny'?"),
         ({"model": "llama3-8b, layer=4"}, "no setting 'layer'; did you mean 'layers'?"),
-        ({"model": "llama3-8b, layers=many"}, "layers is a number, not 'many'"),
+        ({"model": "llama3-8b, layers=many"}, "layers is a whole number, not 'many'"),
+        ({"model": "llama3-8b, layers=2.5"}, "layers is a whole number, not '2.5'"),
+        ({"model": "llama3-8b, kv_heads=-8"}, "kv_heads of 0 or more, not -8"),
+        ({"model": "llama3-8b, layers=0"}, "layers of at least 1, not 0"),
         ({"model": "llama3-8b, 4"}, "'4' is no setting"),
         ({"model": "layers=4, width=64, heads=2, mlp=128"}, "vocab is not said"),
         ({"model": "llama3-8b, heads=5"}, "5 heads cannot share 8 kv_heads evenly"),
@@ -284,6 +306,8 @@ def test_devices_may_be_changed():
         ({"model": nn.LayerNorm(8)}, "this LayerNorm has no linear layer"),
         ({"device": "b2000"}, "no device 'b2000'; did you mean 'b200'?"),
         ({"device": "memory=3"}, "begin with one that is known"),
+        ({"device": "b200, node=2.5"}, "node is a whole number"),
+        ({"device": "b200, memory=lots"}, "memory is a number, not 'lots'"),
         ({"device": "b200, fp4=0"}, "fp4 is more than 0"),
         ({"device": "b200, link=-1"}, "link is more than 0"),
         ({"gpus": 0}, "gpus is a whole number from 1 up, not 0"),

@@ -7,7 +7,8 @@ written from the master after each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,17 @@ def take_master(param: Tensor) -> Tensor:
     if value is None:
         value = as_plain(param)
     return value.to(device=param.device, dtype=torch.float32, copy=True).contiguous()
+
+
+def check_in_use(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if a parameter has been replaced in its model: training would silently go nowhere."""
+    for group in groups:
+        for param in group["params"]:
+            if getattr(param, "was_replaced", False):
+                raise RuntimeError(
+                    f"the optimizer holds a {type(param).__name__} {list(param.shape)} that requantize_ has replaced "
+                    "in its model; call requantize_(model, recipe, optimizer), or make a new optimizer"
+                )
 
 
 def as_plain(param: Tensor) -> Tensor:

@@ -71,22 +71,21 @@ class Count:
 
     # ---- layers --------------------------------------------------------------------------------
 
-    def _plan_of(self, layer: LinearLayer) -> LayerPlan:
-        rules = [rule.matcher for rule in self.recipe.rules]
-        if layer.stays and not any(rule.matches(layer.name, layer.module_type) for rule in rules):
-            return GemmRecipe.load("hp").plan(layer.name, layer.module_type)
-        return self.recipe.plan(layer.name, layer.module_type)
+    def _stays(self, layer: LinearLayer) -> bool:
+        """Whether a layer stays as it is, a plain one in high precision."""
+        named = any(rule.matcher.matches(layer.name, layer.module_type) for rule in self.recipe.rules)
+        return layer.stays and not named
 
     def _add_layer(self, layer: LinearLayer) -> None:
         setup, dtype, ranks = self.setup, self.setup.torch_dtype, self.setup.tensor_parallel
-        layer_plan = self._plan_of(layer)
+        recipe = GemmRecipe.load("hp") if self._stays(layer) else self.recipe
+        layer_plan = recipe.plan(layer.name, layer.module_type)
         outputs = layer.outputs // (ranks if layer.cut == "outputs" else 1)
         inputs = layer.inputs // (ranks if layer.cut == "inputs" else 1)
         apart = 1 if layer.cut else ranks  # what is not cut works on a part of the tokens
         tokens = math.ceil(setup.tokens * layer.share / apart)
-        cost = layer_cost(
-            layer_plan, self.recipe.backward_override, tokens, inputs, outputs, dtype, setup.weights_come_quantized
-        )
+        comes_quantized = setup.weights_come_quantized and not layer.tied  # a tied weight is an embedding first
+        cost = layer_cost(layer_plan, recipe.backward_override, tokens, inputs, outputs, dtype, comes_quantized)
         unit = unit_of(layer.name)
         for gemm in cost.gemms:
             self._add_gemm(gemm, layer.copies, unit)
@@ -111,12 +110,12 @@ class Count:
 
     def _add_weight(self, layer: LinearLayer, layer_plan: LayerPlan, shape: tuple[int, int], unit: str) -> None:
         setup, dtype = self.setup, self.setup.torch_dtype
-        quantized = setup.parameters == "quantized"
+        quantized = setup.parameters == "quantized" and not self._stays(layer)
         plain = math.prod(shape) * dtype.itemsize
         for _ in range(layer.copies):
             self._add_parameter(unit, shape, quantized)
         sizes = Gathered(plain, plain, plain)
-        if setup.weights_come_quantized:
+        if setup.weights_come_quantized and not self._stays(layer):
             sizes = self._gathered_planes(layer, layer_plan, shape)
         self._add_gather(unit, *(size * layer.copies for size in sizes))
         if not quantized:

@@ -92,15 +92,14 @@ def device_of(text: str | Device) -> Device:
     """``"b200"``, or with numbers of your own: ``"b200, memory=192, fp4=8000"``."""
     if isinstance(text, Device):
         return text
-    name, settings = settings_of(text, (*KINDS, "memory", "bandwidth", "link", "network", "node"), "device")
+    known = (*KINDS, "memory", "bandwidth", "link", "network", "node")
+    name, settings = settings_of(text, known, ["node"], "device")
     if name is None:
         raise ValueError(f"device {text!r}: begin with one that is known, as in 'b200, memory=192'")
     if name not in DEVICES:
         raise ValueError(f"no device {name!r}{did_you_mean(name, DEVICES)}")
-    known = DEVICES[name]
+    device = DEVICES[name]
     if not settings:
-        return known
-    rates = {**dict(known.teraflops), **{kind: settings.pop(kind) for kind in KINDS if kind in settings}}
-    if "node" in settings:
-        settings["node"] = int(settings["node"])
-    return replace(known, name=f"{name} (changed)", teraflops=tuple(rates.items()), **settings)  # type: ignore[arg-type]
+        return device
+    rates = {**dict(device.teraflops), **{kind: settings.pop(kind) for kind in KINDS if kind in settings}}
+    return replace(device, name=f"{name} (changed)", teraflops=tuple(rates.items()), **settings)

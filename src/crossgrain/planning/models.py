@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from ..recipe.syntax import did_you_mean
 from .settings_text import settings_of
@@ -42,6 +41,9 @@ class Transformer:
         for name in ("layers", "width", "heads", "mlp", "vocab", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a transformer has {name} of at least 1, not {getattr(self, name)}")
+        for name in ("kv_heads", "head_width", "experts", "active"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"a transformer has {name} of 0 or more, not {getattr(self, name)}")
         if self.heads % self.key_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.key_heads} kv_heads evenly")
         if not self.head_width and self.width % self.heads:
@@ -81,8 +83,7 @@ def model_names() -> list[str]:
 def transformer_of(text: str) -> Transformer:
     """``"llama3-8b"``, ``"llama3-8b, layers=16"``, or ``"layers=2, width=64, heads=2, mlp=256, vocab=256"``."""
     known = [field.name for field in fields(Transformer)]
-    name, settings = settings_of(text, known, "model")
-    values: dict[str, Any] = {key: int(value) for key, value in settings.items()}
+    name, values = settings_of(text, known, known, "model")
     for flag in ("gated", "tied", "biases"):
         if flag in values:
             values[flag] = bool(values[flag])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..recipe.syntax import did_you_mean
 
 
-def settings_of(text: str, known: Sequence[str], what: str) -> tuple[str | None, dict[str, float]]:
-    """The name, None if there is none, and the settings."""
-    name, settings = None, {}
+def settings_of(text: str, known: Sequence[str], whole: Sequence[str], what: str) -> tuple[str | None, dict[str, Any]]:
+    """The name, None if there is none, and the settings; those in ``whole`` are whole numbers."""
+    name: str | None = None
+    settings: dict[str, Any] = {}
     for position, piece in enumerate(part.strip() for part in text.split(",")):
         key, equals, value = (part.strip() for part in piece.partition("="))
         if not equals:
@@ -20,7 +22,8 @@ def settings_of(text: str, known: Sequence[str], what: str) -> tuple[str | None,
         if key not in known:
             raise ValueError(f"{what} {text!r}: no setting {key!r}{did_you_mean(key, known)}")
         try:
-            settings[key] = float(value)
+            settings[key] = int(value) if key in whole else float(value)
         except ValueError:
-            raise ValueError(f"{what} {text!r}: {key} is a number, not {value!r}") from None
+            number = "a whole number" if key in whole else "a number"
+            raise ValueError(f"{what} {text!r}: {key} is {number}, not {value!r}") from None
     return name, settings
