@@ -56,11 +56,33 @@ def test_a_module_and_the_same_dimensions_agree():
     assert {work.flops for work in made.work} == {2 * 2 * 128 * 64 * 128}
 
 
-@pytest.mark.parametrize("make", [lambda: cg.LayerNormMLP(64, 128), lambda: cg.GroupedLinear(3, 64, 32)])
-def test_our_modules(make):
+@pytest.mark.parametrize(
+    "make, work",
+    [
+        (lambda: cg.LayerNormMLP(64, 128), 2 * 64 * 128),
+        (lambda: cg.GroupedLinear(3, 64, 32), 64 * 32),  # each token goes to one of them
+        (lambda: cg.Linear(64, 96, parameters_split=("q", "k", "v")), 64 * 96),
+    ],
+)
+def test_our_modules(make, work):
     module = make()
     made = plan(module, sequence=96, parameters="high_precision")
     assert made.parameters == sum(p.numel() for p in module.parameters())
+    assert sum(w.flops for w in made.work if w.gemm == "fprop") == 2 * 96 * work
+
+
+def test_converted_models_are_planned_as_before():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    before = plan(model, sequence=32)
+    cg.convert(model, "mxfp8")
+    assert plan(model, sequence=32) == before
+
+
+def test_conv1d_has_its_weight_the_other_way_round():
+    conv = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})()
+    conv.weight = nn.Parameter(torch.empty(64, 96, device="meta"))
+    (layer,) = network_of(conv).layers
+    assert (layer.inputs, layer.outputs) == (64, 96)
 
 
 def test_units_are_the_blocks():
@@ -184,6 +206,30 @@ def test_a_small_gemm_takes_as_long_as_its_operands():
     assert made.gemm_seconds == pytest.approx(3 * read / 8000e9)
 
 
+BLOCK = 256 * (512 + 256 + 1024 + 512)  # numbers of qkv, proj, gate_up and down of the small model
+NORMS = 2 * 256  # of a block
+OUTSIDE = 2 * 1024 * 256 + 256  # embedding, lm_head and the last norm
+
+
+def test_what_is_gathered_at_a_time():
+    rows = BLOCK * 33 // 32 + 2 * NORMS
+    workspace = plan(gpus=8).memory.workspace
+    assert workspace["gathered weights"] == 2 * OUTSIDE + 2 * rows
+    assert workspace["gradients before they are reduced"] == 2 * (BLOCK + NORMS)
+    both = 2 * BLOCK * 33 // 32 + 2 * NORMS
+    workspace = plan(gpus=8, reshard_after_forward=False).memory.workspace
+    assert workspace["gathered weights"] == 2 * OUTSIDE + 4 * both
+
+
+def test_a_backward_that_decodes_gathers_rows_again():
+    rows, override = BLOCK * 33 // 32 + 2 * NORMS, ", backward_override: dequantized"
+    made = plan(recipe=f"mxfp8-fwd-nvfp4-bwd{override}", gpus=8)
+    assert wire(made)["gather weights for forward"] == (4 * rows + 2 * OUTSIDE) * 7 // 8
+    assert wire(made)["gather weights for backward"] == 4 * rows * 7 // 8
+    columns = BLOCK * 9 // 16 + 2 * NORMS + 4 * 8 * 8  # and an amax of each of four weights, from each rank
+    assert wire(plan(recipe="mxfp8-fwd-nvfp4-bwd", gpus=8))["gather weights for backward"] == 4 * columns * 7 // 8
+
+
 def test_kept_gathers_are_fewer_and_take_room():
     again, once = plan(gpus=8), plan(gpus=8, reshard_after_forward=False)
     assert "gather weights for backward" not in wire(once)
@@ -248,6 +294,15 @@ def test_recomputation_trades_memory_for_work():
     norms = 4 * 2 * 256 * 2  # which serve both passes as they are
     both = 2 * wire(kept)["gather weights for backward"] - norms * 7 // 8
     assert wire(again)["gather weights for backward"] == both
+
+
+def test_recomputation_quantizes_and_sends_again():
+    kept, again = (plan(gpus=2, tensor_parallel=2, recompute=recompute) for recompute in (False, True))
+    layers = 4 * (256 + 256 + 256 + 256) * 128 * 2  # x of qkv and gate_up, y of proj and down
+    assert again.wire_bytes - kept.wire_bytes == layers // 2
+    kept, again = plan(), plan(recompute=True)
+    inputs, outputs = 256 + 256 + 256 + 512, 512 + 256 + 1024 + 256
+    assert again.quantize_seconds / kept.quantize_seconds == pytest.approx((2 * inputs + outputs) / (inputs + outputs))
 
 
 def _others_of_a_block():
