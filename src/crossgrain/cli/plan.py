@@ -45,7 +45,7 @@ def plan(
     wire_efficiency: Annotated[float, typer.Option("--wire-rate", help="The same for the wire.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Memory, bytes on the wire and time of a step, from data sheets and exact sizes, with all assumptions."""
+    """Memory, bytes on the wire and time of a step, from published peaks and exact sizes, with all assumptions."""
     first, _, second = (part.strip() for part in moments.partition(","))
     recipes = labelled(split_recipes(recipe))
     with mistakes_are_shown():

@@ -14,7 +14,7 @@ def assumptions(network: Network, setup: Setup, decoded: Collection[str]) -> tup
     found = [
         f"Each GPU ({device.name}) has {device.memory:g} GB of memory at {device.bandwidth:g} GB/s and multiplies at a "
         f"dense peak of (TFLOP/s) {rates}; nodes of {device.node} GPUs are linked at {device.link:g} GB/s each way, "
-        f"nodes at {device.network:g} GB/s per GPU. These are data sheets, not measurements.",
+        f"nodes at {device.network:g} GB/s per GPU. These are published figures, not measurements.",
         *network.notes,
         _high_precision(network),
         f"GEMMs reach {setup.gemm_efficiency:.0%} of the peak of their elements, or the bandwidth of the memory if "

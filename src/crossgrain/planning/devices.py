@@ -1,4 +1,4 @@
-"""Devices as their makers describe them: facts of data sheets, none of them measured here."""
+"""GPUs by published figures, none of them measured here."""
 
 from __future__ import annotations
 
@@ -70,8 +70,6 @@ def _device(name: str, rates: dict[str, float], scalings: tuple[str, ...], **res
 _HOPPER: dict[str, float] = {"fp8": 1979, "bf16": 989, "tf32": 495}
 _B200: dict[str, float] = {"fp4": 9000, "fp6": 4500, "fp8": 4500, "bf16": 2250, "tf32": 1100}
 _GB200: dict[str, float] = {"fp4": 10000, "fp6": 5000, "fp8": 5000, "bf16": 2500, "tf32": 1250}
-_MI300X: dict[str, float] = {"fp8": 2615, "bf16": 1307, "tf32": 654}
-_MI355X: dict[str, float] = {"fp4": 10066, "fp6": 10066, "fp8": 5033, "bf16": 2516, "tf32": 157}
 _BLACKWELL = (*_FP8, _MX, _NVFP4)
 
 DEVICES = {
@@ -82,8 +80,6 @@ DEVICES = {
         _device("h200", _HOPPER, _FP8, memory=141, bandwidth=4800, link=450, network=50),
         _device("b200", _B200, _BLACKWELL, memory=180, bandwidth=8000, link=900, network=50),
         _device("gb200", _GB200, _BLACKWELL, memory=186, bandwidth=8000, link=900, network=50, node=72),
-        _device("mi300x", _MI300X, _FP8, memory=192, bandwidth=5300, link=448, network=50),
-        _device("mi355x", _MI355X, (*_FP8, _MX), memory=288, bandwidth=8000, link=537, network=50),
     )
 }
 
