@@ -201,7 +201,10 @@ def test_a_module_is_one_graph_that_computes_what_eager_does(name, recipe):
         assert torch.equal(run(x), expected(x))
 
 
-def test_delayed_scaling_of_several_layers_learns_in_a_graph():
+@pytest.mark.parametrize("unfused", ["0", "1"])
+def test_delayed_scaling_of_several_layers_learns_in_a_graph(unfused, monkeypatch):
+    """Forward is one step: by the unfused rule, histories roll once."""
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)
     module, other = (module_of("LayerNormMLP", "fp8-delayed") for _ in range(2))
     run = compiled(module)
     for _ in range(3):

@@ -406,6 +406,15 @@ def test_frozen_weights_and_inputs_that_need_no_gradient(single):
     assert not getattr(layer, frozen).main_grad.any()
 
 
+def test_double_cannot_be_quantized():
+    layer = make(name="experts").double()
+    with (
+        cg.autocast(recipe=MXFP8BlockScaling()),
+        pytest.raises(TypeError, match="experts: the weight is torch.float64"),
+    ):
+        layer(inputs()[0].double(), SPLITS["aligned"])
+
+
 def test_gradients_in_double():
     layer = cg.GroupedLinear(2, 3, 2, params_dtype=torch.float64)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)

@@ -383,3 +383,22 @@ def test_quantizers_can_be_built_before_the_first_forward():
         with cg.autocast(recipe=recipes.MXFP8BlockScaling()):
             build(layer)
         assert [type(q) for q in layer.quantizers["scaling_fwd"]] == [cg.MXFP8Quantizer] * 3
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling])
+def test_quantizers_follow_the_layer_to_another_device(recipe):
+    layer = cg.Linear(32, 32)
+    first = layer._build_quantizers(recipe())
+    assert layer._build_quantizers(recipe()) is first
+    moved = layer.to("meta")._build_quantizers(recipe())
+    assert {q.scale.device.type for slots in moved.quantizers.values() for q in slots} == {"meta"}
+
+
+def test_histories_move_along():
+    old, new = (recipes.RecipeState.create(recipes.DelayedScaling(), mode="forward", device=d) for d in ("cpu", "meta"))
+    old.amax_history[0] = 3.0
+    assert new.inherit_state_from(old) and new.amax_history.device.type == "meta"
+    assert not recipes.RecipeState.create(recipes.DelayedScaling(), mode="forward").inherit_state_from(new), (
+        "there is nothing in it"
+    )
+    assert old.fits(recipes.DelayedScaling(), device="cpu") and not old.fits(recipes.DelayedScaling(), device="meta")

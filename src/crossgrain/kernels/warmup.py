@@ -152,8 +152,8 @@ class _CompilingBackend(CpuBackend, _NoReference):
         return len(self.skipped) < len(targets)
 
     def _compile_for_groups(self, x: Tensor, uses: Sequence[Use], targets: Sequence[Target]) -> None:
-        """The same for groups of rows, where a format has a number for a whole tensor."""
-        if not any(target.needs_amax for target in targets):
+        """The same for groups of rows, where both directions have a number for a whole tensor."""
+        if not all(target.needs_amax for target in targets):
             return
         asked = [GroupedTarget(_groups(use), use.encoding) for use in uses]
         amaxes = self.measure_groups(x, asked)

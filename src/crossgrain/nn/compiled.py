@@ -13,12 +13,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..recipe import Recipe
+from ..recipe import Recipe, active
 from .forward_pass import ForwardPass, TracedPass
 from .linear_function import LinearCall, Needs, empty_forward, gradients, saved_forward
 
@@ -114,8 +115,11 @@ def linear_op(
     needs, context = Needs(dx, dw, db), Context()
     built = layer._prepare(traced.recipe)
     call = traced.call(index, x, weight, dtype)
+    # Without an autocast the module's forward is a step of delayed scaling, which ends with its last layer.
+    goes_on = any(needs) and active().step is None and index < len(built.details) - 1
+    step = nullcontext() if goes_on else layer._step(traced.recipe, built)
     # Operators run without gradients, by which delayed scaling would take this for a validation.
-    with torch.set_grad_enabled(any(needs)), layer._step(traced.recipe, built), torch.no_grad():
+    with torch.set_grad_enabled(any(needs)), step, torch.no_grad():
         y = saved_forward(context, x, weight, bias, call, needs)
     return [y, *_kept(context, traced, index, needs, x, weight)]
 
