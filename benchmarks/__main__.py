@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, groups, kernels, linear, others, small
+from . import chart, gpt, groups, kernels, linear, others, products, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "groups", "linear", "gpt", "others")
+PARTS = ("kernels", "small", "groups", "products", "linear", "gpt", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -69,6 +69,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         title = f"Groups of uneven sizes of bf16 [{count}, {groups.WIDTH}], both directions, milliseconds"
         columns = ("format", "groups", "one by one", "together", "times faster")
         print_table(title, columns, groups.rows(report["groups"]))
+
+    if "products" in options.parts:
+        shapes = QUICK_SHAPES if options.quick else products.SHAPES
+        report["products"] = products.run(shapes, options.only, 7 * options.repeats)
+        head = ("format", *("x".join(map(str, shape)) for shape in shapes))
+        title = "GEMM of two operands, multiples of fp32 torch.mm, rows x columns x summed"
+        print_table(title, head, products.rows(report["products"]))
 
     libraries = {"crossgrain": _only(linear.layers(), options.only)}
     compare = "others" in options.parts

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import groups, linear, others, small
+from benchmarks import groups, linear, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times
 from crossgrain.formats import formats
@@ -59,6 +59,13 @@ def test_groups(quick):
     assert all(timing["one_by_one_ms"] > 0 and timing["together_ms"] > 0 for timing in report["groups"])
     assert "[128, 1024]" in printed
     assert sum(groups.uneven_sizes(4096, 64)) == 4096 and min(groups.uneven_sizes(4096, 64)) > 0
+
+
+def test_products(quick):
+    printed, report = quick("products")
+    rows = {(timing["format"], tuple(timing["shape"])) for timing in report["products"]}
+    assert rows == {(name, shape) for name in products.FORMATS for shape in QUICK_SHAPES}
+    assert all(timing["ratio"] > 0 for timing in report["products"]) and "nvfp4" in printed
 
 
 def test_layers_of_every_recipe_in_every_shape(quick):
