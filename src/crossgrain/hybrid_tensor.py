@@ -406,6 +406,24 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         self._put_together(filled, self._shape, self._dtype)
         self._mark_written()
 
+    def _planes_that_travel(self, directions: Sequence[Direction]) -> list[Plane]:
+        return [plane for child, own in self._serving(directions) for plane in child._planes_that_travel(own)]
+
+    def _planes_of(self, directions: Sequence[Direction]) -> list[Plane]:
+        return [plane for child, own in self._serving(directions) for plane in child._planes_of(own)]
+
+    def _derive_planes(self, directions: Sequence[Direction]) -> None:
+        for child, own in self._serving(directions):
+            child._derive_planes(own)
+
+    def _serving(self, directions: Sequence[Direction]) -> list[tuple[QuantizedTensorStorage, list[Direction]]]:
+        """The children that ``directions`` are read from."""
+        return [(child, [direction]) for direction, child in self._children().items() if direction in directions]
+
+    def _stand_alone(self) -> None:
+        for child in self._children().values():
+            child._stand_alone()
+
     def _build_default_quantizer(self) -> Quantizer:
         from .hybrid import HybridQuantizer  # which builds on this module
 

@@ -122,7 +122,7 @@ def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
 
 def _check_readable(plane: Plane) -> None:
     _refuse_flush_to_zero()
-    plane.check_fresh()
+    plane.check_readable()
     plane.check_buffers()
 
 

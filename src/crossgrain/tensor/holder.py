@@ -161,9 +161,9 @@ class PlaneHolder:
         return self._epochs[direction].number < self._epochs[direction.other].number
 
     def _check_fresh(self) -> None:
-        """Raise rather than let old numbers travel on."""
+        """Raise rather than let old numbers travel on, or memory that is not there."""
         for plane in self.planes():
-            plane.check_fresh()
+            plane.check_readable()
 
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
