@@ -30,6 +30,7 @@ def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
             if group.is_unsharded:
                 raise RuntimeError("gather_by_pass: parameters are gathered just now; call reshard() first")
             group.__class__ = _GroupByPass if enabled else FSDPParamGroup
+            _forget_sizes(group)
 
 
 class _GroupByPass(FSDPParamGroup):
@@ -41,9 +42,7 @@ class _GroupByPass(FSDPParamGroup):
 
     def wait_for_unshard(self) -> None:
         if self._all_gather_result is not None:
-            for param in self.fsdp_params:
-                if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                    param.all_gather_outputs = []  # of another size in the other pass
+            _forget_sizes(self)
         with gathering(self._directions()):  # a mesh of one rank asks for the bytes here
             super().wait_for_unshard()
 
@@ -55,3 +54,10 @@ class _GroupByPass(FSDPParamGroup):
         if state == TrainingState.FORWARD and self._reshard_after_forward and not recomputes:
             return (ROWWISE,)
         return (ROWWISE, COLUMNWISE)
+
+
+def _forget_sizes(group: FSDPParamGroup) -> None:
+    """FSDP2 takes what arrives for as large as it was the last time, and passes differ."""
+    for param in group.fsdp_params:
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            param.all_gather_outputs = []
