@@ -211,6 +211,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         new = self._blank(torch.Size(shape), dtype, buffers)
         new._put_together(children, shape, dtype, self._agreed)
         new._quantizer = None if self._quantizer is None else self._quantizer.copy()
+        new._shard = self._shard
         return new
 
     def _rewrap(self, *, shape: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> Self:
@@ -419,6 +420,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _serving(self, directions: Sequence[Direction]) -> list[tuple[QuantizedTensorStorage, list[Direction]]]:
         """The children that ``directions`` are read from."""
         return [(child, [direction]) for direction, child in self._children().items() if direction in directions]
+
+    def _note_zeros(self) -> None:
+        for child in self._children().values():
+            child._note_zeros()
 
     def _stand_alone(self) -> None:
         for child in self._children().values():

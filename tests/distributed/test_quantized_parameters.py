@@ -104,17 +104,51 @@ def test_models_made_on_the_meta_device(tmp_path):
         assert all("call model.to_empty() first" in refused[1] for _, refused in found.values())
 
 
+def _rename(model):
+    for name, module in model.named_modules():
+        if isinstance(module, cg.Linear):
+            module.name = name  # another role: quantizers, and the scales that they share with histories, are made anew
+
+
+def _renamed(rank):
+    found = []
+    for stays in (False, True):
+        model = shard(quantized_model("fp8-delayed"), mesh_of(2), reshard_after_forward=not stays)
+        _rename(model)
+        found.append((train(model, fused(model), 4), digest(model)))
+    return found
+
+
+def test_new_quantizers_reach_the_shards(tmp_path):
+    model = quantized_model("fp8-delayed")
+    _rename(model)
+    alone = train(model, fused(model), 4), digest(model)
+    assert run(_renamed, 2, tmp_path) == [[alone, alone]] * 2
+
+
 def _uneven(rank):
     model = shard(quantized_model("fp8", hidden=90, width=62), mesh_of(4))
     rows = local_part(model[0].weight).shape[0]
-    return rows, (train(model, adamw_unfused(model)), digest(model))
+    return rows, (train(model, adamw_unfused(model), 4), digest(model))
 
 
 def test_uneven_shards(tmp_path):
     """Per-tensor FP8 has no blocks: four ranks have 23, 23, 23 and 21 of 90 rows, and 16, 16, 16 and 14 of 62."""
     model = quantized_model("fp8", hidden=90, width=62)
-    alone = train(model, adamw_unfused(model)), digest(model)
+    alone = train(model, adamw_unfused(model), 4), digest(model)
     assert run(_uneven, 4, tmp_path) == [(rows, alone) for rows in (23, 23, 23, 21)]
+
+
+def _partial_block(rank):
+    model = shard(quantized_model("fp8-block", hidden=255, width=256), mesh_of(2))
+    return train(model, adamw_unfused(model), 4), digest(model)
+
+
+def test_a_shard_may_end_in_the_partial_block_of_the_whole(tmp_path):
+    """FP8 in blocks of 128 takes 255 rows; the second rank has 127 of them."""
+    model = quantized_model("fp8-block", hidden=255, width=256)
+    alone = train(model, adamw_unfused(model), 4), digest(model)
+    assert run(_partial_block, 2, tmp_path) == [alone, alone]
 
 
 def _more_ranks_than_rows(rank):
@@ -204,6 +238,22 @@ def test_weights_whose_memory_was_let_go_raise_and_come_back(tmp_path):
         assert all("has no memory" in text for _, text in errors)
         assert same_object
         assert same_numbers
+
+
+def _misused(rank):
+    model = shard(quantized_model("mxfp8"), mesh_of(2))
+    requantized = error_of(lambda: cg.requantize_(model, "nvfp4"))
+    model[0].delay_wgrad_compute = True
+    return requantized, error_of(lambda: model(torch.randn(32, 64)))
+
+
+def test_what_would_miss_other_ranks_is_refused(tmp_path):
+    for requantized, delayed in run(_misused, 2, tmp_path):
+        assert requantized == (
+            "NotImplementedError",
+            "requantize_: 0.weight is sharded; requantize the model before it is",
+        )
+        assert "put off or added to main_grad would not reach the other ranks" in delayed[1]
 
 
 def _state(rank):

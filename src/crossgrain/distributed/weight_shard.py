@@ -133,7 +133,7 @@ class WeightShard(Tensor):
         planes = shard._planes_that_travel(directions)
         known = None if plan.cuts_between_blocks(own) else tuple(plan.with_padding(own))
         shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), known)
-        return (packed(planes, shipment, rank),), Gather(shipment, directions, group)
+        return (packed(planes, shipment, rank),), Gather(shipment, directions)
 
     def _quantized(
         self, own: Sequence[Rows], windows: Sequence[Rows], rank: int, group: Any, directions: Sequence[Direction]

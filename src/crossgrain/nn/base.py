@@ -33,6 +33,7 @@ from ..recipe import (
 )
 from ..recipe.updates import in_backward
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import follow_quantizer
 from .padding import known_format
 from .weight_cache import WeightCache
 
@@ -235,7 +236,7 @@ class QuantizedModule(nn.Module):
                 quantizer.check_writable(weight)
             except ValueError:
                 continue  # another format of the same family: the weight stays what it is
-            weight._quantizer = quantizer
+            follow_quantizer(weight, quantizer)
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Build quantizers for ``recipe`` now instead of in the next forward."""

@@ -49,7 +49,6 @@ class Gather(NamedTuple):
 
     shipment: Shipment
     directions: tuple[Direction, ...]
-    group: Any
 
 
 def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Gather]:
@@ -61,7 +60,7 @@ def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Ga
     directions = gathered_directions()
     planes = shard._planes_that_travel(directions)
     shipment = Shipment((rows[-1][1], *shard.shape[1:]), rows, tuple(kind_of(plane) for plane in planes))
-    return (packed(planes, shipment, rank),), Gather(shipment, directions, group)
+    return (packed(planes, shipment, rank),), Gather(shipment, directions)
 
 
 def post_all_gather(
@@ -74,10 +73,7 @@ def post_all_gather(
         _leave_group(whole)
     else:
         whole = local_part(out)
-        current, own = whole._quantizer, shard._quantizer
-        if current is not None and own is not None and type(current) is type(own):
-            shard._quantizer = current.copy()  # a new recipe reaches modules through the whole
-            share_scales(shard, gather.group)
+    whole._shard = shard
     fill(whole, gathered, gather.shipment, gather.directions)
     return whole, buffers_of(whole)
 
@@ -115,6 +111,15 @@ def reduce_over(quantizer: Any, group: Any) -> None:
     for own in _plain_quantizers(quantizer):
         own.with_amax_reduction = True
         own.amax_reduction_group = group
+
+
+def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
+    """``weight`` is written by ``quantizer`` from now on, and so is the shard that it was gathered from."""
+    weight._quantizer = quantizer
+    if weight._shard is not None:
+        group = _plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
+        weight._shard._quantizer = quantizer.copy()
+        reduce_over(weight._shard._quantizer, group)
 
 
 def local_part(tensor: Any) -> Any:

@@ -249,7 +249,13 @@ class QuantizedTensorStorage(PlaneHolder):
         travelled = self._planes_that_travel(directions)
         for plane in self._planes_of(directions):
             if all(plane.data is not other.data for other in travelled):
-                copy_plane(plane, kernels.transposed_plane(travelled[0], self._plane_tensor_shape(), plane.transposed))
+                made = kernels.transposed_plane(travelled[0], self._plane_tensor_shape(), plane.transposed)
+                if plane.scale is not None:
+                    plane.scale.zero_()  # its padding: the memory may be new
+                copy_plane(plane, made)
+
+    def _note_zeros(self) -> None:
+        self._made_of_zeros = True
 
     def _stand_alone(self) -> None:
         """Be a tensor of its own: what it was cut from is gone, or was only padding."""
