@@ -126,7 +126,8 @@ class FusedOptimizer(Optimizer):
                 raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
             own = local_part(param)
             if isinstance(own, QuantizedTensor):
-                own._stand_alone() if own is not param else None
+                if own is not param:
+                    own._stand_alone()
                 own._get_quantizer().check_writable(own)
                 self._check_quantized(own)
 
