@@ -283,6 +283,36 @@ def test_a_shard_is_a_tensor_like_others():
     assert torch.equal(loaded["weight"], local_part(shard_))
 
 
+def test_a_model_that_is_not_sharded_yet_trains_as_before():
+    alone, marked = converted_model("mxfp8", hidden=90), converted_model("mxfp8", hidden=90)
+    gather_quantized(marked)
+    marked[0].reset_parameters()
+    alone[0].load_state_dict(marked[0].state_dict())
+    assert train(marked, adamw(marked), 3) == train(alone, adamw(alone), 3)
+    fused = [cg.optim.FusedAdam(model.parameters(), master_weights=True) for model in (marked, alone)]
+    assert train(marked, fused[0], 3) == train(alone, fused[1], 3)
+
+
+def _from_meta(rank):
+    with torch.device("meta"):
+        model = converted_model("mxfp8-fwd-nvfp4-bwd", hidden=90)[:-1]
+    gather_quantized(model)
+    shard(model, mesh_of(2)).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return train(model, adamw(model), 4), high_precision(model)
+
+
+def test_models_made_on_the_meta_device(tmp_path):
+    model = converted_model("mxfp8-fwd-nvfp4-bwd", hidden=90)[:-1]
+    losses = train(model, adamw(model), 4)
+    for found, weights in run(_from_meta, 2, tmp_path):
+        assert found == losses
+        assert all(torch.equal(weights[name], value) for name, value in high_precision(model).items())
+
+
 def _saved(rank):
     model = converted_model("mxfp8")
     gather_quantized(model)

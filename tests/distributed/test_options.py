@@ -1,7 +1,7 @@
 """What fully_shard can be told, and what training loops do with it."""
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import crossgrain as cg
@@ -106,6 +106,12 @@ def test_shard_meshes_of_one_rank(tmp_path):
     check(run(_own_batches, 2, tmp_path, (2, 1), 1, 4, {"reshard_after_forward": True}), alone)
     alone = one_process(1, micros=1, steps=4)
     check(run(_own_batches, 1, tmp_path, (1,), 1, 4, {"reshard_after_forward": True}), alone)
+
+
+def test_offloaded_shards_and_weights_that_stay_gathered(tmp_path):
+    alone = one_process(2, micros=1, steps=4)
+    for options in ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"reshard_after_forward": False}):
+        check(run(_own_batches, 2, tmp_path, (2,), 1, 4, options), alone)
 
 
 def _mixed_precision(rank, ranks):

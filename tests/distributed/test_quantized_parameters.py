@@ -2,8 +2,9 @@
 
 import copy
 
+import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import crossgrain as cg
@@ -49,10 +50,10 @@ def trained_alone(recipe, optimizer):
     return train(model, optimizer(model)), digest(model)
 
 
-def _trained_in_shards(rank, cases, **options):
+def _trained_in_shards(rank, cases):
     found = {}
     for recipe, optimizer in cases:
-        model = shard(made_for(recipe), mesh_of(2), **options)
+        model = shard(made_for(recipe), mesh_of(2))
         found[recipe] = train(model, optimizer(model)), digest(model)
     return found
 
@@ -63,17 +64,6 @@ def test_ten_steps_are_those_of_one_process(tmp_path):
     alone = {recipe: trained_alone(recipe, optimizer) for recipe, optimizer in cases}
     assert len({digest for _, digest in alone.values()}) == len(RECIPES), "the test can tell recipes apart"
     assert run(_trained_in_shards, 2, tmp_path, cases) == [alone, alone]
-
-
-def _kept_and_offloaded(rank, case):
-    kept = _trained_in_shards(rank, [case], reshard_after_forward=False)
-    return kept, _trained_in_shards(rank, [case], offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def test_weights_that_stay_gathered_and_weights_that_are_offloaded(tmp_path):
-    case = ("mxfp8-fwd-nvfp4-bwd", fused)
-    alone = {case[0]: trained_alone(*case)}
-    assert run(_kept_and_offloaded, 2, tmp_path, case) == [(alone, alone)] * 2
 
 
 def _from_meta(rank, recipes):
@@ -167,6 +157,14 @@ def _more_ranks_than_rows(rank):
 
 def test_ranks_without_rows_take_part(tmp_path):
     assert len(set(run(_more_ranks_than_rows, 4, tmp_path))) == 1
+
+
+def test_only_zeros_may_be_cut_inside_a_block():
+    zeros = cg.quantizer_for("fp8_block")(torch.randn(256, 128)).new_zeros(128, 128)
+    assert zeros[:100].shape == (100, 128)
+    zeros.copy_(torch.randn(128, 128))
+    with pytest.raises(ValueError, match="columnwise fp8_block plane can only be cut at multiples of 128"):
+        zeros[:100]
 
 
 def _split_block(rank):

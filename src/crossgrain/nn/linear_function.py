@@ -29,6 +29,7 @@ from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe.base import BackwardOverride
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import local_part
 from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
 from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
@@ -292,7 +293,8 @@ def _quantized_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwis
 
 def quantize_weight(weight: Tensor, quantizer: Quantizer, padded: Sizes, columnwise: bool) -> QuantizedTensorStorage:
     """W for fprop, and for dgrad if ``columnwise``."""
-    return quantized_storage(quantizer, padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
+    plain = local_part(weight.detach())
+    return quantized_storage(quantizer, padded_matrix(plain, padded.n, padded.k), True, columnwise)
 
 
 def _usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Quantized:

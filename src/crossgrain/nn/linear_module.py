@@ -19,7 +19,7 @@ from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import Recipe, keep_high_precision_init_val
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from ..tensor.sharding import local_part, own_rows, write_shard
+from ..tensor.sharding import is_sharded, local_part, own_rows, write_shard
 from .base import Built, QuantizedModule
 from .gathered_weight import GatheredWeight
 from .linear_function import LinearCall, linear, quantize_weight
@@ -151,9 +151,8 @@ class LinearModule(QuantizedModule):
         self._weight_cache.clear()
         for name, plan in self._plans.items():
             old: Any = getattr(self, name)
-            own = local_part(old)
-            quantized = isinstance(own, QuantizedTensor)
-            if own is not old:
+            quantized = isinstance(old, QuantizedTensor)
+            if is_sharded(old):
                 self._reset_shard(name, old, plan)
             elif old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
                 device = torch.get_default_device() if old.is_meta else old.device

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import local_part
+from ..tensor.sharding import is_sharded, local_part
 from .masters import as_plain, is_quantized, join_master, sharded_like, split_master, take_master, write_params
 from .stored_state import STATE_DTYPES, store, unscaled, zero_state
 
@@ -126,7 +126,7 @@ class FusedOptimizer(Optimizer):
                 raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
             own = local_part(param)
             if isinstance(own, QuantizedTensor):
-                if own is not param:
+                if is_sharded(param):
                     own._stand_alone()
                 own._get_quantizer().check_writable(own)
                 self._check_quantized(own)

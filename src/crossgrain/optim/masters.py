@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import local_part, write_shard
+from ..tensor.sharding import is_sharded, local_part, write_shard
 
 
 def take_master(param: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def write_params(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def sharded_like(value: Tensor, param: Tensor) -> Tensor:
     """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
-    if local_part(param) is param:
+    if not is_sharded(param):
         return value
     from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
 
