@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, kernels, linear, others, small
+from . import chart, gpt, kernels, linear, others, products, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "linear", "gpt", "others")
+PARTS = ("kernels", "small", "products", "linear", "gpt", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -62,6 +62,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         calls = report["small"] = small.run(options.only, 20 * options.repeats)
         title = f"Small calls, microseconds by the wall clock, [{small.SIZE}, {small.SIZE}]"
         print_table(title, ("format", "quantize both", "decode one"), small.rows(calls))
+
+    if "products" in options.parts:
+        shapes = QUICK_SHAPES if options.quick else products.SHAPES
+        report["products"] = products.run(shapes, options.only, 7 * options.repeats)
+        head = ("format", *("x".join(map(str, shape)) for shape in shapes))
+        title = "GEMM of two operands, multiples of fp32 torch.mm, rows x columns x summed"
+        print_table(title, head, products.rows(report["products"]))
 
     libraries = {"crossgrain": _only(linear.layers(), options.only)}
     compare = "others" in options.parts

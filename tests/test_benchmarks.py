@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import linear, others, small
+from benchmarks import linear, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times
 from crossgrain.formats import formats
@@ -50,6 +50,13 @@ def test_small_calls(quick):
     assert {timing["name"] for timing in report["small"]} == set(small.quantizers())
     assert all(timing["quantize_us"] > 0 and timing["dequantize_us"] > 0 for timing in report["small"])
     assert "[64, 64]" in printed
+
+
+def test_products(quick):
+    printed, report = quick("products")
+    rows = {(timing["format"], tuple(timing["shape"])) for timing in report["products"]}
+    assert rows == {(name, shape) for name in products.FORMATS for shape in QUICK_SHAPES}
+    assert all(timing["ratio"] > 0 for timing in report["products"]) and "nvfp4" in printed
 
 
 def test_layers_of_every_recipe_in_every_shape(quick):

@@ -91,7 +91,28 @@ def test_a_compiled_gpt_computes_as_in_eager(monkeypatch, capsys):
     assert len(losses) == 4 and all(compiled == eager for compiled, eager in losses)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/convert.md", "docs/formats.md"])
+def test_offloading_moves_the_bytes_and_changes_no_loss(monkeypatch, capsys):
+    printed = run(
+        "examples/offload.py",
+        "--width",
+        "64",
+        "--layers",
+        "2",
+        "--min-bytes",
+        "1",
+        monkeypatch=monkeypatch,
+        capsys=capsys,
+    )
+    rows = re.findall(r"(\w+) +kept +([\d.]+) MiB, stored +([\d.]+) MiB, .* losses (.*)", printed)
+    (_, in_memory, nothing, losses), *moved = rows
+    assert [row[0] for row in rows] == ["memory", "host", "file"]
+    assert float(in_memory) > 0 and float(nothing) == 0
+    for _, kept, stored, same in moved:
+        assert float(kept) == 0 and 0 < float(stored) <= float(in_memory)
+        assert same == losses
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/convert.md", "docs/formats.md", "docs/offload.md"])
 def test_code_in_the_documentation_runs(page, monkeypatch):
     """Blocks of one page run one after the other, as a reader would type them."""
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))

@@ -13,6 +13,7 @@ from crossgrain.kernels.cpu.simd import (
     as_bytes,
     as_float,
     as_int,
+    as_words,
     bits_of,
     float_minimum,
     float_of,
@@ -29,6 +30,7 @@ from crossgrain.kernels.cpu.simd import (
     pack_sixes,
     splat,
     store,
+    store_apart,
     store_i32,
     store_u8,
     stream,
@@ -36,6 +38,7 @@ from crossgrain.kernels.cpu.simd import (
     to_bf16,
     to_float,
     to_int,
+    total_of,
     unpack_nibbles,
     unpack_sixes,
     where_greater,
@@ -184,6 +187,8 @@ CONVERSIONS = {
     "narrow": (lambda a, out: store(out, narrow(i32(a))), INTS, INTS.astype(np.uint8)),
     "widen": (lambda a, out: store(out, widen(load(a, 256, "u8"))), BYTES, BYTES.astype(np.int32)),
     "as_bytes": (lambda a, out: store(out, as_bytes(i32(a))), INTS, INTS.view(np.uint8)),
+    "as_words": (lambda a, out: store(out, as_words(load(a, 256, "u8"))), BYTES, BYTES.view(np.int32)),
+    "store_apart": (lambda a, out: store_apart(out + 60, -4, i32(a)), INTS, INTS[::-1].copy()),
     "load_bf16": (
         lambda a, out: store(out, load_bf16(a, 16)), HALVES, (HALVES.astype(np.uint32) << 16).view(np.float32),
     ),
@@ -221,13 +226,14 @@ def test_one_number_of_a_vector():
         store_i32(out, largest(i32(integers)))
         store(out + 4, splat(sum_of_halves(f32(floats)), 1, "f32"))
         store_i32(out + 8, bits_of(float_of(0x7F7FFFFF)))
+        store_i32(out + 12, total_of(i32(integers)))
 
     floats = np.array([1e8, 1.0, -1e8, 3.0] * 4, dtype=np.float32)
     total = floats
     while total.size > 1:
         total = total[: total.size // 2] + total[total.size // 2 :]
-    out = run(reduce, floats, INTS, out=np.empty(3, np.int32))
-    assert out.tolist() == [INTS.max(), total.view(np.int32)[0], 0x7F7FFFFF]
+    out = run(reduce, floats, INTS, out=np.empty(4, np.int32))
+    assert out.tolist() == [INTS.max(), total.view(np.int32)[0], 0x7F7FFFFF, INTS.sum(dtype=np.int32)]
 
 
 # ---- memory ------------------------------------------------------------------------------------------

@@ -42,6 +42,13 @@ from .nn import (
     requantize_,
 )
 from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from .offload import (
+    ManualOffloadSynchronizer,
+    OffloadError,
+    get_cpu_offload_context,
+    mark_not_offload,
+    offload,
+)
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantize import quantize, quantizer_for
 from .quantizer import Quantizer, make_quantizer
@@ -112,10 +119,12 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
+    "OffloadError",
     "Plane",
     "QuantizedTensor",
     "QuantizedTensorStorage",
@@ -134,6 +143,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_backend",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "get_format",
@@ -142,7 +152,9 @@ __all__ = [
     "is_mxfp8_available",
     "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
+    "mark_not_offload",
     "name_layers",
+    "offload",
     "ops",
     "optim",
     "prepare_for_saving",

@@ -1,11 +1,13 @@
-"""GEMMs of quantized operands: decode both exactly, multiply with fp32 accumulation, scale once at the end.
+"""GEMMs of quantized operands: multiply the exact numbers with fp32 accumulation, scale once at the end.
 
 A code times its block scale is exact in fp32 (and nearly always in bf16). What is left of a scale, one
 number for the whole tensor (per-tensor FP8, NVFP4) or for each row, goes into the epilogue, as it does
 in the hardware. Operands that were rotated alike are multiplied rotated: the product is the same.
 
-On a CPU without bf16 units a bf16 GEMM is many times slower than an fp32 one, so operands are fp32
-there; where bf16 GEMMs are fast and the numbers are exact in bf16, operands are bf16.
+Two NVFP4 operands are multiplied as they are stored where the CPU has dot products of bytes, in half the
+time of an fp32 GEMM. All others are decoded. On a CPU without bf16 units a bf16 GEMM is many times slower
+than an fp32 one, so operands are fp32 there; where bf16 GEMMs are fast and the numbers are exact in bf16,
+operands are bf16.
 """
 
 from __future__ import annotations
@@ -79,19 +81,24 @@ def gemm(
         bias = bias.detach()
     if _in_double(planes):
         return _multiplied_in_double(planes, out_dtype, bias, out, accumulate, alpha, beta)
-    plain = bias is None and not accumulate and alpha == 1.0
-    left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
-    if left.values.dtype == torch.bfloat16:
-        return _multiplied_in_bf16(left, right, out)
-    rows, columns = left.values.shape[0], right.values.shape[0]
+    from_codes = settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
+    if not from_codes:
+        plain = bias is None and not accumulate and alpha == 1.0
+        left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
+        if left.values.dtype == torch.bfloat16:
+            return _multiplied_in_bf16(left, right, out)
+    rows, columns = (plane.operand_shape[0] for plane in planes)
     if accumulate:
         assert out is not None
         total = out if out_dtype == torch.float32 else out.to(torch.float32)
     elif out is not None and out_dtype == torch.float32:
         total = out
     else:
-        total = _fp32_memory("gemm.out", rows, columns, left.values, keep=out_dtype == torch.float32)
-    _multiply(left, right, total, bias, alpha, beta if accumulate else None)
+        total = _fp32_memory("gemm.out", rows, columns, planes[0].data, keep=out_dtype == torch.float32)
+    if from_codes:
+        _multiply_codes(planes, total, bias, alpha, beta if accumulate else None)
+    else:
+        _multiply(left, right, total, bias, alpha, beta if accumulate else None)
     if out is None:
         return total if out_dtype == torch.float32 else total.to(out_dtype)
     return out if total is out else out.copy_(total)
@@ -145,11 +152,10 @@ def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
     if plane.format.is_identity:
         return _Operand(_plain_operand(plane, name), 1.0)
     memory = kernels.workspace(name, rows * columns) if plane.data.device.type == "cpu" else None
-    neutral, scale = _split_scale(plane)
-    values = kernels.decode_operand(neutral, memory)
+    values = kernels.decode_operand(_under_scale_one(plane), memory)
     if unrotated and plane.format.rotation is not None:
         values = unrotate(values, plane.format.rotation)
-    return _Operand(values, scale)
+    return _Operand(values, _global_scale(plane))
 
 
 def _plain_operand(plane: Plane, name: str) -> Tensor:
@@ -160,22 +166,34 @@ def _plain_operand(plane: Plane, name: str) -> Tensor:
     return numbers if plane.direction is ROWWISE else numbers.t()
 
 
-def _split_scale(plane: Plane) -> tuple[Plane, float | Tensor]:
-    """The plane under a global scale of one, and its global scale."""
+def _global_scale(plane: Plane) -> float | Tensor:
+    """What is left of a plane's scales beside those of its blocks."""
     fmt = plane.format
     if fmt.block is None:
         assert plane.scale is not None
-        return replace(plane, scale=_ones(plane.scale)), _number(plane.scale)
+        return _number(plane.scale)
     if fmt.global_amax is None:
-        return plane, 1.0
-    assert fmt.element is not None and plane.amax is not None
-    largest = fmt.element.max * fmt.scale_bound  # the amax for which the global scale is exactly one
-    neutral = replace(plane, amax=torch.full_like(plane.amax, largest))
-    return neutral, _number(plane.amax, 1.0 / largest)
+        return 1.0
+    assert plane.amax is not None
+    return _number(plane.amax, 1.0 / _neutral_amax(fmt))
 
 
-def _ones(like: Tensor) -> Tensor:
-    return torch.ones_like(like)
+def _under_scale_one(plane: Plane) -> Plane:
+    """The plane with a global scale of one."""
+    fmt = plane.format
+    if fmt.block is None:
+        assert plane.scale is not None
+        return replace(plane, scale=torch.ones_like(plane.scale))
+    if fmt.global_amax is None:
+        return plane
+    assert plane.amax is not None
+    return replace(plane, amax=torch.full_like(plane.amax, _neutral_amax(fmt)))
+
+
+def _neutral_amax(fmt: Format) -> float:
+    """The amax for which the global scale is exactly one."""
+    assert fmt.element is not None
+    return fmt.element.max * fmt.scale_bound
 
 
 def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
@@ -213,20 +231,43 @@ def _multiply(
             total.add_(bias)
         return
     # Not the alpha of addmm: BLAS applies that to an operand, whose numbers would then no longer be exact.
-    product = total if beta is None else _fp32_memory("gemm.product", a.shape[0], b.shape[1], a, keep=False)
+    product = _product_memory(total, aside=beta is not None)
     torch.mm(a, b, out=product)
     factor = _one_factor(left.scale, right.scale, alpha)
     if factor is None:
         _scale_by_vectors(product, left.scale, right.scale, alpha)
         factor = 1.0
+    _finish(product, factor, total, bias, beta)
+
+
+def _multiply_codes(planes: list[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None) -> None:
+    """The same without decoding."""
+    left, right = planes
+    left_scale, right_scale = _global_scale(left), _global_scale(right)
+    factor = _one_factor(left_scale, right_scale, alpha)
+    product = _product_memory(total, aside=beta is not None or total.stride(-1) != 1)
+    kernels.multiply(left, right, product, 1.0 if factor is None else factor)
+    if factor is None:
+        _scale_by_vectors(product, left_scale, right_scale, alpha)
+    _finish(product, 1.0, total, bias, beta)
+
+
+def _product_memory(total: Tensor, aside: bool) -> Tensor:
+    """Where the product goes: ``total`` itself, or aside."""
+    rows, columns = total.shape
+    return _fp32_memory("gemm.product", rows, columns, total, keep=False) if aside else total
+
+
+def _finish(product: Tensor, factor: float, total: Tensor, bias: Tensor | None, beta: float | None) -> None:
+    """``total`` = factor * product + bias, plus beta * total if there is a beta."""
     if beta is not None:
         total.mul_(beta).add_(product, alpha=factor)
         if bias is not None:
             total.add_(bias)
     elif bias is not None:
         torch.add(bias.to(torch.float32), product, alpha=factor, out=total)
-    elif factor != 1.0:
-        total.mul_(factor)
+    elif factor != 1.0 or product is not total:
+        torch.mul(product, factor, out=total)
 
 
 def _one_factor(row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> float | None:

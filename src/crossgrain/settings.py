@@ -23,8 +23,8 @@ class Settings:
     FP8 keeps one buffer for both directions, below it keeps a transposed copy for columnwise use.
     ``non_tn_fp8_gemm`` decides that directly when it is not None.
 
-    ``gemm_operand_dtype``: float32 or bfloat16, what GEMM operands are decoded to; None asks the device.
-    bfloat16 is used only where the decoded numbers are exact in it.
+    ``gemm_operand_dtype``: float32 or bfloat16, what GEMM operands are decoded to; None asks the device,
+    which may also multiply codes without decoding them. bfloat16 is used only where the decoded numbers are exact in it.
     """
 
     strict: bool = False

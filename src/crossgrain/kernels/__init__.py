@@ -24,12 +24,14 @@ __all__ = [
     "Backend",
     "Target",
     "amax",
+    "can_multiply",
     "decode",
     "decode_operand",
     "encode",
     "free_workspaces",
     "get_backend",
     "measure",
+    "multiply",
     "set_backend",
     "swizzle_scales",
     "tensor_scale",
@@ -118,6 +120,21 @@ def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
             f"not {workspace.dtype} {list(workspace.shape)}"
         )
     return _backend(plane.data).decode_operand(plane, workspace)
+
+
+def can_multiply(a: Plane, b: Plane) -> bool:
+    """Whether the product of two operands is computed from their codes, without decoding them."""
+    return a.data.device == b.data.device and _backend(a.data).can_multiply(a, b)
+
+
+def multiply(a: Plane, b: Plane, out: Tensor, factor: float = 1.0) -> None:
+    """``out`` = ``factor`` · a · bᵀ for operands [rows, summed] that `can_multiply`; ``out`` is fp32.
+
+    Only block scales are applied: what the amaxes stand for belongs into ``factor``, or is applied later.
+    """
+    _check_readable(a)
+    _check_readable(b)
+    _backend(a.data).multiply(a, b, out, factor)
 
 
 def _check_readable(plane: Plane) -> None:

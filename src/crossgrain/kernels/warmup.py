@@ -65,6 +65,7 @@ def warm_up() -> Iterator[Step]:
         if use.encoding == Encoding(use.encoding.format):  # options leave no trace for a reader
             backend.decode_all(_plane(use, _SHAPE))
             backend.decode_operand(_plane(use, _LARGE))
+            backend.multiply_by_itself(_plane(use, _SHAPE))
     pairs = list(product(compiled[ROWWISE], compiled[COLUMNWISE]))
     for number, pair in enumerate(pairs, start=len(single)):
         yield Step(" + ".join(map(str, pair)), number, len(single) + len(pairs))
@@ -143,3 +144,9 @@ class _CompilingBackend(CpuBackend, _NoReference):
         self.decode_operand(plane)
         for dtype in HIGH_PRECISION:
             self.decode(plane, dtype)
+
+    def multiply_by_itself(self, plane: Plane) -> None:
+        """If products of this format are computed from its codes."""
+        if self.can_multiply(plane, plane):
+            rows = plane.operand_shape[0]
+            self.multiply(plane, plane, torch.empty(rows, rows, dtype=torch.float32, device="cpu"), 1.0)

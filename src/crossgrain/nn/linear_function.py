@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import kernels
 from ..gemm import gemm
 from ..hybrid import HybridQuantizer
+from ..offload.staying import mark_not_offload
 from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe.base import BackwardOverride
@@ -163,13 +164,24 @@ def _save(
 ) -> None:
     x_buffers, ctx.x_note = buffers_and_note(done.x_saved)
     w_buffers, ctx.w_note = buffers_and_note(done.w_saved)
+    if _weight_outlives_graph(weight, call):
+        mark_not_offload(*w_buffers)
     ctx.save_for_backward(*x_buffers, *w_buffers)
     call.quantized_weight = None  # backward has its plane; the copy belongs to the cache alone
     call.quantized_input = None
     ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, done.sizes, done.padded
     ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-    ctx.weight = weight if needs.dw else None
+    ctx.weight = None
+    if needs.dw:  # of a weight that was put together backward asks the shape alone
+        ctx.weight = weight if call.weight_parts is None else dummy_weight_gradient(weight)
     ctx.bias_dtype = bias.dtype if bias is not None else None
+
+
+def _weight_outlives_graph(weight: Tensor, call: LinearCall) -> bool:
+    """Whether what is saved of the weight belongs to a parameter or to the cache."""
+    if call.weight is not None and not isinstance(weight, QuantizedTensor):
+        return call.quantized_weight is not None
+    return (weight if weight._base is None else weight._base).is_leaf
 
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -63,9 +63,14 @@ class SavedTensors:
         self._contexts = contexts
         self._counts = [len(context._saved) for context in contexts]
         everything = [_unshared(tensor) for context in contexts for tensor in context._saved]
-        self.flat, self._objects = prepare_for_saving(*everything)
+        self._flat, self._objects = prepare_for_saving(*everything)
         for context in contexts:
             context._saved = ()
+
+    def handed_over(self) -> list[Tensor | None]:
+        """All of them, once: from here on autograd alone holds them, and hooks may take them elsewhere."""
+        flat, self._flat = self._flat, []
+        return flat
 
     def restore(self, flat: tuple[Tensor | None, ...]) -> None:
         """Give every context its tensors."""

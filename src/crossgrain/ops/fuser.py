@@ -261,7 +261,7 @@ class _FuserFunction(torch.autograd.Function):
         extra_inputs = tensors[num_parameters:]
         outputs = run.forward(x, run.wiring.public_inputs(extra_inputs))
         run.saved = SavedTensors([c for c in run.contexts if c.requires_grad])
-        ctx.save_for_backward(*run.saved.flat)
+        ctx.save_for_backward(*run.saved.handed_over())
         ctx.run = run
         ctx.needs = ctx.needs_input_grad[2:]
         outputs = _told_apart(outputs, (x, *tensors))

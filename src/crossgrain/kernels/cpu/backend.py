@@ -15,7 +15,7 @@ from ...plane import ROWWISE, Plane
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
 from ..target import Target
-from . import measure
+from . import measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import ENCODERS, Encoder
@@ -149,6 +149,14 @@ class CpuBackend(ReferenceBackend):
         if decoded is None:
             return super().decode_operand(plane, workspace)
         return decoded if plane.direction is ROWWISE or plane.transposed else decoded.t()
+
+    # ---- multiplying ---------------------------------------------------------------------------
+
+    def can_multiply(self, a: Plane, b: Plane) -> bool:
+        return products.can_multiply(a, b)
+
+    def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
+        products.multiply(a, b, out, factor)
 
     def _decode_fast(
         self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32

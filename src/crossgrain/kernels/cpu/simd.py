@@ -49,7 +49,7 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, vector, vector.llvm)
 
 
-def _broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
+def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     return _shuffle(builder, builder.insert_element(empty, scalar, ir.Constant(_I32, 0)), [0] * lanes)
 
@@ -74,18 +74,18 @@ def _as_vector(context: Any, builder: Any, value: Any, type_: Any, like: Vector)
     if isinstance(type_, types.Literal):
         return _constant(like, type_.literal_value)
     scalar = types.float32 if like.element == "f32" else types.int32
-    return _broadcast(builder, context.cast(builder, value, type_, scalar), like.lanes)
+    return broadcast(builder, context.cast(builder, value, type_, scalar), like.lanes)
 
 
 # ---- memory ------------------------------------------------------------------------------------------
 
 
-def _pointer(builder: Any, address: Any, type_: Any) -> Any:
+def pointer(builder: Any, address: Any, type_: Any) -> Any:
     return builder.inttoptr(address, type_.as_pointer())
 
 
 def load_at(builder: Any, address: Any, vector: Vector) -> Any:
-    value = builder.load(_pointer(builder, address, vector.llvm))
+    value = builder.load(pointer(builder, address, vector.llvm))
     value.align = 1
     return value
 
@@ -123,7 +123,7 @@ def store(typing_context, address, vector):
     """Write a vector to any address."""
 
     def generate(context, builder, signature, args):
-        builder.store(args[1], _pointer(builder, args[0], vector.llvm)).align = 1
+        builder.store(args[1], pointer(builder, args[0], vector.llvm)).align = 1
         return context.get_dummy_value()
 
     return types.void(types.intp, vector), generate
@@ -134,7 +134,7 @@ def stream(typing_context, address, vector):
     """Write a vector past the caches; the address is a multiple of its size, or of 64."""
 
     def generate(context, builder, signature, args):
-        instruction = builder.store(args[1], _pointer(builder, args[0], vector.llvm))
+        instruction = builder.store(args[1], pointer(builder, args[0], vector.llvm))
         instruction.align = min(64, vector.lanes * _LLVM_BYTES[vector.element])
         instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
         return context.get_dummy_value()
@@ -142,11 +142,26 @@ def stream(typing_context, address, vector):
     return types.void(types.intp, vector), generate
 
 
+@intrinsic
+def store_apart(typing_context, address, step, vector):
+    """Write each i32 lane ``step`` bytes after the one before."""
+
+    def generate(context, builder, signature, args):
+        address, step, value = args
+        for lane in range(vector.lanes):
+            word = builder.extract_element(value, ir.Constant(_I32, lane))
+            builder.store(word, pointer(builder, address, _I32)).align = 1
+            address = builder.add(address, step)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, vector), generate
+
+
 def _scalar_load(numba_type: Any, llvm_type: Any, widened: Any = None) -> Any:
     @intrinsic
     def load_scalar(typing_context, address):
         def generate(context, builder, signature, args):
-            value = builder.load(_pointer(builder, args[0], llvm_type))
+            value = builder.load(pointer(builder, args[0], llvm_type))
             value.align = 1
             return value if widened is None else builder.zext(value, widened)
 
@@ -166,7 +181,7 @@ def store_u8(typing_context, address, value):
 
     def generate(context, builder, signature, args):
         byte = builder.trunc(context.cast(builder, args[1], value, types.int32), _LLVM["u8"])
-        builder.store(byte, _pointer(builder, args[0], _LLVM["u8"]))
+        builder.store(byte, pointer(builder, args[0], _LLVM["u8"]))
         return context.get_dummy_value()
 
     return types.void(types.intp, value), generate
@@ -176,7 +191,7 @@ def store_u8(typing_context, address, value):
 def store_i32(typing_context, address, value):
     def generate(context, builder, signature, args):
         word = context.cast(builder, args[1], value, types.int32)
-        builder.store(word, _pointer(builder, args[0], _I32)).align = 1
+        builder.store(word, pointer(builder, args[0], _I32)).align = 1
         return context.get_dummy_value()
 
     return types.void(types.intp, value), generate
@@ -331,15 +346,29 @@ def as_bytes(typing_context, words):
 
 
 @intrinsic
-def largest(typing_context, vector):
-    """The largest lane of an i32 vector."""
+def as_words(typing_context, bytes_):
+    """4n u8 lanes as n i32 lanes, the first byte lowest."""
+    words = Vector("i32", bytes_.lanes // 4)
+    return words(bytes_), lambda context, builder, signature, args: builder.bitcast(args[0], words.llvm)
 
-    def generate(context, builder, signature, args):
-        name = f"llvm.vector.reduce.smax.v{vector.lanes}i32"
-        reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [vector.llvm]), name)
-        return builder.call(reduce, [args[0]])
 
-    return types.int32(vector), generate
+def _reduction(name: str) -> Any:
+    """From an i32 vector to one number."""
+
+    @intrinsic
+    def reduce(typing_context, vector):
+        def generate(context, builder, signature, args):
+            function = ir.FunctionType(_I32, [vector.llvm])
+            full_name = f"llvm.vector.reduce.{name}.v{vector.lanes}i32"
+            return builder.call(cgutils.get_or_insert_function(builder.module, function, full_name), [args[0]])
+
+        return types.int32(vector), generate
+
+    return reduce
+
+
+largest = _reduction("smax")
+total_of = _reduction("add")
 
 
 @intrinsic

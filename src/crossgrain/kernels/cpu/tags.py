@@ -25,7 +25,7 @@ class Tag:
 
 
 # Files that call kernels and have no part in them.
-CALLERS = ("__init__", "backend", "decoders", "disk_cache", "encoders", "runtime", "scalars", "support")
+CALLERS = ("__init__", "backend", "decoders", "disk_cache", "encoders", "products", "runtime", "scalars", "support")
 
 
 def _source_digest() -> str:

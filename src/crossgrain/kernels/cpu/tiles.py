@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import Vector, _as_vector, _constant, _pointer, load_at, load_bf16_at, round_to_bf16
+from .simd import Vector, _as_vector, _constant, load_at, load_bf16_at, pointer, round_to_bf16
 
 ROWS = 16
 
@@ -42,7 +42,7 @@ def store_rows(typing_context, address, stride, rows):
     def generate(context, builder, signature, args):
         values = cgutils.unpack_tuple(builder, args[2], ROWS)
         for at, value in zip(_addresses(builder, args[0], args[1]), values, strict=True):
-            builder.store(value, _pointer(builder, at, value.type)).align = 1
+            builder.store(value, pointer(builder, at, value.type)).align = 1
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, rows), generate
@@ -141,7 +141,7 @@ def store_columns(typing_context, address, stride, low, high):
         for column in range(lanes):
             offset = builder.mul(args[1], ir.Constant(args[1].type, column))
             word = builder.extract_element(words, ir.Constant(ir.IntType(32), column))
-            builder.store(word, _pointer(builder, builder.add(args[0], offset), word.type)).align = 1
+            builder.store(word, pointer(builder, builder.add(args[0], offset), word.type)).align = 1
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, low, high), generate
@@ -157,7 +157,7 @@ def store_column_bytes(typing_context, address, stride, values):
         for column in range(values.lanes):
             offset = builder.mul(args[1], ir.Constant(args[1].type, column))
             value = builder.extract_element(narrow, ir.Constant(ir.IntType(32), column))
-            builder.store(value, _pointer(builder, builder.add(args[0], offset), byte))
+            builder.store(value, pointer(builder, builder.add(args[0], offset), byte))
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, values), generate

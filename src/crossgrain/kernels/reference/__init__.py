@@ -35,6 +35,12 @@ class ReferenceBackend:
             return decoded
         return workspace[: decoded.numel()].view(decoded.shape).copy_(decoded)
 
+    def can_multiply(self, a: Plane, b: Plane) -> bool:
+        return False
+
+    def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
+        raise NotImplementedError("the reference decodes operands and leaves products to torch")
+
     def amax(self, x: Tensor) -> Tensor:
         return amax(x)
 

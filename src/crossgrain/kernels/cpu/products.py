@@ -1,0 +1,99 @@
+"""Which planes are multiplied straight from their codes, and how the kernels for that are called."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from llvmlite import binding
+from numba.core import config
+from torch import Tensor
+
+from ...plane import ROWWISE, Plane
+from ..workspaces import workspace
+from . import nvfp4_product
+from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
+from .runtime import kernel, run_ranges
+from .support import all_have_memory, is_standard, scales_of, scratch_memory, tag_of_plane
+
+_CACHE_BYTES = 3 << 18  # of a core's own cache, for the rows that are multiplied with everything
+
+
+def can_multiply(a: Plane, b: Plane) -> bool:
+    """Both NVFP4, rotated alike, on a CPU with dot products of bytes."""
+    return (
+        a.format.scale_rule == b.format.scale_rule == "two_level"
+        and a.format.rotation == b.format.rotation
+        and _is_packable(a)
+        and _is_packable(b)
+        and has_byte_dot_products()
+    )
+
+
+def _is_packable(plane: Plane) -> bool:
+    """Codes and scales lie along the rows of the operand."""
+    return (
+        is_standard(plane)
+        and (plane.direction is ROWWISE or plane.transposed)
+        and plane.data.is_contiguous()
+        and scales_of(plane).stride(-1) == 1
+        and all_have_memory(list(plane.buffers()))
+    )
+
+
+@lru_cache
+def has_byte_dot_products() -> bool:
+    """Whether kernels are compiled for a CPU that has them: this one, unless numba is told otherwise."""
+    chosen = {name: getattr(config, name, None) for name in ("CPU_NAME", "CPU_FEATURES")}
+    if any(chosen.values()):
+        return "+avx512vnni" in (chosen["CPU_FEATURES"] or "")
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx512vnni") and features.get("avx512f"))
+
+
+def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
+    """``out`` [rows of a, rows of b] = ``factor`` · a · bᵀ, under block scales alone: amaxes are left to the caller."""
+    (rows, inner), columns = a.operand_shape, b.operand_shape[0]
+    blocks, tag = inner // 16, tag_of_plane(a)
+    left = _packed(nvfp4_product.pack_left, a, TILE_ROWS, LEFT_BLOCK_BYTES, "gemm.a")
+    right = _packed(nvfp4_product.pack_right, b, TILE_COLUMNS, RIGHT_BLOCK_BYTES, "gemm.b")
+
+    group = max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
+
+    def work(first: int, last: int) -> None:
+        scratch = scratch_memory(TILE_ROWS * TILE_COLUMNS * 4)
+        arguments = (
+            left.data_ptr(), right.data_ptr(), out.data_ptr(), out.stride(0) * 4, first, last, rows, columns,
+            blocks, group, factor, scratch, tag,
+        )  # fmt: skip
+        kernel(nvfp4_product.multiply, *arguments)(*arguments)
+
+    run_ranges(work, -(-columns // TILE_COLUMNS), rows * columns * blocks)
+
+
+def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: str) -> Tensor:
+    """The panels of an operand, in memory that is used again."""
+    rows, inner = plane.operand_shape
+    tiles, blocks, scales = -(-rows // tile_rows), inner // 16, scales_of(plane)
+    size = -(-tiles * blocks * block_bytes // 4)
+    panels = workspace(name, size)
+    if panels is None:
+        panels = torch.empty(size, dtype=torch.float32, device="cpu")
+
+    def work(first: int, last: int) -> None:
+        arguments = (
+            plane.data.data_ptr(), inner // 2, scales.data_ptr(), scales.stride(0), _scale_values().data_ptr(),
+            panels.data_ptr(), first, last, rows, blocks, tag_of_plane(plane),
+        )  # fmt: skip
+        kernel(pack, *arguments)(*arguments)
+
+    run_ranges(work, tiles, rows * inner)
+    return panels
+
+
+@lru_cache
+def _scale_values() -> Tensor:
+    """Half of what each of the 256 block scales stands for, since panels hold twice the numbers."""
+    with torch.inference_mode(False):
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+        return codes.view(torch.float8_e4m3fn).to(torch.float32) * 0.5

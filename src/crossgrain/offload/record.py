@@ -1,0 +1,141 @@
+"""What a graph holds in the place of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..tensor import QuantizedTensorStorage
+from .errors import OffloadError
+from .layout import Layout
+from .store import Place
+
+
+class Watch:
+    """Notices writes to a tensor without holding its memory: an empty alias that shares the version counter.
+
+    Autograd does not check tensors that come from hooks.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._counter = tensor.detach()
+        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._seen = version_of(tensor)
+
+    def check(self, layout: Layout) -> None:
+        check_version(self._counter, self._seen, layout.shape)
+
+
+class Record:
+    """Bytes that are in memory (``source``), in their place, or both, while they are being written.
+
+    ``releases``  whether memory is let go as soon as the bytes are written, or on request
+    """
+
+    def __init__(self, tensor: Tensor, source: Tensor, place: Place, index: int, releases: bool) -> None:
+        self.source: Tensor | None = source
+        self.nbytes, self.device = source.numel(), source.device
+        self.place, self.index, self.releases = place, index, releases
+        self.watch = Watch(tensor)
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # its address is a key as long as this lives
+        self.writing: Future[None] | None = None
+        self.reading: Future[Tensor | None] | None = None
+        self.failure: OffloadError | None = None
+
+    def write(self) -> None:
+        """Store the bytes; runs in the worker."""
+        source = self.source
+        if source is None:
+            return
+        self.place.store.write(self.place, source.cpu())
+        if self.releases:
+            self.source = None
+
+    def read(self) -> Tensor:
+        """The bytes again; runs in the worker."""
+        return self.place.store.read(self.place, self.nbytes).to(self.device)
+
+
+class Stored(NamedTuple):
+    """A tensor whose bytes are in a record, perhaps with those of other views of them."""
+
+    record: Record
+    layout: Layout
+
+
+class Kept(NamedTuple):
+    """A tensor that stays in memory; without its history, which would be a cycle."""
+
+    tensor: Tensor
+    version: int | None
+
+
+class Wrapped(NamedTuple):
+    """A tensor of some other library that is a wrapper around tensors."""
+
+    kind: type[Any]
+    parts: dict[str, Any]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Any, pack: Callable[[Tensor], Any]) -> Wrapped:
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: pack(getattr(tensor, name)) for name in names}
+        return Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
+
+    def together(self, unpack: Callable[[Any], Tensor]) -> Any:
+        parts = {name: unpack(part) for name, part in self.parts.items()}
+        return self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
+
+
+class Planes(NamedTuple):
+    """A quantized tensor: without its buffers, and these in the order in which it has them."""
+
+    hollow: QuantizedTensorStorage
+    parts: list[Any]
+
+    @staticmethod
+    def of(tensor: QuantizedTensorStorage, pack: Callable[[Tensor], Any]) -> Planes:
+        parts: list[Any] = []
+
+        def taken(buffer: Tensor) -> Tensor:
+            parts.append(pack(buffer))
+            return buffer.new_empty(()).expand(buffer.shape)  # a shape without memory
+
+        return Planes(tensor._map_buffers(taken), parts)
+
+    def together(self, unpack: Callable[[Any], Tensor]) -> Any:
+        buffers = (unpack(part) for part in self.parts)
+        return self.hollow._map_buffers(lambda _: next(buffers))
+
+
+Packed = Stored | Kept | Wrapped | Planes
+
+
+def records_of(packed: Packed) -> list[Record]:
+    """All records in it."""
+    if isinstance(packed, (Wrapped, Planes)):
+        parts = packed.parts.values() if isinstance(packed, Wrapped) else packed.parts
+        return [record for part in parts for record in records_of(part)]
+    return [packed.record] if isinstance(packed, Stored) else []
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """None: nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def check_version(counter: Tensor, seen: int | None, shape: Any) -> None:
+    """Raise as autograd does if a saved tensor was written to."""
+    if seen is not None and counter._version != seen:
+        raise RuntimeError(
+            f"a tensor {list(shape)} that was saved for backward has been modified by an inplace operation: it is at "
+            f"version {counter._version} and was saved at version {seen}"
+        )
