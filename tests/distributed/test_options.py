@@ -97,8 +97,8 @@ def test_each_rank_has_its_own_data_and_accumulates_gradients(tmp_path):
 
 def test_replicas_of_shards(tmp_path):
     """HSDP on 2x2 ranks: gradients are scattered over pairs, then averaged over replicas."""
-    alone = one_process(4, micros=1, steps=10)
-    check(run(_own_batches, 4, tmp_path, (2, 2), 1, 10, {}), alone)
+    alone = one_process(4, micros=1, steps=5)
+    check(run(_own_batches, 4, tmp_path, (2, 2), 1, 5, {}), alone)
 
 
 def test_shard_meshes_of_one_rank(tmp_path):
@@ -118,7 +118,7 @@ def _mixed_precision(rank, ranks):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = {}
     for name, (model, optimizer) in models(mesh_of(ranks), mp_policy=policy).items():
-        losses = train(model, optimizer)
+        losses = train(model, optimizer, 4)
         dtypes = {p.dtype for p in model.parameters()}
         model[0].unshard()
         gathered = model[0].weight.dtype

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import crossgrain as cg
 from crossgrain.tensor.sharding import local_part
 
-from .ranks import batches, digest, error_of, mesh_of, quantized_model, run, shard, train
+from .ranks import batches, bind, digest, error_of, mesh_of, quantized_model, run, shard, train
 
 RECIPES = (
     "mxfp8",
@@ -94,26 +94,24 @@ def test_models_made_on_the_meta_device(tmp_path):
         assert all("call model.to_empty() first" in refused[1] for _, refused in found.values())
 
 
-def _rename(model):
-    for name, module in model.named_modules():
-        if isinstance(module, cg.Linear):
-            module.name = name  # another role: quantizers, and the scales that they share with histories, are made anew
-
-
-def _renamed(rank):
+def _under_another_recipe(rank):
     found = []
     for stays in (False, True):
-        model = shard(quantized_model("fp8-delayed"), mesh_of(2), reshard_after_forward=not stays)
-        _rename(model)
+        model = shard(quantized_model("fp8"), mesh_of(2), reshard_after_forward=not stays)
+        bind(model, "all: fp8(pow2)")
         found.append((train(model, fused(model), 4), digest(model)))
     return found
 
 
-def test_new_quantizers_reach_the_shards(tmp_path):
-    model = quantized_model("fp8-delayed")
-    _rename(model)
+def test_quantizers_of_a_new_recipe_reach_the_shards(tmp_path):
+    """Weights are written under scales that are powers of two as soon as the recipe says so."""
+    model = quantized_model("fp8")
+    as_before = train(model, fused(model), 4)
+    model = quantized_model("fp8")
+    bind(model, "all: fp8(pow2)")
     alone = train(model, fused(model), 4), digest(model)
-    assert run(_renamed, 2, tmp_path) == [[alone, alone]] * 2
+    assert alone[0] != as_before
+    assert run(_under_another_recipe, 2, tmp_path) == [[alone, alone]] * 2
 
 
 def _uneven(rank):
