@@ -14,15 +14,12 @@ from .ranks import batches, bind, digest, error_of, mesh_of, quantized_model, ru
 
 RECIPES = (
     "mxfp8",
-    "mxfp8-2d",
     "nvfp4",
     "nvfp4-1d-weight",
-    "mxfp4",
     "fp8",
     "fp8-delayed",
     "fp8-block",
     "mxfp8-fwd-nvfp4-bwd",
-    "mxfp8-fwd-hp-bwd",
     "fprop: fp8, dgrad: mxfp8, wgrad: mxfp8",
 )
 
