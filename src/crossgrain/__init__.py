@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, ops, optim, recipe
+from . import files, formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -66,6 +66,7 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from .recompute import checkpoint, in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from .request import QuantizerRequest
 from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
@@ -138,7 +139,9 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "checkpoint",
     "convert",
+    "files",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
@@ -147,6 +150,8 @@ __all__ = [
     "get_default_recipe",
     "get_device_compute_capability",
     "get_format",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",

@@ -26,6 +26,7 @@ from .nn.converted import (
     class_for,
     norm_class_for,
 )
+from .nn.model_step import forget_calls, step_with_calls
 from .nn.torch_fast_path import close_fast_path, open_fast_path
 from .recipe import GemmRecipe, Recipe, as_recipe
 from .recipe.binding import bound, layers_of
@@ -112,6 +113,9 @@ def convert(
             quantized.name = path or None
         quantized.bound_recipe = bound_recipe
     converted_norms = _convert_norms(model, norms)
+    forget_calls(model)
+    if bound_recipe.may_keep_histories():
+        step_with_calls(model)
     for module in model.modules():
         if any(isinstance(child, QuantizedModule) for child in module.modules()):
             close_fast_path(module)
@@ -139,6 +143,7 @@ def unconvert(model: nn.Module) -> list[str]:
     changed = []
     for path, module in model.named_modules():
         open_fast_path(module)
+        forget_calls(module)
         if isinstance(module, Converted | ConvertedNorm):
             become_plain(module)
             changed.append(path)

@@ -81,6 +81,8 @@ class Plane:
     def check_buffers(self) -> None:
         """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
         if self.format.is_identity:
+            if self.data.numel() != math.prod(self.shape):
+                self._refuse_buffer("numbers", self.data, self.data.dtype, f"{math.prod(self.shape)} of them")
             return
         needed = _needed_buffers(self.format, self.operand_shape)
         data, scale, amax = self.data, self.scale, self.amax

@@ -20,6 +20,7 @@ from .encoding import Encoding
 from .formats import Format
 from .kernels import Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
+from .replay import same_seed
 from .settings import is_non_tn_fp8_gemm_supported, settings
 from .tensor.autograd import QuantizeFunction
 from .tensor.storage import QuantizedTensorStorage
@@ -433,5 +434,9 @@ def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
 
 
 def draw_seed() -> int:
-    """64 random bits from torch's default generator: recomputation that restores its state replays them."""
+    """64 random bits from torch's default generator; the same ones in a recomputation in backward."""
+    return same_seed(_drawn_seed)
+
+
+def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))

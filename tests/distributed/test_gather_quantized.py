@@ -230,7 +230,9 @@ def test_the_report_says_what_is_left_and_why():
 def test_layers_without_a_recipe_need_one():
     layer = cg.Linear(64, 64)
     assert list(gather_quantized(layer).left.values()) == ["the layer is not bound to a recipe, and none was given"]
-    assert gather_quantized(layer, "mxfp8").quantized == {"weight": "rowwise mxfp8 / columnwise mxfp8"}
+    for _ in range(2):
+        assert gather_quantized(layer, "mxfp8").quantized == {"weight": "rowwise mxfp8 / columnwise mxfp8"}
+        assert layer.weight.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -322,6 +324,7 @@ def _saved(rank):
     other = converted_model("mxfp8")
     gather_quantized(other)
     fully_shard(other, mesh=mesh_of(2))
+    assert "0.weight is sharded already" in error_of(lambda: gather_quantized(other))[1]
     other.load_state_dict(state)
     return isinstance(state["0.weight"], DTensor), whole, high_precision(other), type(local_part(state["0.weight"]))
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import crossgrain as cg
+from crossgrain.recipe import CustomRecipe
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,41 @@ def same(some, others):
 def test_one_graph_computes_what_eager_does(recipe):
     model, x = model_of(recipe), torch.randn(5, 7, 64)
     assert same(gradients(compiled(model), model, x), gradients(model, model, x))
+
+
+def recomputed_in_a_graph(model):
+    def run(x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    return torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-fwd-nvfp4-bwd"])
+def test_graphs_recompute(recipe):
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 40)), torch.randn(32, 64)
+    cg.convert(model, recipe)
+    results = []
+    for run in (recomputed_in_a_graph(model), model):
+        torch.manual_seed(1)
+        results.append(gradients(run, model, x))
+    assert same(*results)
+
+
+def rounded_everywhere(role):
+    return cg.NVFP4Quantizer(stochastic_rounding=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("fp8-delayed", "delayed scaling runs in backward.*compiled function"),
+        (CustomRecipe(qfactory=rounded_everywhere), "0 rounds its input or weight stochastically.*compiled"),
+    ],
+)
+def test_graphs_do_not_recompute_other_bits(recipe, message):
+    model = model_of(recipe)
+    with pytest.raises(RuntimeError, match=message):
+        gradients(recomputed_in_a_graph(model), model, torch.randn(32, 64))
 
 
 def test_delayed_scaling_learns_in_a_graph():

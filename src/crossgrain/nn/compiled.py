@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..recipe import Recipe
+from ..hybrid import rounds_stochastically
+from ..recipe import Recipe, this_pass
+from ..torch_checkpoints import in_backward
 from .linear_function import LinearCall, Needs, empty_forward, gradients, saved_forward
 from .linear_module import ForwardPass
 
@@ -111,10 +113,21 @@ def linear_op(
     needs, context = Needs(dx, dw, db), Context()
     built = layer._prepare(traced.recipe)
     call = traced.call(x, weight, dtype)
+    if in_backward() and not this_pass().recomputes:
+        _refuse_other_bits(layer.layer, call)
     # Operators run without gradients, by which delayed scaling would take this for a validation.
     with torch.set_grad_enabled(any(needs)), layer._step(traced.recipe, built), torch.no_grad():
         y = saved_forward(context, x, weight, bias, call, needs)
     return [y, *_kept(context, traced, needs, x, weight)]
+
+
+def _refuse_other_bits(layer: str, call: LinearCall) -> None:
+    """A graph that recomputes an operator in backward restores no generator for it."""
+    if any(quantizer is not None and rounds_stochastically(quantizer) for quantizer in (call.input, call.weight)):
+        raise RuntimeError(
+            f"{layer} rounds its input or weight stochastically, and is computed again in backward by a compiled "
+            "graph, where it would round otherwise: put the checkpoint around what is compiled, not inside"
+        )
 
 
 @linear_op.register_fake

@@ -151,13 +151,8 @@ class LayerNormMLP(NormFirst):
 
     def _recomputed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
         """The same; backward runs it again with the same random numbers, scales and cached weights."""
-        again = this._replace(is_first_microbatch=False if this.is_first_microbatch else this.is_first_microbatch)
-        passes = iter([this])
-
-        def compute(x: Tensor) -> tuple[Tensor, Tensor]:
-            return self._computed(x, next(passes, again))
-
-        return recomputed(compute, inp, state=None if this.recipe is None else this.built.states["forward"])
+        state = None if this.recipe is None else this.built.states["forward"]
+        return recomputed(lambda x: self._computed(x, this), inp, state=state)
 
     def extra_repr(self) -> str:
         return (

@@ -18,6 +18,7 @@ from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import Recipe, keep_high_precision_init_val
+from ..replay import current_pass
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.sharding import is_sharded, local_part, own_rows, write_shard
 from .base import Built, QuantizedModule
@@ -277,17 +278,23 @@ class LinearModule(QuantizedModule):
         self, index: int, call: LinearCall, weight: Tensor, parameters: Sequence[Tensor], this: ForwardPass
     ) -> QuantizedTensorStorage:
         # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
-        columnwise = torch.is_grad_enabled() and call.quantizes_backward
+        columnwise = current_pass().trains and call.quantizes_backward
         padded = call.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
         quantizer = call.weight
         assert quantizer is not None
-        return self._weight_cache.get(
-            self._cache_name(index),
-            parameters,
-            refresh=bool(this.is_first_microbatch),
-            columnwise=columnwise,
-            make=lambda columnwise: quantize_weight(weight, quantizer, padded, columnwise),
-        )
+        cache, name = self._weight_cache, self._cache_name(index)
+
+        def copy() -> QuantizedTensorStorage:
+            return cache.get(
+                name,
+                parameters,
+                refresh=bool(this.is_first_microbatch),
+                columnwise=columnwise,
+                make=lambda columnwise: quantize_weight(weight, quantizer, padded, columnwise),
+            )
+
+        # Recomputed with the copy that the first pass used, which may not be the cached one any more.
+        return current_pass().same((cache, name), copy)
 
     def _cache_name(self, index: int) -> str:
         return self.weight_names[index]

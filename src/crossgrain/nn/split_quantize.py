@@ -6,7 +6,8 @@ whole tensor once, and a group's planes are views of the whole's. Formats with a
 (per-tensor FP8, NVFP4) have one for each group and are quantized group by group, as are quantizers written
 by users and FP8 blocks along M that groups would share.
 
-Bytes are the same either way, except for stochastic rounding: one call draws one seed.
+Bytes are the same either way, except for stochastic rounding: one call draws one seed. So where that may be, both
+directions decide, even if only one is made: what is drawn does not depend on whether there are gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..hybrid import HybridQuantizer
+from ..hybrid import HybridQuantizer, rounds_stochastically
 from ..plane import COLUMNWISE, ROWWISE, Direction
 from ..quantizer import Quantizer
 from ..tensor import QuantizedTensorStorage
@@ -40,7 +41,9 @@ def split_quantize(
 
 
 def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction], sizes: Sequence[int]) -> bool:
-    if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
+    if rounds_stochastically(quantizer):
+        directions = list(Direction)
+    elif isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
         directions = [ROWWISE, *directions]  # the columns are made from the rows
     boundaries = list(accumulate(sizes))[:-1]
     return all(_cuts_between_blocks(quantizer, direction, boundaries) for direction in directions)

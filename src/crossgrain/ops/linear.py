@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..nn.base import Mode
-from ..recipe import QuantizerRole
+from ..recipe import QuantizerRole, renew_preserved_values
+from ..tensor.loading import check_formats
 from .basic.bias import Bias
 from .basic.linear import BasicLinear
 from .op import BasicOperation, FusedOperation
@@ -133,6 +134,10 @@ class Linear(FusedOperation):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "_extra_state"
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.basic_ops[0]._expect_other_weights()
+        else:
+            check_formats(self._parameters, state_dict, prefix)
         self.basic_ops[0].clear_weight_cache()
         if key in state_dict:
             self.basic_ops[0].set_extra_state(state_dict[key])
@@ -142,6 +147,7 @@ class Linear(FusedOperation):
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         self._share_parameters()
+        renew_preserved_values(self._parameters, state_dict, prefix)
 
     def extra_repr(self) -> str:
         has_bias = self._parameters["bias"] is not None

@@ -19,6 +19,8 @@ class FusedSGD(FusedOptimizer):
     ``materialize_master_grads`` accepted: gradients are always taken to float32
     """
 
+    _travelling = (*FusedOptimizer._travelling, "wd_after_momentum", "_masters_of_plain")
+
     def __init__(
         self,
         params: Any,

@@ -7,7 +7,7 @@ written from the master after each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ def take_master(param: Tensor) -> Tensor:
 def is_quantized(param: Tensor) -> bool:
     """Whether ``param``, or what this rank has of it, is quantized."""
     return isinstance(local_part(param), QuantizedTensor)
+
+
+def check_in_use(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if a parameter has been replaced in its model: training would silently go nowhere."""
+    for group in groups:
+        for param in group["params"]:
+            if getattr(param, "was_replaced", False):
+                raise RuntimeError(
+                    f"the optimizer holds a {type(param).__name__} {list(param.shape)} that requantize_ has replaced "
+                    "in its model; call requantize_(model, recipe, optimizer), or make a new optimizer"
+                )
 
 
 def as_plain(param: Tensor) -> Tensor:

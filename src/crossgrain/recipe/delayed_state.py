@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -49,6 +49,11 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
     @property
     def delayed(self) -> DelayedScalingRecipeState:
         return self
+
+    @property
+    def key(self) -> Hashable:
+        """The same for all states that share a history."""
+        return self.amax_history
 
     def _make(self, slot: int) -> Quantizer:
         column = slice(slot, slot + 1)
