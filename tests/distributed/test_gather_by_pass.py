@@ -43,6 +43,30 @@ def test_training_is_what_it_was(tmp_path, ranks):
                 assert torch.equal(found[recipe][3][name], value), (recipe, name)
 
 
+def _overridden(rank):
+    found = []
+    for model in (converted_model(OVERRIDDEN), quantized_model(OVERRIDDEN)):
+        gather_quantized(model)
+        gather_by_pass(shard(model, mesh_of(2)))
+        found.append(error_of(lambda model=model: model(torch.randn(32, 64)).sum().backward()))
+        if found[-1] is None:
+            found.append(train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 4))
+    return found
+
+
+OVERRIDDEN = "mxfp8, backward_override: dequantized"
+
+
+def test_backward_that_reads_rows(tmp_path):
+    """Of weights that are quantized for the gather rows come again; kept ones bring columns, and it is said."""
+    model = converted_model(OVERRIDDEN)
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 4)
+    for error, found, kept in run(_overridden, 2, tmp_path):
+        assert error is None
+        assert found == losses
+        assert "rowwise mxfp8 plane of this [64, 128] tensor has no memory" in kept[1]
+
+
 class Wire:
     """Bytes of every collective that this process takes part in, by the size of what arrives."""
 
@@ -148,14 +172,12 @@ def test_recomputation(tmp_path):
 def _offloaded(rank):
     found = []
     for kind in (quantized_model, converted_model):
-        for offloads in (True, False):
+        for hooks in (contextlib.nullcontext(), cg.offload("host", min_bytes=0)):
             model = kind("mxfp8-fwd-nvfp4-bwd")
-            if kind is converted_model:
-                gather_quantized(model)
-            shard(model, mesh_of(2), reshard_after_forward=True)
-            gather_by_pass(model)
+            gather_quantized(model)
+            gather_by_pass(shard(model, mesh_of(2), reshard_after_forward=True))
             torch.manual_seed(1)
-            with cg.offload("host", min_bytes=0) if offloads else contextlib.nullcontext():
+            with hooks:
                 loss = model(torch.randn(32, 64)).square().mean()
             loss.backward()
             found.append([p.grad.full_tensor() for p in model.parameters()])
@@ -163,9 +185,9 @@ def _offloaded(rank):
 
 
 def test_offloading_leaves_weights_that_will_be_gathered_again(tmp_path):
-    for kept, kept_alone, converted, converted_alone in run(_offloaded, 2, tmp_path):
-        for mine, alone in ((kept, kept_alone), (converted, converted_alone)):
-            assert all(torch.equal(a, b) for a, b in zip(mine, alone, strict=True))
+    for kept, kept_offloaded, converted, converted_offloaded in run(_offloaded, 2, tmp_path):
+        for expected, gradients in ((kept, kept_offloaded), (converted, converted_offloaded)):
+            assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 def test_models_that_are_not_sharded_are_refused():
