@@ -377,6 +377,45 @@ def test_a_skip_that_matches_nothing_is_a_mistake(model, skip, message):
     assert type(model.head) is nn.Linear
 
 
+def test_a_layer_with_two_paths_is_skipped_by_either():
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared, nn.Linear(32, 32)])})
+    report = cg.convert(model, "mxfp8", skip="b.0")
+    assert list(report.left) == ["a"] and report.converted == ["b.1"] and type(shared) is nn.Linear
+    assert list(cg.convert(model, "mxfp8", skip="b.*").left) == ["a", "b.1"]
+
+
+def test_rules_name_a_layer_with_two_paths_by_the_first():
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared])})
+    with pytest.raises(ValueError, match="'b.0' matches no layer of this ModuleDict: b.0 is the layer a under another"):
+        cg.convert(model, "mxfp8; b.0: hp")
+    assert type(shared) is nn.Linear
+
+
+def test_operations_are_bound_as_well():
+    layer = cg.ops.Linear(32, 32)
+    model = nn.ModuleDict({"block": cg.ops.Sequential(layer, cg.ops.GELU()), "head": nn.Linear(32, 16)})
+    x = torch.randn(32, 32)
+    plain = model["block"](x)
+    report = cg.convert(model, "mxfp8")
+    assert "block.0" in report.bound and report.converted == ["head"] and layer.name == "block.0"
+    with cg.autocast(recipe=MXFP8BlockScaling()):
+        wanted = model["block"](x)
+    assert torch.equal(model["block"](x), wanted) and not torch.equal(plain, wanted)
+    assert cg.convert(model, "mxfp8", skip="block.0").left
+    cg.unconvert(model)
+    assert torch.equal(model["block"](x), plain)
+
+
+def test_a_dtype_that_cannot_be_quantized_is_refused_by_name(model, tokens):
+    cg.convert(model, "mxfp8")
+    with pytest.raises(TypeError, match=r"blocks.0.fc1: the weight is torch.float64; .* without a recipe"):
+        model.double()(tokens)
+    with cg.autocast(enabled=False):
+        assert model(tokens).dtype == torch.float64
+
+
 def test_a_skip_of_another_kind_is_refused(model):
     with pytest.raises(TypeError, match="patterns, module types and functions, not int"):
         cg.convert(model, "mxfp8", skip=[3])

@@ -423,3 +423,22 @@ def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unp
             refusing.load_state_dict(state)
     assert not _extra_state.should_load_extra_state_pickle(payload)
     assert "code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling])
+def test_quantizers_follow_the_layer_to_another_device(recipe):
+    layer = cg.Linear(32, 32)
+    first = layer._build_quantizers(recipe())
+    assert layer._build_quantizers(recipe()) is first
+    moved = layer.to("meta")._build_quantizers(recipe())
+    assert {q.scale.device.type for slots in moved.quantizers.values() for q in slots} == {"meta"}
+
+
+def test_histories_move_along():
+    old, new = (recipes.RecipeState.create(recipes.DelayedScaling(), mode="forward", device=d) for d in ("cpu", "meta"))
+    old.amax_history[0] = 3.0
+    assert new.inherit_state_from(old) and new.amax_history.device.type == "meta"
+    assert not recipes.RecipeState.create(recipes.DelayedScaling(), mode="forward").inherit_state_from(new), (
+        "there is nothing in it"
+    )
+    assert old.fits(recipes.DelayedScaling(), device="cpu") and not old.fits(recipes.DelayedScaling(), device="meta")

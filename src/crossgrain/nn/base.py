@@ -167,8 +167,8 @@ class QuantizedModule(nn.Module):
 
     def _build_quantizers(self, recipe: Recipe) -> Built:
         """Quantizers for ``recipe``. Nothing has changed if it is refused."""
-        built = self._built
-        if built.states and all(state.fits(recipe, self._roles(mode)) for mode, state in built.states.items()):
+        built, device = self._built, self._device()
+        if built.states and all(state.fits(recipe, self._roles(mode), device) for mode, state in built.states.items()):
             return built
         with unseen_by_policies():
             new = self._made_for(recipe)
@@ -179,11 +179,18 @@ class QuantizedModule(nn.Module):
             self._adopt(new)
         return new
 
+    def _device(self) -> torch.device | None:
+        for parameter in self._parameters.values():  # `parameters()` takes microseconds
+            if parameter is not None:
+                return parameter.device
+        return next((parameter.device for parameter in self.parameters()), None)
+
     def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
 
     def _made_for(self, recipe: Recipe) -> Built:
-        device = next((parameter.device for parameter in self.parameters() if not parameter.is_meta), None)
+        device = self._device()
+        device = None if device is not None and device.type == "meta" else device
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from ..activations import Activation, activation
 from ..recipe import QuantizerRole
 from .base import Mode
-from .linear_module import ForwardPass, InitMethod, LinearSlots, default_init
+from .compiled import compilable
+from .forward_pass import ForwardPass, TracedPass
+from .linear_module import InitMethod, LinearSlots, default_init
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
@@ -131,6 +133,10 @@ class LayerNormMLP(NormFirst):
 
     # ---- forward -------------------------------------------------------------------------------
 
+    def _traceable(self) -> bool:
+        return not self.checkpoint and super()._traceable()
+
+    @compilable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y, and after it what is asked for: b₂ (``return_bias``), norm(x) (``return_layernorm_output``)."""
         with self._forward_pass(inp, is_first_microbatch) as this:
@@ -141,7 +147,7 @@ class LayerNormMLP(NormFirst):
         extras = [self.fc2_bias] * self.return_bias + [x] * self.return_layernorm_output
         return (y, *extras) if extras else y
 
-    def _computed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
+    def _computed(self, inp: Tensor, this: ForwardPass | TracedPass) -> tuple[Tensor, Tensor]:
         """y and norm(x)."""
         x = self._normalized(inp, this)
         hidden = self._linear(0, x, self.fc1_weight, self.fc1_bias, this)

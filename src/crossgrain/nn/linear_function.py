@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..dtypes import HIGH_PRECISION
 from ..gemm import gemm
 from ..hybrid import HybridQuantizer
 from ..offload.staying import mark_not_offload
@@ -110,6 +111,18 @@ def check_input(x: Tensor, weight: Tensor, layer: str) -> None:
             f"{layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
             f"{list(weight.shape)} takes"
         )
+
+
+def check_dtypes(weight: Tensor, call: LinearCall) -> None:
+    """Raise if an operand is to be quantized and is of a dtype that cannot be."""
+    if call.input is None:
+        return
+    for operand, dtype in (("the weight", weight.dtype), ("the input", call.dtype)):
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"{call.layer}: {operand} is {dtype}; what is quantized is float32, bfloat16 or float16. Compute in "
+                f"{dtype} without a recipe"
+            )
 
 
 def check_takes_gradient(weight: Tensor, layer: str) -> None:
@@ -228,6 +241,7 @@ class _Forward(NamedTuple):
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> _Forward:
+    check_dtypes(weight, call)
     sizes, padded = _sizes(x, weight, call, needs)
     x_used = _quantized_input(x, call, sizes, padded, columnwise=needs.dw and not call.keep_input)
     w_used = _quantized_weight(weight, call, padded, columnwise=needs.dx)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .linear_module import ForwardPass, LinearModule, ParameterPlan
+from .forward_pass import ForwardPass, TracedPass
+from .linear_module import LinearModule, ParameterPlan
 from .norm import NORMALIZATIONS, normalized
 
 
@@ -29,7 +30,7 @@ class NormFirst(LinearModule):
         self._make_parameter("layer_norm_weight", ParameterPlan((size,), neutral), factory)
         self._add_bias("layer_norm_bias", size, factory, present=normalization == "LayerNorm")
 
-    def _normalized(self, x: Tensor, this: ForwardPass) -> Tensor:
+    def _normalized(self, x: Tensor, this: ForwardPass | TracedPass) -> Tensor:
         """In high precision: the first linear layer quantizes it, in whatever formats it has."""
         return normalized(
             x,

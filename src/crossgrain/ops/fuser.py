@@ -52,6 +52,7 @@ class OperationFuser:
         """How many the caller provides."""
         return Wiring(self._basic_ops).num_public_inputs
 
+    @torch.compiler.disable(reason="crossgrain: fused operations are chosen anew in every call, and run in eager")
     def __call__(
         self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Kwargs] | None = None
     ) -> Tensor | tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..nn.base import Mode
-from ..recipe import QuantizerRole, renew_preserved_values
+from ..recipe import QuantizerRole, Recipe, renew_preserved_values
 from ..tensor.loading import check_formats
 from .basic.bias import Bias
 from .basic.linear import BasicLinear
@@ -17,7 +17,10 @@ from .op import BasicOperation, FusedOperation
 
 
 class Linear(FusedOperation):
-    """``y = x · Wᵀ + b``. Its state dict is that of `crossgrain.nn.Linear` and of `torch.nn.Linear`."""
+    """``y = x · Wᵀ + b``, bit for bit that of `crossgrain.nn.Linear`.
+
+    Its state dict is that of `crossgrain.nn.Linear` and of `torch.nn.Linear`.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -53,7 +56,8 @@ class Linear(FusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if bias:
-            ops.append(Bias(out_features, device=device, dtype=linear.weight.dtype))
+            ops.append(added := Bias(out_features, device=device, dtype=linear.weight.dtype))
+            linear.take_bias(added)
         super().__init__(ops)
         self.in_features = in_features
         self.out_features = out_features
@@ -111,6 +115,16 @@ class Linear(FusedOperation):
     @name.setter
     def name(self, name: str | None) -> None:
         self.basic_ops[0].name = name
+
+    @property
+    def bound_recipe(self) -> Recipe | None:
+        """Used where no autocast says otherwise, by all that the layer is made of."""
+        return self.basic_ops[0].bound_recipe
+
+    @bound_recipe.setter
+    def bound_recipe(self, recipe: Recipe | None) -> None:
+        for op in self.basic_ops:
+            op.bound_recipe = recipe
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.basic_ops[0].get_quantizer_roles(mode)

@@ -19,6 +19,8 @@ from .parameters import resolved_device
 class Bias(BasicOperation):
     """``y = x + b`` for x [..., size], b [size]."""
 
+    added_by_gemm = False  # by the linear operation right before it (`BasicLinear.take_bias`)
+
     def __init__(
         self,
         size: int,
@@ -54,7 +56,9 @@ class Bias(BasicOperation):
         **kwargs: Any,
     ) -> Tensor:
         x = plain(input_)
-        return handed_on(x + self.bias.detach().to(x.dtype), next_op_input_quantizer)
+        if not self.added_by_gemm:
+            x = x + self.bias.detach().to(x.dtype)
+        return handed_on(x, next_op_input_quantizer)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         dy = plain(grad_output)
