@@ -31,6 +31,8 @@ from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe.base import BackwardOverride
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import local_part
+from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
 from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
 
@@ -129,6 +131,11 @@ def check_takes_gradient(weight: Tensor, layer: str) -> None:
         raise RuntimeError(
             f"{layer}: the weight was computed from other tensors, and a gradient that is put off or added to "
             "main_grad would not reach them"
+        )
+    if isinstance(weight, GatheredWeight) or getattr(weight, "_shard", None) is not None:
+        raise NotImplementedError(
+            f"{layer}: the weight is sharded by FSDP2, which reduces gradients when autograd hands them over; one that "
+            "is put off or added to main_grad would not reach the other ranks"
         )
 
 
@@ -312,7 +319,8 @@ def _quantized_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwis
 
 def quantize_weight(weight: Tensor, quantizer: Quantizer, padded: Sizes, columnwise: bool) -> QuantizedTensorStorage:
     """W for fprop, and for dgrad if ``columnwise``."""
-    return quantized_storage(quantizer, padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
+    plain = local_part(weight.detach())
+    return quantized_storage(quantizer, padded_matrix(plain, padded.n, padded.k), True, columnwise)
 
 
 def _usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Quantized:
