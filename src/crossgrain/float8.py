@@ -217,6 +217,9 @@ class Float8Quantizer(_PerTensorQuantizer):
             assert target.amax is not None
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
 
+    def _statistics(self) -> list[Tensor]:
+        return [self.scale, self.amax]
+
     def calibrate(self, tensor: Tensor) -> None:
         seen = kernels.amax(tensor).view(self.amax.shape)
         self.amax.copy_(torch.maximum(self.amax, seen))

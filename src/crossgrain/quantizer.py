@@ -264,6 +264,10 @@ class Quantizer:
     def calibrate(self, tensor: Tensor) -> None:
         """Update statistics without quantizing. Formats that keep none have nothing to do."""
 
+    def _statistics(self) -> list[Tensor]:
+        """What was seen of tensors so far and will scale the next ones, in tensors that are written in place."""
+        return []
+
     # ---- checks --------------------------------------------------------------------------------
 
     def is_quantizable(self, tensor: Tensor) -> bool:

@@ -59,9 +59,9 @@ def mixed_layers(linear, hidden=128, width=64):
     )
 
 
-def quantized_model(recipe, **sizes):
+def quantized_model(recipe, seed=0, **sizes):
     """Weights are kept quantized."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with cg.quantized_model_init(recipe=recipe):
         model = mixed_layers(cg.Linear, **sizes)
     bind(model, recipe)
@@ -74,9 +74,9 @@ def bind(model, recipe):
             module.bound_recipe = cg.recipe.as_recipe(recipe)
 
 
-def converted_model(recipe, **sizes):
+def converted_model(recipe, seed=0, **sizes):
     """Weights are in high precision; the last layer is left as it is."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = mixed_layers(nn.Linear, **sizes)
     cg.convert(model, recipe, skip="4")
     return model

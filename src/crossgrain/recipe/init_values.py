@@ -28,7 +28,8 @@ class InitValue:
     def is_of(self, parameter: QuantizedTensor) -> bool:
         """Whether ``parameter`` still stands for the value.
 
-        It was not written since, or it was and the value would give the same numbers.
+        It was not written since, or it was and the value would give the same numbers. What all ranks received from
+        one stands for no value here, also on the rank that sent it: masters would begin differently.
         """
         if self._value is None:
             return False
@@ -37,6 +38,8 @@ class InitValue:
             mark is then and number == before for (mark, number), (then, before) in zip(now, self._writes, strict=True)
         ):
             return True
+        if any(mark.received > max((before for _, before in self._writes), default=0) for mark, _ in now):
+            return False
         with torch.no_grad():
             # With a quantizer of its own: that of the parameter may keep a history, which this is no part of.
             again = copy.deepcopy(parameter.detach()).copy_(self._value.to(parameter.device))

@@ -2,7 +2,7 @@
 
 Operations on the bytes themselves (views, copies, allocation) are in the table below. Everything else
 decodes its arguments and runs in high precision; what it wrote to is then requantized, every plane that
-is present. Collectives never take that path: ranks would end up with different bytes.
+is present. Collectives never take that path: ranks would end up with different bytes (`collectives`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..dtypes import HIGH_PRECISION
 from ..plane import shape_problem
@@ -38,10 +38,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if handler is not None:
         return handler(func, *args, **kwargs)
     if func.namespace in _COLLECTIVES:
-        raise RuntimeError(
-            f"{func} was called on a quantized tensor. Communicate the buffers of get_data_tensors() and the scales "
-            "instead: decoding and requantizing around a collective would leave ranks with different bytes."
-        )
+        return _communicate(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(f"{func} would change the shape of a quantized tensor in place")
     if func._schema.is_mutable:
@@ -50,6 +47,15 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if any(returned.alias_info is not None for returned in func._schema.returns):
         return tree_map(lambda value: value.as_subclass(DecodedView) if isinstance(value, Tensor) else value, result)
     return result
+
+
+def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    from . import collectives
+
+    quantized = [value for value in tree_leaves((args, kwargs)) if _is_quantized(value)]
+    if func is torch.ops.c10d.broadcast_.default and len(quantized) == len(args[0]):
+        return collectives.broadcast_(func, *args, **kwargs)
+    raise collectives.refusal(str(func), quantized[0])
 
 
 def _is_quantized(value: Any) -> bool:

@@ -41,12 +41,13 @@ def next_write_number() -> int:
 
 
 class Epoch:
-    """When a plane was last written; shared by all objects that hold its buffers."""
+    """When a plane was last written, and last by another rank; shared by all objects that hold its buffers."""
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "received")
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
+        self.received = 0
 
 
 class PlaneHolder:

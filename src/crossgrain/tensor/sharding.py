@@ -108,7 +108,7 @@ def share_scales(shard: QuantizedTensor, group: Any) -> None:
 
 def reduce_over(quantizer: Any, group: Any) -> None:
     """Make ``quantizer`` maximise amaxes over ``group``, in every direction."""
-    for own in _plain_quantizers(quantizer):
+    for own in plain_quantizers(quantizer):
         if not own.with_amax_reduction or own.amax_reduction_group is not group:  # options that change cost a memory
             own.with_amax_reduction = True
             own.amax_reduction_group = group
@@ -118,7 +118,7 @@ def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
     """``weight`` is written by ``quantizer`` from now on, and so is the shard that it was gathered from."""
     weight._quantizer = quantizer
     if weight._shard is not None:
-        group = _plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
+        group = plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
         weight._shard._quantizer = quantizer.copy()
         reduce_over(weight._shard._quantizer, group)
 
@@ -158,7 +158,7 @@ def _shard_group(param: Any) -> Any:
     return param.device_mesh.get_group(dims[0])
 
 
-def _plain_quantizers(quantizer: Any) -> list[Any]:
+def plain_quantizers(quantizer: Any) -> list[Any]:
     """The children of a hybrid, or the quantizer itself."""
     if not hasattr(quantizer, "columnwise_quantizer"):
         return [quantizer]
@@ -208,7 +208,7 @@ def why_not_sharded(quantizer: Any, formats: Sequence[Format]) -> str | None:
     for fmt in formats:
         if fmt.global_amax == "row":
             return f"a sharded weight cannot be {fmt.name}: the amaxes of its rows are of one shard or of all"
-    for own in _plain_quantizers(quantizer):
+    for own in plain_quantizers(quantizer):
         directions = [direction for direction, used in own.get_usages().items() if used]
         if any(own.encoding(Direction(direction)).stochastic for direction in directions):
             return (

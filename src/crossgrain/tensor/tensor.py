@@ -168,6 +168,12 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
                 f"cannot assign data of shape {list(value.shape)} on {value.device} to a {type(self).__name__} of "
                 f"shape {list(self.shape)} on {self.device}"
             )
+        if value._base is not None and value._base.numel() > value.numel():
+            raise RuntimeError(
+                f"the data of a {type(self).__name__} of shape {list(self.shape)} cannot be a piece of a larger tensor "
+                f"of shape {list(value._base.shape)}, as in ZeroRedundancyOptimizer(parameters_as_bucket_view=True): "
+                "what is written there later would not arrive here. Assign a clone of the piece."
+            )
 
     def _mark_written(self, number: int | None = None) -> None:
         super()._mark_written(number)
