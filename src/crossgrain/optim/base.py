@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from .masters import as_plain, check_in_use, join_master, split_master, take_master, write_params
+from .masters import as_plain, check_in_use, check_shapes, join_master, split_master, take_master, write_params
 from .stored_state import STATE_DTYPES, own_scale, store, take_scale, unscaled, zero_state
 
 MASTER = "master_param"
@@ -270,6 +270,7 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes float32 states of `state_dict`; they are stored as this optimizer stores them."""
         states = state_dict["state"]
+        check_shapes(self, state_dict, self.name_to_dtype_map)
         # torch would cast states to the dtype of their parameter.
         super().load_state_dict({**state_dict, "state": {}})
         self._scales.clear()
