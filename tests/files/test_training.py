@@ -1,5 +1,6 @@
 """Training checkpoints: a run that is resumed is the run that was not interrupted, bit for bit."""
 
+import hashlib
 import json
 import os
 import random
@@ -280,6 +281,10 @@ def test_a_damaged_manifest(saved):
         refuses(saved, match="manifest.json is damaged")
     manifest.unlink()
     refuses(saved, FileNotFoundError, "is not a checkpoint: it has no manifest.json")
+    for text in ("x", "[1]"):
+        manifest.write_text(text)
+        (saved / "manifest.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  manifest.json\n")
+        refuses(saved, match="is no manifest")
 
 
 def reseal(path, **changes):
@@ -295,6 +300,13 @@ def reseal(path, **changes):
 def test_versions_of_tomorrow(saved):
     reseal(saved, version=2)
     refuses(saved, match="version 2 is unknown; this crossgrain reads 1")
+
+
+@pytest.mark.parametrize("changes", [{"step": None}, {"recipe": 7}, {"objects": None}, {"files": {}}, {"files": None}])
+def test_manifests_that_lack_something_with_the_right_checksum(saved, changes):
+    reseal(saved, **changes)
+    missing = "model.pt, .*, extras.pt, random.pt" if changes == {"files": {}} else next(iter(changes))
+    refuses(saved, match=f"the manifest does not tell {missing}")
 
 
 def test_payloads_with_the_right_checksum_are_not_run(saved, capsys):

@@ -40,7 +40,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{directory} is not a checkpoint: it has no {_NAME}")
     if not (directory / _SEAL).is_file() or (directory / _SEAL).read_bytes()[:64] != digest_of(path).encode():
         raise DamagedFileError(f"{path} is damaged: its checksum is not that of {_SEAL}")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content: dict[str, Any] = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DamagedFileError(f"{path} is no manifest: {error}") from error
     if content.get("version") != VERSION:
         raise DamagedFileError(
             f"{path}: version {content.get('version')!r} is unknown; this crossgrain reads {VERSION}"

@@ -112,7 +112,7 @@ def load_checkpoint(
     generators as they are.
     """
     path = _chosen(Path(path))
-    manifest = read_manifest(path)
+    manifest = _manifest_of(path)
     missing = sorted(objects.keys() - set(manifest["objects"]))
     if missing:
         there = ", ".join(manifest["objects"]) or "nothing"
@@ -136,7 +136,7 @@ def load_checkpoint(
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise `DamagedFileError` if a checkpoint, or the latest of a directory of them, was cut off or changed."""
     path = _chosen(Path(path))
-    check_files(path, read_manifest(path))
+    check_files(path, _manifest_of(path))
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -174,6 +174,19 @@ def _checked_step(step: Any) -> int:
     if number < 0:
         raise ValueError(f"steps are counted from 0; {number} is none")
     return number
+
+
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; one that lacks anything is refused before anything is loaded."""
+    manifest = read_manifest(path)
+    kinds: dict[str, Any] = {"step": int, "recipe": str | None, "objects": list, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]
+    if not wrong:
+        needed = [f"{name}.pt" for name in (*manifest["objects"], _EXTRAS, _RANDOM)]
+        wrong = [name for name in needed if name not in manifest["files"]]
+    if wrong:
+        raise DamagedFileError(f"{path}: the manifest does not tell {', '.join(wrong)}")
+    return manifest
 
 
 def _check_request(objects: Mapping[str, Any], keep: int | None) -> None:
