@@ -6,8 +6,8 @@ histories of delayed scaling survive such a change where they fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from ..recipe import (
 )
 from ..recipe.updates import in_backward
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import follow_quantizer
 from .padding import known_format
 from .weight_cache import WeightCache
 
@@ -178,7 +179,7 @@ class QuantizedModule(nn.Module):
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
 
     def _made_for(self, recipe: Recipe) -> Built:
-        device = next((parameter.device for parameter in self.parameters()), None)
+        device = next((parameter.device for parameter in self.parameters() if not parameter.is_meta), None)
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
@@ -235,7 +236,7 @@ class QuantizedModule(nn.Module):
                 quantizer.check_writable(weight)
             except ValueError:
                 continue  # another format of the same family: the weight stays what it is
-            weight._quantizer = quantizer
+            follow_quantizer(weight, quantizer)
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Build quantizers for ``recipe`` now instead of in the next forward."""
@@ -279,8 +280,11 @@ class QuantizedModule(nn.Module):
 
     def _register_weight(self, name: str, value: Tensor) -> None:
         """A parameter, quantized if the module was made in a `quantized_model_init`."""
-        if self._parameter_init is None or value.device.type == "meta":
+        if self._parameter_init is None:
             self.register_parameter(name, nn.Parameter(value))
+            return
+        if value.is_meta:
+            self.register_parameter(name, nn.Parameter(self._meta_parameter(value, name, self._parameter_init.recipe)))
             return
         built = self._build_quantizers(self._parameter_init.recipe)
         parameter = nn.Parameter(self._quantized_parameter(value, name, built))
@@ -291,12 +295,25 @@ class QuantizedModule(nn.Module):
     def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
         """``value`` as the weight ``name``."""
         quantizer = self._weight_quantizers(built.quantizers)[name]
+        with torch.no_grad(), self._naming(name):
+            quantized: QuantizedTensor = quantizer.quantize(value.detach())
+        return quantized
+
+    def _meta_parameter(self, value: Tensor, name: str, recipe: Recipe) -> QuantizedTensor:
+        """The weight ``name`` without memory, so that it can be sharded before it is made."""
+        with torch.device("cpu"):  # histories and scales are needed whole, wherever the model is made
+            built = self._made_for(recipe)
+        quantizer = self._weight_quantizers(built.quantizers)[name]
+        with self._naming(name):
+            empty: QuantizedTensor = quantizer.make_empty(value.shape, dtype=value.dtype, device=value.device)
+        return empty
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
         try:
-            with torch.no_grad():
-                quantized: QuantizedTensor = quantizer.quantize(value.detach())
+            yield
         except ValueError as error:
             raise ValueError(f"{self.layer}: {name} cannot be kept quantized: {error}") from error
-        return quantized
 
     def _weight_quantizers(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
         """By the name of the weight, for weights that are kept quantized.

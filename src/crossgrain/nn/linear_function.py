@@ -30,6 +30,7 @@ from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe.base import BackwardOverride
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
 from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
 
@@ -116,6 +117,11 @@ def check_takes_gradient(weight: Tensor, layer: str) -> None:
         raise RuntimeError(
             f"{layer}: the weight was computed from other tensors, and a gradient that is put off or added to "
             "main_grad would not reach them"
+        )
+    if isinstance(weight, GatheredWeight) or getattr(weight, "_shard", None) is not None:
+        raise NotImplementedError(
+            f"{layer}: the weight is sharded by FSDP2, which reduces gradients when autograd hands them over; one that "
+            "is put off or added to main_grad would not reach the other ranks"
         )
 
 

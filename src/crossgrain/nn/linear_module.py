@@ -19,7 +19,9 @@ from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import Recipe, keep_high_precision_init_val
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import local_part, own_rows, write_shard
 from .base import Built, QuantizedModule
+from .gathered_weight import GatheredWeight
 from .linear_function import LinearCall, linear, quantize_weight
 from .options import activation_dtype, refuse_gpu_options, refuse_parallel_options
 from .padding import Padding, Sizes, padding_for
@@ -149,21 +151,41 @@ class LinearModule(QuantizedModule):
         self._weight_cache.clear()
         for name, plan in self._plans.items():
             old: Any = getattr(self, name)
-            quantized = isinstance(old, QuantizedTensor)
-            if old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
+            own = local_part(old)
+            quantized = isinstance(own, QuantizedTensor)
+            if own is not old:
+                self._reset_shard(name, old, plan)
+            elif old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
                 device = torch.get_default_device() if old.is_meta else old.device
                 self._make_parameter(name, plan, {"dtype": old.dtype, "device": device})
             elif quantized:
-                value = torch.empty(plan.shape, dtype=old.dtype, device=old.device)
-                self._initialise(value, plan)
-                self._requantize_in_place(old, value)
+                self._requantize_in_place(old, self._new_value(old, plan))
             else:
                 self._initialise(old, plan)
+
+    def _new_value(self, parameter: Tensor, plan: ParameterPlan) -> Tensor:
+        value = torch.empty(plan.shape, dtype=parameter.dtype, device=parameter.device)
+        self._initialise(value, plan)
+        return value
+
+    def _reset_shard(self, name: str, parameter: Any, plan: ParameterPlan) -> None:
+        """Every rank makes the whole parameter, and keeps its part: the numbers are those of one process."""
+        if parameter.is_meta:
+            raise RuntimeError(f"{self.layer}: {name} is sharded and on the meta device: call model.to_empty() first")
+        value, own = own_rows(self._new_value(parameter, plan), parameter), local_part(parameter)
+        if not isinstance(own, QuantizedTensor):
+            own.copy_(value)
+            return
+        if self._parameter_init is not None:
+            built = self._build_quantizers(self._parameter_init.recipe)
+            own._quantizer = self._weight_quantizers(built.quantizers)[name]
+        write_shard(parameter, value)
 
     def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
         with torch.no_grad():
             parameter.copy_(value)
-        if getattr(parameter, "get_high_precision_init_val", None) is not None:
+        preserves = self._parameter_init is not None and self._parameter_init.preserve_init_value
+        if preserves or getattr(parameter, "get_high_precision_init_val", None) is not None:
             keep_high_precision_init_val(parameter, value)
 
     # ---- recipes -------------------------------------------------------------------------------
@@ -225,6 +247,7 @@ class LinearModule(QuantizedModule):
         self, index: int, x: Tensor, weight: Tensor, this: ForwardPass, parameters: Sequence[Tensor] | None = None
     ) -> LinearCall:
         parameters = parameters or [weight]
+        gathered = weight if isinstance(weight, GatheredWeight) else None
         call = LinearCall(
             dtype=this.dtype,
             accumulate_main_grad=self.fuse_wgrad_accumulation,
@@ -232,6 +255,8 @@ class LinearModule(QuantizedModule):
             weight_parts=parameters if len(parameters) > 1 else None,
             layer=self.layer,
         )
+        if gathered is not None and (this.recipe is None or this.calibrates):
+            gathered.used_by(None, self.layer)
         if this.recipe is None:
             return call
         details: LinearDetails = this.built.details[index]
@@ -243,7 +268,9 @@ class LinearModule(QuantizedModule):
         call.allow_mixed = this.recipe.allow_mixed
         call.keep_input = self.save_original_input and self._keeps_input(index, this)
         call.on_backward = self._backward_noted(this.built) if torch.is_grad_enabled() else None
-        if this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
+        if gathered is not None:
+            call.quantized_weight = gathered.used_by(call.weight, self.layer)
+        elif this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
             call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
         return call
 

@@ -8,16 +8,21 @@ written from the master after each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import local_part, write_shard
 
 
 def take_master(param: Tensor) -> Tensor:
-    """A float32 copy of what ``param`` stands for: the preserved initial value, which is let go, or its numbers."""
+    """A float32 copy of what ``param`` stands for: the preserved initial value, which is let go, or its numbers.
+
+    Of a sharded parameter: of what this rank has.
+    """
     value: Tensor | None = None
     if isinstance(param, QuantizedTensor):
         value = preserved_value(param)
@@ -27,9 +32,14 @@ def take_master(param: Tensor) -> Tensor:
     return value.to(device=param.device, dtype=torch.float32, copy=True).contiguous()
 
 
+def is_quantized(param: Tensor) -> bool:
+    """Whether ``param``, or what this rank has of it, is quantized."""
+    return isinstance(local_part(param), QuantizedTensor)
+
+
 def as_plain(param: Tensor) -> Tensor:
-    """The numbers of ``param``, in float32 if it is quantized."""
-    param = param.detach()
+    """The numbers of ``param``, or of what this rank has of it; in float32 if it is quantized."""
+    param = local_part(param).detach()
     return param.dequantize(dtype=torch.float32) if isinstance(param, QuantizedTensor) else param
 
 
@@ -37,12 +47,25 @@ def write_params(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Round ``values`` to ``params``: every plane that a quantized one holds, in place."""
     plain = []
     for param, value in zip(params, values, strict=True):
-        if isinstance(param, QuantizedTensor):
-            param.quantize_(value)
+        own, value = local_part(param), local_part(value)
+        if isinstance(own, QuantizedTensor):
+            write_shard(param, value)
         else:
-            plain.append((param, value))
+            plain.append((own, value))
     if plain:
         torch._foreach_copy_([param for param, _ in plain], [value for _, value in plain])
+
+
+def sharded_like(value: Tensor, param: Tensor) -> Tensor:
+    """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
+    if local_part(param) is param:
+        return value
+    from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
+
+    sharded: Any = param
+    return DTensor.from_local(
+        value, sharded.device_mesh, sharded.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
