@@ -67,7 +67,7 @@ def rows(parameter):
 
 
 GATED = {"fc1_weight": lambda p: halves(p, 2), "fc1_bias": lambda p: halves(p, 2), "fc2_weight": columns}
-QKV = {key: rows for key in ("query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias")}
+QKV = dict.fromkeys(("query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias"), rows)
 ATTENTION = {**QKV, "proj.weight": columns}
 SHARED = {"set_parallel_mode": True}
 

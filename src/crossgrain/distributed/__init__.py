@@ -3,6 +3,7 @@
 from .by_pass import gather_by_pass
 from .count import GatheredBytes, count_gathered_bytes
 from .gather_quantized import GatherReport, gather_quantized
+from .styles import ColwiseParallel, RowwiseParallel
 from .tensor_parallel import (
     allreduce,
     gather_along_first_dim,
@@ -14,8 +15,10 @@ from .tensor_parallel import (
 )
 
 __all__ = [
+    "ColwiseParallel",
     "GatherReport",
     "GatheredBytes",
+    "RowwiseParallel",
     "allreduce",
     "count_gathered_bytes",
     "gather_along_first_dim",

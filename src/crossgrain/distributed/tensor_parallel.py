@@ -36,7 +36,7 @@ def get_distributed_rank(group: Any = None) -> int:
 
 
 def gather_along_first_dim(
-    inp: Tensor,
+    inp: Any,
     process_group: Any,
     async_op: bool = False,
     quantizer: Quantizer | None = None,

@@ -16,7 +16,7 @@ from .compiled import constant_ticket, traced_linear
 from .linear_module import ForwardPass, InitMethod, LinearModule, default_init
 from .options import activation_dtype, parameter_options
 from .padding import known_format
-from .tensor_parallel import ParallelMode, share
+from .tensor_parallel import ParallelMode, local, share
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None
 
@@ -108,13 +108,14 @@ class SingleLinear(LinearModule):
 
     def _weight(self, weights: Sequence[Tensor]) -> Tensor:
         if len(weights) == 1:
-            return weights[0]
+            only: Tensor = local(weights[0])
+            return only
         if any(isinstance(weight, QuantizedTensor) for weight in weights):
             raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
-        return torch.cat(list(weights))
+        return torch.cat([local(weight) for weight in weights])
 
     def _bias(self) -> Tensor | None:
-        biases = [getattr(self, name) for name in self.bias_names]
+        biases = [local(getattr(self, name)) for name in self.bias_names]
         if biases[0] is None:
             return None
         return biases[0] if len(biases) == 1 else torch.cat(biases)

@@ -26,7 +26,13 @@ from .gathered_weight import GatheredWeight
 from .linear_function import LinearCall, linear, quantize_weight
 from .options import activation_dtype, refuse_gpu_options
 from .padding import Padding, Sizes, padding_for
-from .tensor_parallel import ParallelMode, TensorParallel, resolved_group, set_tensor_model_parallel_attributes
+from .tensor_parallel import (
+    ParallelMode,
+    TensorParallel,
+    resolved_group,
+    set_tensor_model_parallel_attributes,
+    shared_by,
+)
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -235,15 +241,7 @@ class LinearModule(QuantizedModule):
         return self.parallel_mode
 
     def _parallel(self, index: int) -> TensorParallel | None:
-        mode = self._mode(index)
-        if mode is None or self.tp_size == 1:
-            return None
-        if self.tp_group is None:
-            raise RuntimeError(
-                f"{self.layer} was made for tp_size={self.tp_size} ranks and has no group of them: call "
-                "set_tensor_parallel_group"
-            )
-        return TensorParallel(mode, self.tp_group, self.tp_size, self.sequence_parallel)
+        return shared_by(self.layer, self._mode(index), self.tp_group, self.tp_size, self.sequence_parallel)
 
     # ---- recipes -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..collectives import gathered_with_gradient
 from .linear_module import ForwardPass, LinearModule, ParameterPlan
 from .norm import NORMALIZATIONS, normalized
+from .tensor_parallel import local
 
 
 class NormFirst(LinearModule):
@@ -40,8 +41,8 @@ class NormFirst(LinearModule):
         """In high precision: the first linear layer quantizes it, in whatever formats it has."""
         return normalized(
             x,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
+            local(self.layer_norm_weight),
+            local(self.layer_norm_bias),
             eps=self.eps,
             zero_centered_gamma=self.zero_centered_gamma,
             dtype=this.dtype,

@@ -96,6 +96,24 @@ def resolved_group(layer: str, group: Any, size: int) -> tuple[Any, int]:
     return None, size
 
 
+def shared_by(
+    layer: str, mode: ParallelMode | None, group: Any, size: int, sequence_parallel: bool
+) -> TensorParallel | None:
+    """How ranks share a layer; None if one of them has it all."""
+    if mode is None or size == 1:
+        return None
+    if group is None:
+        raise RuntimeError(
+            f"{layer} was made for tp_size={size} ranks and has no group of them: call set_tensor_parallel_group"
+        )
+    return TensorParallel(mode, group, size, sequence_parallel)
+
+
+def local(parameter: Any) -> Any:
+    """What this rank has of a parameter that is a DTensor; others are as they are."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 def share(layer: str, what: str, size: int, ranks: int) -> int:
     """``size / ranks``, which has to be whole."""
     if size % ranks:
