@@ -46,8 +46,8 @@ def sizes(name, ranks):
     return (ranks * block,) * 2 + (2 * ranks * block,)
 
 
-def tensors(name, numbers, ranks):
-    m, k, n = sizes(name, ranks)
+def tensors(name, numbers, ranks, shape=None):
+    m, k, n = shape or sizes(name, ranks)
     shapes = ((m, k), (n, k), (n, 1), (m, n))
     four_bits = name in ("nvfp4", "hybrid", "row_scaled")
     x, w, b, dy = (numbers(*shape, seed=seed, four_bits=four_bits) for seed, shape in enumerate(shapes))
