@@ -67,6 +67,7 @@ def rows(parameter):
 
 
 GATED = {"fc1_weight": lambda p: halves(p, 2), "fc1_bias": lambda p: halves(p, 2), "fc2_weight": columns}
+MLP = {"fc1_weight": rows, "fc1_bias": rows, "fc2_weight": columns}
 QKV = dict.fromkeys(("query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias"), rows)
 ATTENTION = {**QKV, "proj.weight": columns}
 SHARED = {"set_parallel_mode": True}
@@ -80,6 +81,7 @@ CASES = {
     "layernorm_mlp": Case(
         lambda **options: cg.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **options), GATED, SHARED
     ),
+    "checkpointed": Case(lambda **options: cg.LayerNormMLP(HIDDEN, FFN, checkpoint=True, **options), MLP, SHARED),
     "attention": Case(
         lambda **options: cg.MultiheadAttention(
             HIDDEN, HEADS, num_gqa_groups=2, attention_dropout=0.0, qk_norm_type="RMSNorm", **options
@@ -164,3 +166,26 @@ def test_modules(tmp_path, expected, sequence_parallel):
                 error = (mine - part).norm() / max(theirs.norm(), 0.01 * results["dx"].norm())
                 # A number that a sum over ranks moved by a bit may be rounded to the next code.
                 assert error < (1e-5 if recipe == "none" else 2e-2), (name, recipe, key, rank, error)
+
+
+def gathered_norms(rank):
+    found = []
+    for cls, options in ((cg.LayerNormLinear, {"parallel_mode": "column"}), (cg.LayerNormMLP, SHARED)):
+        layer = cls(
+            8, 16, **options, tp_group=dist.group.WORLD, sequence_parallel=True, return_layernorm_output_gathered=True
+        )
+        x = (torch.arange(32.0).reshape(4, 8).sin().chunk(RANKS)[rank]).requires_grad_()
+        _, normalized = layer(x)
+        normalized.backward(torch.ones(4, 8) * torch.arange(8.0))
+        found.append((normalized.detach(), x.grad))
+    return found
+
+
+def test_gathered_norms(tmp_path):
+    x = torch.arange(32.0).reshape(4, 8).sin().requires_grad_()
+    y = cg.LayerNorm(8)(x)
+    y.backward(torch.ones(4, 8) * torch.arange(8.0) * RANKS)  # a gradient from each rank
+    for rank, found in enumerate(run(gathered_norms, RANKS, tmp_path)):
+        for normalized, dx in found:
+            assert torch.equal(normalized, y)
+            assert torch.allclose(dx, x.grad.chunk(RANKS)[rank], rtol=1e-6, atol=1e-6)

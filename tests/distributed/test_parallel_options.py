@@ -17,6 +17,11 @@ NVFP4 = recipes.NVFP4BlockScaling()  # which rounds gradients at random
 NEAREST = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
+def rounding_inputs(role):
+    at_random = role is not None and role.tensor_type == "input"
+    return cg.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=at_random)
+
+
 def overriding(override):
     return recipes.MXFP8BlockScaling(backward_override=override)
 
@@ -30,6 +35,7 @@ VARIANTS = {
     "dequantized": ("mxfp8", overriding("dequantized"), EVEN, {}),
     "high_precision": ("mxfp8", overriding("high_precision"), EVEN, {}),
     "at_random": ("nvfp4", NVFP4, EVEN, {}),
+    "input_at_random": ("nvfp4", recipes.CustomRecipe(qfactory=rounding_inputs), EVEN, {}),
     "ragged_fp8": ("fp8", recipes.Float8CurrentScaling(), None, {}),
     "ragged_mxfp8": ("mxfp8", recipes.MXFP8BlockScaling(), None, {}),
     "ragged_nvfp4": ("nvfp4", NEAREST, None, {}),
@@ -92,8 +98,42 @@ def test_options(tmp_path):
         found = put_together([of_rank[name, mode, sequence_parallel] for of_rank in parts], mode, sequence_parallel)
         if name == "at_random" and mode == "column":
             del found["dw"]  # rotated columns of dy that a rank has alone are rounded by random numbers of its own
+        if (
+            name == "input_at_random"
+        ):  # the same of x; and rotated weights are not exact, nor are sums of their products
+            found = {"db": found["db"]} | ({"y": found["y"], "dw": found["dw"]} if mode == "column" else {})
         for key, mine in found.items():
             assert torch.equal(mine, expected[name, mode][key]), (name, mode, sequence_parallel, key)
+
+
+# ---- tensors that come quantized -----------------------------------------------------------------------------
+
+
+def chain(first, second, x, dy):
+    x = x.clone().requires_grad_()
+    with cg.autocast(recipe=recipes.MXFP8BlockScaling()):
+        y = second(first(x, fp8_output=True), fp8_grad=True)
+    y.backward(dy)
+    return y.detach(), x.grad, first.weight.grad, second.weight.grad
+
+
+def chained_ranks(rank):
+    x, w, b, dy = tensors("mxfp8", exact_numbers, RANKS, EVEN)
+    first = cg.Linear(64, 64, bias=False, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
+    first.weight.data.copy_(part(w, rank, RANKS, 1))
+    second = shared_layer(rank, RANKS, "column", True, w, b)
+    return chain(first, second, part(x, rank, RANKS, 1), part(dy, rank, RANKS, 1))
+
+
+def test_quantized_activations_and_gradients(tmp_path):
+    """They come with a rank's rows and are gathered all the same."""
+    x, w, b, dy = tensors("mxfp8", exact_numbers, RANKS, EVEN)
+    first = cg.Linear(64, 64, bias=False)
+    first.weight.data.copy_(w)
+    expected = chain(first, with_weights(cg.Linear(64, 64), w, b), x, dy)
+    found = run(chained_ranks, RANKS, tmp_path)
+    for index, dim in enumerate((1, 1, 1, 0)):
+        assert torch.equal(torch.cat([results[index] for results in found], dim), expected[index]), index
 
 
 # ---- four ranks ----------------------------------------------------------------------------------------------
