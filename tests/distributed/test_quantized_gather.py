@@ -127,6 +127,19 @@ def test_what_travels():
     assert "stochastic" in why_not_gathered(MAKERS["derived_sr"](), COLUMNWISE, 32)
 
 
+def keeps_no_group(rank):
+    found = []
+    for name in ("nvfp4", "mxfp8, nvfp4_rht"):
+        quantizer = made(name, (True, True)).reducing(dist.group.WORLD, axis=0)
+        result, _ = gather_along_first_dim(whole(32), dist.group.WORLD, quantizer=quantizer)
+        found.append((quantizer.with_amax_reduction, result._quantizer.with_amax_reduction))
+    return found
+
+
+def test_what_was_gathered_keeps_no_group(tmp_path):
+    assert run(keeps_no_group, 2, tmp_path) == [[(True, False)] * 2] * 2
+
+
 def scales_differ(rank):
     q = cg.Float8Quantizer(torch.tensor([1.0 + rank]), torch.zeros(1), E4M3)
     return error_of(lambda: gather_along_first_dim(torch.randn(4, 8), dist.group.WORLD, quantizer=q))

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import crossgrain as cg
 from crossgrain import ops
+from crossgrain import recipe as recipes
 from crossgrain.distributed import ColwiseParallel, RowwiseParallel, reduce_sequence_parallel_gradients
 
 from .ranks import error_of, run
@@ -124,19 +125,20 @@ def operations(group=None, **options):
     return ops.Sequential(ops.Linear(WIDTH, FFN, **column), ops.ReLU(), ops.Linear(FFN, WIDTH, **row))
 
 
-def run_operations(layers, x, dy):
+def run_operations(layers, x, dy, recipe):
     x = x.clone().requires_grad_()
-    with cg.autocast(recipe="mxfp8"):
+    with cg.autocast(recipe=RECIPES[recipe]):
         y = layers(x)
     y.backward(dy)
     reduce_sequence_parallel_gradients(layers)
     return {"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in layers.named_parameters()}
 
 
+RECIPES = {"mxfp8": recipes.MXFP8BlockScaling(), "fp8": recipes.Float8CurrentScaling()}
 CUTS = {"0.weight": 0, "0.bias": 0, "2.weight": 1}
 
 
-def shared_operations(rank, sequence_parallel):
+def shared_operations(rank, sequence_parallel, recipe):
     layers = operations(dist.group.WORLD, sequence_parallel=sequence_parallel)
     with torch.no_grad():
         for (name, mine), theirs in zip(layers.named_parameters(), model().parameters(), strict=True):
@@ -144,18 +146,22 @@ def shared_operations(rank, sequence_parallel):
     x, dy = batch(), torch.ones(64, WIDTH)
     if sequence_parallel:
         x, dy = x.chunk(RANKS)[rank], dy.chunk(RANKS)[rank]
-    return run_operations(layers, x, dy)
+    return run_operations(layers, x, dy, recipe)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_operations(tmp_path, sequence_parallel):
+def test_operations(tmp_path, sequence_parallel, recipe):
     layers = operations()
     layers.load_state_dict(model().state_dict())
-    expected = run_operations(layers, batch(), torch.ones(64, WIDTH))
-    for rank, found in enumerate(run(shared_operations, RANKS, tmp_path, sequence_parallel)):
+    expected = run_operations(layers, batch(), torch.ones(64, WIDTH), recipe)
+    for rank, found in enumerate(run(shared_operations, RANKS, tmp_path, sequence_parallel, recipe)):
         for name, theirs in expected.items():
             if name in CUTS:
                 theirs = theirs.chunk(RANKS, CUTS[name])[rank]
             elif sequence_parallel and name in ("y", "dx"):
                 theirs = theirs.chunk(RANKS)[rank]
-            assert torch.equal(found[name], theirs), name
+            if recipe == "fp8" and name in ("y", "dx"):  # sums over ranks, which are not exact under this scale
+                assert torch.allclose(found[name], theirs, rtol=1e-5, atol=1e-3), name
+            else:
+                assert torch.equal(found[name], theirs), name
