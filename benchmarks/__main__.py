@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, kernels, linear, others, products, small
+from . import chart, gpt, groups, kernels, linear, others, products, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "products", "linear", "gpt", "others")
+PARTS = ("kernels", "small", "groups", "products", "linear", "gpt", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -62,6 +62,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         calls = report["small"] = small.run(options.only, 20 * options.repeats)
         title = f"Small calls, microseconds by the wall clock, [{small.SIZE}, {small.SIZE}]"
         print_table(title, ("format", "quantize both", "decode one"), small.rows(calls))
+
+    if "groups" in options.parts:
+        count = min(options.size, groups.ROWS)
+        report["groups"] = groups.run(count, options.only, 3 * options.repeats)
+        title = f"Groups of uneven sizes of bf16 [{count}, {groups.WIDTH}], both directions, milliseconds"
+        columns = ("format", "groups", "one by one", "together", "times faster")
+        print_table(title, columns, groups.rows(report["groups"]))
 
     if "products" in options.parts:
         shapes = QUICK_SHAPES if options.quick else products.SHAPES

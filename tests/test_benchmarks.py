@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import linear, others, products, small
+from benchmarks import groups, linear, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times
 from crossgrain.formats import formats
@@ -50,6 +50,15 @@ def test_small_calls(quick):
     assert {timing["name"] for timing in report["small"]} == set(small.quantizers())
     assert all(timing["quantize_us"] > 0 and timing["dequantize_us"] > 0 for timing in report["small"])
     assert "[64, 64]" in printed
+
+
+def test_groups(quick):
+    printed, report = quick("groups")
+    cases = {(timing["name"], timing["experts"]) for timing in report["groups"]}
+    assert cases == {(name, experts) for name in groups.quantizers() for experts in groups.EXPERTS}
+    assert all(timing["one_by_one_ms"] > 0 and timing["together_ms"] > 0 for timing in report["groups"])
+    assert "[128, 1024]" in printed
+    assert sum(groups.uneven_sizes(4096, 64)) == 4096 and min(groups.uneven_sizes(4096, 64)) > 0
 
 
 def test_products(quick):

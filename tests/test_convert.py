@@ -117,6 +117,68 @@ def test_delayed_scaling_learns_without_an_autocast(model, tokens):
     assert torch.all(scale[:2] != 1)
 
 
+class Recurrent(nn.Module):
+    """Calls its layer three times, with inputs that grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.fails = nn.Linear(32, 32), None
+
+    def forward(self, x):
+        for factor in (1.0, 100.0, 10.0):
+            y = self.layer(x * factor)
+        if self.fails is not None:
+            raise self.fails
+        return y.sum()
+
+
+def history(model):
+    return model.layer.get_extra_state()["forward.amax_history"]
+
+
+@pytest.mark.parametrize(
+    "duplicate", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_call_of_the_model_is_a_step_of_delayed_scaling(duplicate):
+    model, x = Recurrent(), torch.ones(32, 32)
+    cg.convert(model, "all: fp8(e5m2, delayed(history=4))")
+    model = duplicate(model)
+    for _ in range(2):
+        model(x).backward()
+    with torch.no_grad():
+        model(x * 1000)
+    assert history(model)[:, 0].tolist() == [0, 0, 100, 100]
+    with cg.autocast(recipe=model.layer.bound_recipe):  # where there is an autocast, that is the step
+        model(x), model(x)
+    assert history(model)[:, 0].tolist() == [0, 100, 100, 100]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_that_fails_is_no_step(error):
+    model, x = Recurrent(), torch.ones(32, 32)
+    cg.convert(model, "all: fp8(e5m2, delayed(history=4))")
+    model(x)
+    model.fails = error()
+    with pytest.raises(error):
+        model(x * 7)
+    model.fails = None
+    model(x * 2)
+    assert history(model)[:, 0].tolist() == [0, 0, 100, 200]
+
+
+def test_only_delayed_scaling_needs_hooks_on_the_model():
+    model = Recurrent()
+    cg.convert(model, "all: fp8(e5m2, delayed)")
+    cg.convert(model, "all: fp8(e5m2, delayed)")
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    cg.convert(model, "mxfp8")
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    cg.convert(model, "mxfp8; layer: fp8(e5m2, delayed)")
+    assert model._forward_hooks
+    cg.unconvert(model)
+    assert not model._forward_hooks and not model._forward_pre_hooks and not model._forward_hooks_always_called
+
+
 @torch.no_grad()
 def test_transformer_layers_of_torch_have_no_way_around_the_recipe():
     """In inference torch reads the weights directly, unless that is prevented."""
@@ -313,6 +375,45 @@ def test_a_skip_that_matches_nothing_is_a_mistake(model, skip, message):
     with pytest.raises(ValueError, match=message):
         cg.convert(model, "mxfp8", skip=[skip])
     assert type(model.head) is nn.Linear
+
+
+def test_a_layer_with_two_paths_is_skipped_by_either():
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared, nn.Linear(32, 32)])})
+    report = cg.convert(model, "mxfp8", skip="b.0")
+    assert list(report.left) == ["a"] and report.converted == ["b.1"] and type(shared) is nn.Linear
+    assert list(cg.convert(model, "mxfp8", skip="b.*").left) == ["a", "b.1"]
+
+
+def test_rules_name_a_layer_with_two_paths_by_the_first():
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared])})
+    with pytest.raises(ValueError, match="'b.0' matches no layer of this ModuleDict: b.0 is the layer a under another"):
+        cg.convert(model, "mxfp8; b.0: hp")
+    assert type(shared) is nn.Linear
+
+
+def test_operations_are_bound_as_well():
+    layer = cg.ops.Linear(32, 32)
+    model = nn.ModuleDict({"block": cg.ops.Sequential(layer, cg.ops.GELU()), "head": nn.Linear(32, 16)})
+    x = torch.randn(32, 32)
+    plain = model["block"](x)
+    report = cg.convert(model, "mxfp8")
+    assert "block.0" in report.bound and report.converted == ["head"] and layer.name == "block.0"
+    with cg.autocast(recipe=MXFP8BlockScaling()):
+        wanted = model["block"](x)
+    assert torch.equal(model["block"](x), wanted) and not torch.equal(plain, wanted)
+    assert cg.convert(model, "mxfp8", skip="block.0").left
+    cg.unconvert(model)
+    assert torch.equal(model["block"](x), plain)
+
+
+def test_a_dtype_that_cannot_be_quantized_is_refused_by_name(model, tokens):
+    cg.convert(model, "mxfp8")
+    with pytest.raises(TypeError, match=r"blocks.0.fc1: the weight is torch.float64; .* without a recipe"):
+        model.double()(tokens)
+    with cg.autocast(enabled=False):
+        assert model(tokens).dtype == torch.float64
 
 
 def test_a_skip_of_another_kind_is_refused(model):

@@ -112,6 +112,12 @@ def test_offloading_moves_the_bytes_and_changes_no_loss(monkeypatch, capsys):
         assert same == losses
 
 
+def test_a_run_with_everything_happening_is_the_run_left_alone(monkeypatch, capsys):
+    options = ("--steps", "36", "--validate", "5", "--resume", "6")
+    printed = run("examples/soak.py", *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert "36 steps twice, 5 resumes, and every loss the same" in printed
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/convert.md", "docs/formats.md", "docs/offload.md"])
 def test_code_in_the_documentation_runs(page, monkeypatch):
     """Blocks of one page run one after the other, as a reader would type them."""

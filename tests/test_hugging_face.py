@@ -113,15 +113,21 @@ def test_pretrained_files_have_the_usual_keys(model, tokens, tmp_path):
         torch.testing.assert_close(plain(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
-def test_recomputation_in_backward_gives_the_same_gradients(model, tokens):
-    cg.convert(model, "mxfp8")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-delayed"])
+def test_recomputation_in_backward_gives_the_same_gradients(model, tokens, recipe, reentrant):
+    cg.convert(model, recipe)
     results = []
     for recomputes in (False, True):
-        model.train()
+        twin = copy.deepcopy(model).train()
+        torch.manual_seed(4)
         if recomputes:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        results.append(torch.autograd.grad(loss, list(model.parameters())))
+            twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        for _ in range(3):
+            twin.zero_grad()
+            loss = twin(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        results.append([loss, *(parameter.grad for parameter in twin.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 

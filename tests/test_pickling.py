@@ -66,6 +66,13 @@ def test_a_tampered_state_is_refused(x):
         rebuild(cls, state, *rest)
 
 
+def test_buffers_that_do_not_fit_are_refused(quantizer, x):
+    rebuild, (cls, state, *rest) = quantizer(x.clone()).__reduce_ex__(2)
+    for name in (name for name in cls._buffer_names if state[name] is not None):
+        with pytest.raises(ValueError, match="plane of .128, 256. needs"):
+            rebuild(cls, {**state, name: state[name].flatten()[:-1]}, *rest)
+
+
 def test_map_location_meta(quantizer, x):
     loaded = saved_and_loaded(quantizer(x.clone()), map_location="meta", weights_only=True)
     assert loaded.device.type == "meta"

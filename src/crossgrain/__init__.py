@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import formats, ops, optim, recipe
+from . import files, formats, ops, optim, recipe
 from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -50,6 +50,7 @@ from .offload import (
     offload,
 )
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
+from .planning import plan
 from .quantize import quantize, quantizer_for
 from .quantizer import Quantizer, make_quantizer
 from .recipe import (
@@ -66,6 +67,7 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from .recompute import checkpoint, in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from .request import QuantizerRequest
 from .rng import CudaRNGStatesTracker
 from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
@@ -138,7 +140,9 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "checkpoint",
     "convert",
+    "files",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
@@ -147,6 +151,8 @@ __all__ = [
     "get_default_recipe",
     "get_device_compute_capability",
     "get_format",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -157,6 +163,7 @@ __all__ = [
     "offload",
     "ops",
     "optim",
+    "plan",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",

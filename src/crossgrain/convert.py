@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from . import ops
 from .dtypes import HIGH_PRECISION
 from .nn import QuantizedModule
 from .nn.converted import (
@@ -26,9 +27,10 @@ from .nn.converted import (
     class_for,
     norm_class_for,
 )
+from .nn.model_step import forget_calls, step_with_calls
 from .nn.torch_fast_path import close_fast_path, open_fast_path
 from .recipe import GemmRecipe, Recipe, as_recipe
-from .recipe.binding import bound, layers_of
+from .recipe.binding import bound, layers_of, other_paths
 from .recipe.explain import collapsed
 from .recipe.rules import Matcher, parse_matcher
 
@@ -98,7 +100,7 @@ def convert(
         if reason is not None:
             report.left[path] = reason
         else:
-            (report.bound if isinstance(layer, QuantizedModule) else report.converted).append(path)
+            (report.bound if _follows_recipes(layer) else report.converted).append(path)
 
     chosen = [*report.converted, *report.bound]
     bound_recipe = _bound_recipe(recipe, model, layers)
@@ -107,13 +109,16 @@ def convert(
             become_plain(layers[path])
     for path in chosen:
         quantized: Any = layers[path]
-        if not isinstance(quantized, QuantizedModule):
+        if not _follows_recipes(quantized):
             become_quantized(quantized)
             quantized.name = path or None
         quantized.bound_recipe = bound_recipe
     converted_norms = _convert_norms(model, norms)
+    forget_calls(model)
+    if bound_recipe.may_keep_histories():
+        step_with_calls(model)
     for module in model.modules():
-        if any(isinstance(child, QuantizedModule) for child in module.modules()):
+        if any(map(_follows_recipes, module.modules())):
             close_fast_path(module)
     return ConvertReport(bound_recipe, report.converted, report.bound, report.left, converted_norms)
 
@@ -139,24 +144,30 @@ def unconvert(model: nn.Module) -> list[str]:
     changed = []
     for path, module in model.named_modules():
         open_fast_path(module)
+        forget_calls(module)
         if isinstance(module, Converted | ConvertedNorm):
             become_plain(module)
             changed.append(path)
-        elif isinstance(module, QuantizedModule):
-            vars(module).pop("bound_recipe", None)
+        elif _follows_recipes(module):
+            module.bound_recipe = None
     return changed
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All that might be converted, in the order of the model."""
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedModule | nn.Linear) or class_for(module) is not None:
+        if _follows_recipes(module) or isinstance(module, nn.Linear) or class_for(module) is not None:
             yield path, module
+
+
+def _follows_recipes(module: nn.Module) -> bool:
+    """Whether it is crossgrain's own; operations of several (`ops.Linear`) are no `QuantizedModule`."""
+    return isinstance(module, QuantizedModule | ops.Linear)
 
 
 def _why_not(model: nn.Module, path: str, layer: nn.Module) -> str | None:
     """Why a layer stays as it is; None if it need not."""
-    if isinstance(layer, QuantizedModule):
+    if _follows_recipes(layer):
         return None
     parent = model.get_submodule(path.rpartition(".")[0]) if path else None
     if isinstance(parent, nn.MultiheadAttention):
@@ -173,9 +184,10 @@ def _bound_recipe(recipe: Recipe, model: nn.Module, layers: dict[str, nn.Module]
     """The recipe for this model. Names follow the paths first, and go back if the recipe is refused."""
     named: list[tuple[Any, str | None]] = []
     for path, layer in layers.items():
-        if isinstance(layer, Converted) or (isinstance(layer, QuantizedModule) and layer.name is None):
-            named.append((layer, layer.name))
-            layer.name = path or None
+        own: Any = layer
+        if isinstance(layer, Converted) or (_follows_recipes(layer) and own.name is None):
+            named.append((layer, own.name))
+            own.name = path or None
     try:
         return recipe.for_model(model) if isinstance(recipe, GemmRecipe) else recipe
     except ValueError:
@@ -193,7 +205,8 @@ def _skipped(model: nn.Module, skip: Skip | Iterable[Skip]) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in wanted:
         if isinstance(entry, str):
-            paths, label = _matched(model, bound(parse_matcher(entry), model, layers_of(model), None)), repr(entry)
+            matcher = bound(parse_matcher(entry), model, layers_of(model, all_paths=True), None)
+            paths, label = _matched(model, matcher), repr(entry)
         elif isinstance(entry, type):
             paths, label = _inside(model, entry), entry.__name__
         elif callable(entry):
@@ -207,7 +220,13 @@ def _skipped(model: nn.Module, skip: Skip | Iterable[Skip]) -> dict[str, str]:
 
 
 def _matched(model: nn.Module, matcher: Matcher) -> list[str]:
-    return [path for path, _ in _linear_layers(model) if matcher.matches(path, "linear")]
+    """The first paths of layers that are matched by any of theirs."""
+    others = other_paths(model)
+    return [
+        path
+        for path, _ in _linear_layers(model)
+        if any(matcher.matches(name, "linear") for name in (path, *others.get(path, ())))
+    ]
 
 
 def _inside(model: nn.Module, cls: type) -> list[str]:

@@ -6,7 +6,7 @@ hardware multiplies either layout, else a transposed copy (`is_non_tn_fp8_gemm_s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,7 @@ from .dtypes import DType
 from .dtypes import fp8_dtype as as_fp8_dtype
 from .encoding import Encoding, cached_encoding
 from .formats import Format, fp8_format
-from .kernels import Target
+from .kernels import GroupedTarget, Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
 from .quantizer import Quantizer
 from .settings import is_non_tn_fp8_gemm_supported
@@ -207,14 +207,15 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(fp8_format(self.dtype.element))
 
-    def _targets(self, planes: Iterable[Plane]) -> list[Target]:
-        return [Target(plane, self.encoding(plane.direction), scale=self.scale) for plane in planes]
+    def _given_scale(self) -> Tensor:
+        return self.scale
 
-    def _observe(self, targets: Sequence[Target]) -> None:
+    @classmethod
+    def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
         """Several casts of one step accumulate: the history keeps the largest."""
         for target in targets[:1]:
             assert target.amax is not None
-            self.amax.copy_(torch.maximum(self.amax, target.amax.view(self.amax.shape)))
+            torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
 
     def reducing(self, group: Any, *, axis: int) -> Self:
         """Histories are reduced at the end of a step, if the recipe says so."""
@@ -269,16 +270,17 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         fmt = fp8_format(self.dtype.element)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 
-    def _targets(self, planes: Iterable[Plane]) -> list[Target]:
-        amax = self.amax.view(1) if self.use_existing_amax else None
-        return [Target(plane, self.encoding(plane.direction), amax=amax) for plane in planes]
+    def _given_amax(self) -> Tensor | None:
+        return self.amax.view(1) if self.use_existing_amax else None
 
-    def _observe(self, targets: Sequence[Target]) -> None:
+    @classmethod
+    def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
         for target in targets[:1]:
             assert target.amax is not None
-            if not self.use_existing_amax:
-                self.amax.copy_(target.amax.view(self.amax.shape))
-            self.scale.copy_(kernels.tensor_scale(target).view(self.scale.shape))
+            if not quantizers[0].use_existing_amax:
+                torch._foreach_copy_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
+            scales = torch.split(kernels.tensor_scale(target), 1)
+            torch._foreach_copy_([each.scale.view(1) for each in quantizers], scales)
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -133,7 +133,15 @@ class HybridQuantizer(Quantizer):
             children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, tensor))
         else:
             children = self._made_together(tensor, wanted)
+            self._draw_for_what_is_left_out(wanted)
         return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
+
+    def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
+        """Random numbers that are drawn later do not depend on which planes were asked for."""
+        rounded = [d for d in Direction if rounds_stochastically(self._quantizer_of(d))]
+        drawn = any(direction in wanted for direction in rounded)
+        if any(direction not in wanted for direction in rounded) and (self._derives_columns() or not drawn):
+            draw_seed()
 
     def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
         """Children of the same input: their planes are written by one call."""
@@ -358,6 +366,13 @@ def _pin(child: Quantizer, direction: Direction) -> None:
     rowwise = direction is ROWWISE
     if child.rowwise_usage is not rowwise or child.columnwise_usage is rowwise:
         child.set_usage(rowwise=rowwise, columnwise=not rowwise)
+
+
+def rounds_stochastically(quantizer: Quantizer) -> bool:
+    """In any direction, whether it is asked for or not."""
+    if isinstance(quantizer, HybridQuantizer):
+        return any(rounds_stochastically(quantizer._quantizer_of(direction)) for direction in Direction)
+    return bool(getattr(quantizer, "stochastic_rounding", False))
 
 
 def _writes_planes(quantizer: Quantizer) -> bool:

@@ -324,19 +324,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
         No child is ever left as it was.
         """
-        if not isinstance(src, HybridQuantizedTensorStorage):
-            return False
         src._check_fresh()
-        src = cast(HybridQuantizedTensorStorage, self._apart(src))
-        mine, theirs = self._children(), src._children()
-        fitting = {d: child for d, child in mine.items() if d in theirs and _same_kind(child, theirs[d])}
+        src = self._apart(src)
+        mine = self._children()
+        pairs = {direction: _matching_planes(child, _part(src, direction)) for direction, child in mine.items()}
+        fitting = {direction: child for direction, child in mine.items() if pairs[direction]}
         rest = {direction: child for direction, child in mine.items() if direction not in fitting}
         if not fitting or (rest and not self._get_quantizer()._can_write_alone(rest)):  # type: ignore[attr-defined]
             return False
-        pairs = {
-            direction: list(zip(child.planes(), theirs[direction].planes(), strict=True))
-            for direction, child in fitting.items()
-        }
         for direction, child in fitting.items():  # before anything is written
             child._check_scales_shared(pairs[direction])
         with self._writing():
@@ -483,10 +478,21 @@ def _shallow(child: QuantizedTensorStorage) -> QuantizedTensorStorage:
     return copy.copy(child)
 
 
-def _same_kind(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage) -> bool:
-    """Whether the bytes of one can be copied to the other."""
-    if mine._storage_class() is not theirs._storage_class() or mine.shape != theirs.shape:
-        return False
-    pairs = list(zip(mine.planes(), theirs.planes(), strict=False))
-    layouts = [(a.format, a.direction, a.transposed) == (b.format, b.direction, b.transposed) for a, b in pairs]
-    return len(mine.planes()) == len(theirs.planes()) and all(layouts)
+def _part(src: QuantizedTensorStorage, direction: Direction) -> QuantizedTensorStorage | None:
+    """What serves a direction of ``src``: a child of a hybrid, else ``src`` itself."""
+    return src._children().get(direction) if isinstance(src, HybridQuantizedTensorStorage) else src
+
+
+def _matching_planes(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage | None) -> list[tuple[Plane, Plane]]:
+    """Every plane of one with that of the other whose bytes it can take; empty if there is not one for each."""
+    pairs = []
+    for plane in mine.planes():
+        other = None if theirs is None else theirs.plane(plane.direction)
+        if other is None or _layout(other) != _layout(plane):
+            return []
+        pairs.append((plane, other))
+    return pairs
+
+
+def _layout(plane: Plane) -> tuple[Any, ...]:
+    return plane.format, plane.shape, plane.transposed

@@ -71,16 +71,21 @@ class Plane:
     def check_readable(self) -> None:
         """The same, and raise if the memory of the buffers was let go: reading it would crash."""
         self.check_fresh()
-        needed = self.data.numel() * self.data.element_size()
-        if needed and self.data.untyped_storage().nbytes() == 0:
+        if not self.has_memory():
             raise RuntimeError(
                 f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor has no memory: "
                 "it is part of a sharded parameter and was not gathered for this pass, or was let go after it"
             )
 
+    def has_memory(self) -> bool:
+        """False for a plane of a sharded parameter that is not gathered just now."""
+        return self.data.numel() == 0 or self.data.untyped_storage().nbytes() > 0
+
     def check_buffers(self) -> None:
         """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
         if self.format.is_identity:
+            if self.data.numel() != math.prod(self.shape):
+                self._refuse_buffer("numbers", self.data, self.data.dtype, f"{math.prod(self.shape)} of them")
             return
         needed = _needed_buffers(self.format, self.operand_shape)
         data, scale, amax = self.data, self.scale, self.amax
@@ -163,10 +168,10 @@ def _needed_buffers(fmt: Format, operand_shape: tuple[int, int]) -> _NeededBuffe
     rows, length = operand_shape
     grid = None if fmt.block is None else scale_grid(fmt, operand_shape)
     amaxes = {None: 0, "tensor": 1, "row": rows}[fmt.global_amax]
-    return _NeededBuffers(rows * bytes_per_row(fmt, length), _scale_dtype(fmt), grid, amaxes)
+    return _NeededBuffers(rows * bytes_per_row(fmt, length), scale_dtype(fmt), grid, amaxes)
 
 
-def _scale_dtype(fmt: Format) -> torch.dtype:
+def scale_dtype(fmt: Format) -> torch.dtype:
     return torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
 
 
@@ -240,14 +245,16 @@ def empty_plane(
         if dtype is None:
             raise ValueError("an identity plane needs the dtype of its numbers")
         return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
-    sizes = _buffer_shapes(fmt, direction, tuple(shape), transposed)
+    sizes = buffer_shapes(fmt, direction, tuple(shape), transposed)
     data = torch.empty(sizes.data, dtype=torch.uint8, **options)
-    scale = (torch.zeros if sizes.pads else torch.empty)(sizes.scale, dtype=_scale_dtype(fmt), **options)
+    scale = (torch.zeros if sizes.pads else torch.empty)(sizes.scale, dtype=scale_dtype(fmt), **options)
     amax = None if sizes.amax is None else torch.empty(sizes.amax, dtype=torch.float32, **options)
     return Plane(fmt, direction, sizes.matrix, data, scale, amax, transposed)
 
 
-class _BufferShapes(NamedTuple):
+class BufferShapes(NamedTuple):
+    """What `empty_plane` allocates."""
+
     matrix: tuple[int, int]
     data: tuple[int, ...]
     scale: tuple[int, ...]
@@ -256,11 +263,11 @@ class _BufferShapes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], transposed: bool) -> _BufferShapes:
+def buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], transposed: bool) -> BufferShapes:
     rows, cols = matrix_shape(shape)
     grid = None if fmt.block is None else scale_grid(fmt, (rows, cols) if direction is ROWWISE else (cols, rows))
     scales = scale_shape(fmt, direction, shape, transposed)
-    return _BufferShapes(
+    return BufferShapes(
         (rows, cols),
         data_shape(fmt, direction, shape, transposed),
         scales,

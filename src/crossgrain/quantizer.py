@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from . import kernels
 from .dtypes import HIGH_PRECISION
 from .encoding import Encoding
 from .formats import Format
-from .kernels import Target
+from .kernels import GroupedTarget, Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
+from .replay import same_seed
 from .settings import is_non_tn_fp8_gemm_supported, settings
 from .tensor.autograd import QuantizeFunction
 from .tensor.storage import QuantizedTensorStorage
 from .tensor.tensor import QuantizedTensor
+
+AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
 _NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
 _MOST_LAYOUTS = 256  # that a quantizer remembers
@@ -96,10 +99,23 @@ class Quantizer:
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
         """What kernels are asked to fill."""
-        return [Target(plane, self.encoding(plane.direction)) for plane in planes]
+        amax, scale = self._given_amax(), self._given_scale()
+        return [Target(plane, self.encoding(plane.direction), amax, scale) for plane in planes]
+
+    def _given_amax(self) -> Tensor | None:
+        """The amax to use, whatever the input's is."""
+        return None
+
+    def _given_scale(self) -> Tensor | None:
+        """The scale to use, whatever the input is."""
+        return None
 
     def _observe(self, targets: Sequence[Target]) -> None:
-        """Called with the measured amaxes of a cast."""
+        self._observe_all([self], targets)
+
+    @classmethod
+    def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
+        """Called with the measured amaxes of a cast, which are one for each of ``quantizers``."""
 
     def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
         """Raise where Transformer Engine refuses an input that can be quantized."""
@@ -230,7 +246,7 @@ class Quantizer:
                 f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
             )
 
-    def _reduced(self, targets: list[Target]) -> list[Target]:
+    def _reduced(self, targets: list[AnyTarget]) -> list[AnyTarget]:
         """Targets with their amaxes maximised over the reduction group, in one collective."""
         if not self.with_amax_reduction:
             return targets
@@ -248,10 +264,11 @@ class Quantizer:
             for target, share in zip(targets, shared, strict=True)
         ]
 
-    def _shares_amax(self, target: Target) -> bool:
+    def _shares_amax(self, target: Target | GroupedTarget) -> bool:
         """Whether all ranks have the same amaxes: one per row belongs to the rank that has the row."""
         axis = self.amax_reduction_axis
-        return axis is None or target.plane.scale_across((axis,)) is not None
+        planes = target.planes.planes if isinstance(target, GroupedTarget) else [target.plane]
+        return axis is None or any(plane.scale_across((axis,)) is not None for plane in planes)
 
     def reducing(self, group: Any, *, axis: int) -> Self:
         """The quantizer of a part of a tensor that the ranks of ``group`` have cut along ``axis`` (0: M, 1: K).
@@ -368,6 +385,16 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> tuple[Any, list[Plane]]:
         """A storage or tensor with unwritten planes, and these planes."""
+        made = self._blank(shape, dtype, device)
+        planes = []
+        for direction, fmt, transposed in layouts:
+            plane = empty_plane(fmt, direction, shape, device=device, transposed=transposed, pin_memory=pin_memory)
+            made._set_plane(direction, plane)
+            planes.append(made.plane(direction) if made._shares_scale else plane)
+        return made, planes
+
+    def _blank(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """A storage or tensor without planes."""
         cls: Any = self._tensor_class
         if self.internal:
             cls = cls._storage_class()
@@ -376,12 +403,7 @@ class Quantizer:
             made = cls._wrapper(shape, dtype, device)
         formats = {direction: self.encoding(direction).format for direction in Direction}
         made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
-        planes = []
-        for direction, fmt, transposed in layouts:
-            plane = empty_plane(fmt, direction, shape, device=device, transposed=transposed, pin_memory=pin_memory)
-            made._set_plane(direction, plane)
-            planes.append(made.plane(direction) if cls._shares_scale else plane)
-        return made, planes
+        return made
 
     # ---- usages and properties -----------------------------------------------------------------
 
@@ -458,5 +480,14 @@ def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
 
 
 def draw_seed() -> int:
-    """64 random bits from torch's default generator: recomputation that restores its state replays them."""
+    """64 random bits from torch's default generator; the same ones in a recomputation in backward."""
+    return same_seed(_drawn_seed)
+
+
+def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
+
+
+def draw_seeds(count: int) -> list[int]:
+    """What ``count`` calls of `draw_seed` would draw."""
+    return [draw_seed() for _ in range(count)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ class CudaRNGStatesTracker:
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Take states from `get_states`."""
         self._states = {name: state.clone() for name, state in states.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and seeds, for checkpoints."""
+        return {"states": self.get_states(), "seeds": sorted(self._seeds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        seeds = {int(seed) for seed in state["seeds"]}
+        self.set_states(state["states"])
+        self._seeds = seeds
 
     def add(self, name: str, seed: int) -> None:
         """A state that begins at ``seed``. Neither the name nor the seed may have been added before."""

@@ -24,13 +24,18 @@ class Settings:
     ``non_tn_fp8_gemm`` decides that directly when it is not None.
 
     ``gemm_operand_dtype``: float32 or bfloat16, what GEMM operands are decoded to; None asks the device,
-    which may also multiply codes without decoding them. bfloat16 is used only where the decoded numbers are exact in it.
+    which may also multiply codes without decoding them. bfloat16 is used only where the decoded numbers are
+    exact in it.
+
+    ``requantize_on_load``: a checkpoint of one format may be loaded into parameters of another, whose numbers
+    are then rounded a second time.
     """
 
     strict: bool = False
     compute_capability: tuple[int, int] = (10, 0)
     non_tn_fp8_gemm: bool | None = None
     gemm_operand_dtype: torch.dtype | None = None
+    requantize_on_load: bool = False
 
     @contextmanager
     def override(self, **values: object) -> Iterator[Settings]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import crossgrain as cg
 from crossgrain.nn.gathered_weight import GatheredWeight
 
-PATIENCE = datetime.timedelta(seconds=60)  # a rank that waits for one that raised must not wait for ever
+PATIENCE = datetime.timedelta(minutes=5)  # to compile kernels; who waits for a rank that raised must not wait for ever
 
 
 def run(work, ranks, tmp_path, *args):

@@ -1,5 +1,7 @@
 """Rows in forward, columns in backward: how many bytes travel, and that nothing else changes."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,43 +14,57 @@ from crossgrain.distributed import count_gathered_bytes, gather_by_pass, gather_
 
 from .ranks import bind, converted_model, digest, error_of, high_precision, mesh_of, quantized_model, run, shard, train
 
-RECIPES = ("mxfp8-fwd-nvfp4-bwd", "mxfp8", "nvfp4", "fp8", "mxfp8-fwd-hp-bwd")
+RECIPES = ("mxfp8-fwd-nvfp4-bwd", "nvfp4", "fp8", "mxfp8-fwd-hp-bwd")
+
+
+def trained(recipe, mesh=None):
+    """Both kinds of weights after four steps."""
+    kept, converted = quantized_model(recipe), converted_model(recipe, hidden=90)
+    if mesh is not None:
+        gather_quantized(converted)
+        for model in (kept, converted):
+            gather_by_pass(shard(model, mesh))
+    masters = cg.optim.FusedAdam(kept.parameters(), lr=1e-2, master_weights=True)
+    adamw = torch.optim.AdamW(converted.parameters(), lr=1e-2)
+    return train(kept, masters, 4), digest(kept), train(converted, adamw, 4), high_precision(converted)
 
 
 def _trained(rank, ranks):
-    found = {}
-    for recipe in RECIPES:
-        kept, converted = quantized_model(recipe), converted_model(recipe, hidden=90)
-        gather_quantized(converted)
-        for model in (kept, converted):
-            shard(model, mesh_of(ranks))
-            gather_by_pass(model)
-        masters = cg.optim.FusedAdam(kept.parameters(), lr=1e-2, master_weights=True)
-        adamw = torch.optim.AdamW(converted.parameters(), lr=1e-2)
-        found[recipe] = (
-            (train(kept, masters), digest(kept)),
-            (train(converted, adamw), high_precision(converted)),
-        )
-    return found
+    return {recipe: trained(recipe, mesh_of(ranks)) for recipe in RECIPES}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_is_what_it_was(tmp_path, ranks):
-    alone = {}
-    for recipe in RECIPES:
-        kept, converted = quantized_model(recipe), converted_model(recipe, hidden=90)
-        masters = cg.optim.FusedAdam(kept.parameters(), lr=1e-2, master_weights=True)
-        adamw = torch.optim.AdamW(converted.parameters(), lr=1e-2)
-        alone[recipe] = (
-            (train(kept, masters), digest(kept)),
-            (train(converted, adamw), high_precision(converted)),
-        )
+    alone = {recipe: trained(recipe) for recipe in RECIPES}
     for found in run(_trained, ranks, tmp_path, ranks):
-        for recipe in RECIPES:
-            assert found[recipe][0] == alone[recipe][0], recipe
-            assert found[recipe][1][0] == alone[recipe][1][0], recipe
-            for name, value in alone[recipe][1][1].items():
-                assert torch.equal(found[recipe][1][1][name], value), (recipe, name)
+        for recipe, (*numbers, weights) in alone.items():
+            assert list(found[recipe][:3]) == numbers, recipe
+            for name, value in weights.items():
+                assert torch.equal(found[recipe][3][name], value), (recipe, name)
+
+
+def _overridden(rank):
+    found = []
+    for model in (converted_model(OVERRIDDEN), quantized_model(OVERRIDDEN)):
+        gather_quantized(model)
+        gather_by_pass(shard(model, mesh_of(2)))
+        found.append(error_of(lambda model=model: model(torch.randn(32, 64)).sum().backward()))
+        if found[-1] is None:
+            found.append(train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 4))
+    return found
+
+
+OVERRIDDEN = "mxfp8, backward_override: dequantized"
+
+
+def test_backward_that_reads_rows(tmp_path):
+    """Of weights that are quantized for the gather rows come again; kept ones bring columns, and it is said."""
+    model = converted_model(OVERRIDDEN)
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 4)
+    for error, found, kept in run(_overridden, 2, tmp_path):
+        assert error is None
+        assert found == losses
+        assert "rowwise mxfp8 plane of this [64, 128] tensor has no memory" in kept[1]
 
 
 class Wire:
@@ -151,6 +167,27 @@ def test_recomputation(tmp_path):
         assert around[1] is None
         assert "rowwise mxfp8 plane of this [128, 64] tensor has no memory" in within[1][1]
         assert switched_off == (within[0], None)
+
+
+def _offloaded(rank):
+    found = []
+    for kind in (quantized_model, converted_model):
+        for hooks in (contextlib.nullcontext(), cg.offload("host", min_bytes=0)):
+            model = kind("mxfp8-fwd-nvfp4-bwd")
+            gather_quantized(model)
+            gather_by_pass(shard(model, mesh_of(2), reshard_after_forward=True))
+            torch.manual_seed(1)
+            with hooks:
+                loss = model(torch.randn(32, 64)).square().mean()
+            loss.backward()
+            found.append([p.grad.full_tensor() for p in model.parameters()])
+    return found
+
+
+def test_offloading_leaves_weights_that_will_be_gathered_again(tmp_path):
+    for kept, kept_offloaded, converted, converted_offloaded in run(_offloaded, 2, tmp_path):
+        for expected, gradients in ((kept, kept_offloaded), (converted, converted_offloaded)):
+            assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 def test_models_that_are_not_sharded_are_refused():

@@ -94,10 +94,8 @@ def adamw(model):
 CASES = {
     "mxfp8": {},
     "nvfp4": {},
-    "fp8": {},
     "fp8-block": {},
     "mxfp8-fwd-nvfp4-bwd": {"hidden": 90},
-    "mxfp8-fwd-hp-bwd": {"hidden": 37},
 }
 
 
@@ -140,7 +138,7 @@ def _fused_optimizers(rank):
 
 def _train_in(model, optimizer, dtype):
     losses = []
-    for x in batches(10):
+    for x in batches(4):
         loss = model(x.to(dtype)).square().mean()
         loss.backward()
         optimizer.step()
@@ -232,7 +230,9 @@ def test_the_report_says_what_is_left_and_why():
 def test_layers_without_a_recipe_need_one():
     layer = cg.Linear(64, 64)
     assert list(gather_quantized(layer).left.values()) == ["the layer is not bound to a recipe, and none was given"]
-    assert gather_quantized(layer, "mxfp8").quantized == {"weight": "rowwise mxfp8 / columnwise mxfp8"}
+    for _ in range(2):
+        assert gather_quantized(layer, "mxfp8").quantized == {"weight": "rowwise mxfp8 / columnwise mxfp8"}
+        assert layer.weight.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -283,6 +283,36 @@ def test_a_shard_is_a_tensor_like_others():
     assert torch.equal(loaded["weight"], local_part(shard_))
 
 
+def test_a_model_that_is_not_sharded_yet_trains_as_before():
+    alone, marked = converted_model("mxfp8", hidden=90), converted_model("mxfp8", hidden=90)
+    gather_quantized(marked)
+    marked[0].reset_parameters()
+    alone[0].load_state_dict(marked[0].state_dict())
+    assert train(marked, adamw(marked), 3) == train(alone, adamw(alone), 3)
+    fused = [cg.optim.FusedAdam(model.parameters(), master_weights=True) for model in (marked, alone)]
+    assert train(marked, fused[0], 3) == train(alone, fused[1], 3)
+
+
+def _from_meta(rank):
+    with torch.device("meta"):
+        model = converted_model("mxfp8-fwd-nvfp4-bwd", hidden=90)[:-1]
+    gather_quantized(model)
+    shard(model, mesh_of(2)).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return train(model, adamw(model), 4), high_precision(model)
+
+
+def test_models_made_on_the_meta_device(tmp_path):
+    model = converted_model("mxfp8-fwd-nvfp4-bwd", hidden=90)[:-1]
+    losses = train(model, adamw(model), 4)
+    for found, weights in run(_from_meta, 2, tmp_path):
+        assert found == losses
+        assert all(torch.equal(weights[name], value) for name, value in high_precision(model).items())
+
+
 def _saved(rank):
     model = converted_model("mxfp8")
     gather_quantized(model)
@@ -294,6 +324,7 @@ def _saved(rank):
     other = converted_model("mxfp8")
     gather_quantized(other)
     fully_shard(other, mesh=mesh_of(2))
+    assert "0.weight is sharded already" in error_of(lambda: gather_quantized(other))[1]
     other.load_state_dict(state)
     return isinstance(state["0.weight"], DTensor), whole, high_precision(other), type(local_part(state["0.weight"]))
 

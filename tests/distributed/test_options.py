@@ -1,7 +1,7 @@
 """What fully_shard can be told, and what training loops do with it."""
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import crossgrain as cg
@@ -97,8 +97,8 @@ def test_each_rank_has_its_own_data_and_accumulates_gradients(tmp_path):
 
 def test_replicas_of_shards(tmp_path):
     """HSDP on 2x2 ranks: gradients are scattered over pairs, then averaged over replicas."""
-    alone = one_process(4, micros=1, steps=10)
-    check(run(_own_batches, 4, tmp_path, (2, 2), 1, 10, {}), alone)
+    alone = one_process(4, micros=1, steps=5)
+    check(run(_own_batches, 4, tmp_path, (2, 2), 1, 5, {}), alone)
 
 
 def test_shard_meshes_of_one_rank(tmp_path):
@@ -108,11 +108,17 @@ def test_shard_meshes_of_one_rank(tmp_path):
     check(run(_own_batches, 1, tmp_path, (1,), 1, 4, {"reshard_after_forward": True}), alone)
 
 
+def test_offloaded_shards_and_weights_that_stay_gathered(tmp_path):
+    alone = one_process(2, micros=1, steps=4)
+    for options in ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"reshard_after_forward": False}):
+        check(run(_own_batches, 2, tmp_path, (2,), 1, 4, options), alone)
+
+
 def _mixed_precision(rank, ranks):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = {}
     for name, (model, optimizer) in models(mesh_of(ranks), mp_policy=policy).items():
-        losses = train(model, optimizer)
+        losses = train(model, optimizer, 4)
         dtypes = {p.dtype for p in model.parameters()}
         model[0].unshard()
         gathered = model[0].weight.dtype
@@ -132,7 +138,7 @@ def _clipped(rank, ranks):
     found = {}
     for name, (model, optimizer) in models(mesh_of(ranks) if ranks else None).items():
         norms = []
-        for x in batches(10):
+        for x in batches(5):
             model(x).square().mean().backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())

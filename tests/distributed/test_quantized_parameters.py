@@ -2,26 +2,24 @@
 
 import copy
 
+import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import crossgrain as cg
 from crossgrain.tensor.sharding import local_part
 
-from .ranks import batches, digest, error_of, mesh_of, quantized_model, run, shard, train
+from .ranks import batches, bind, digest, error_of, mesh_of, quantized_model, run, shard, train
 
 RECIPES = (
     "mxfp8",
-    "mxfp8-2d",
     "nvfp4",
     "nvfp4-1d-weight",
-    "mxfp4",
     "fp8",
     "fp8-delayed",
     "fp8-block",
     "mxfp8-fwd-nvfp4-bwd",
-    "mxfp8-fwd-hp-bwd",
     "fprop: fp8, dgrad: mxfp8, wgrad: mxfp8",
 )
 
@@ -49,10 +47,10 @@ def trained_alone(recipe, optimizer):
     return train(model, optimizer(model)), digest(model)
 
 
-def _trained_in_shards(rank, cases, **options):
+def _trained_in_shards(rank, cases):
     found = {}
     for recipe, optimizer in cases:
-        model = shard(made_for(recipe), mesh_of(2), **options)
+        model = shard(made_for(recipe), mesh_of(2))
         found[recipe] = train(model, optimizer(model)), digest(model)
     return found
 
@@ -63,17 +61,6 @@ def test_ten_steps_are_those_of_one_process(tmp_path):
     alone = {recipe: trained_alone(recipe, optimizer) for recipe, optimizer in cases}
     assert len({digest for _, digest in alone.values()}) == len(RECIPES), "the test can tell recipes apart"
     assert run(_trained_in_shards, 2, tmp_path, cases) == [alone, alone]
-
-
-def _kept_and_offloaded(rank, case):
-    kept = _trained_in_shards(rank, [case], reshard_after_forward=False)
-    return kept, _trained_in_shards(rank, [case], offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def test_weights_that_stay_gathered_and_weights_that_are_offloaded(tmp_path):
-    case = ("mxfp8-fwd-nvfp4-bwd", fused)
-    alone = {case[0]: trained_alone(*case)}
-    assert run(_kept_and_offloaded, 2, tmp_path, case) == [(alone, alone)] * 2
 
 
 def _from_meta(rank, recipes):
@@ -104,26 +91,24 @@ def test_models_made_on_the_meta_device(tmp_path):
         assert all("call model.to_empty() first" in refused[1] for _, refused in found.values())
 
 
-def _rename(model):
-    for name, module in model.named_modules():
-        if isinstance(module, cg.Linear):
-            module.name = name  # another role: quantizers, and the scales that they share with histories, are made anew
-
-
-def _renamed(rank):
+def _under_another_recipe(rank):
     found = []
     for stays in (False, True):
-        model = shard(quantized_model("fp8-delayed"), mesh_of(2), reshard_after_forward=not stays)
-        _rename(model)
+        model = shard(quantized_model("fp8"), mesh_of(2), reshard_after_forward=not stays)
+        bind(model, "all: fp8(pow2)")
         found.append((train(model, fused(model), 4), digest(model)))
     return found
 
 
-def test_new_quantizers_reach_the_shards(tmp_path):
-    model = quantized_model("fp8-delayed")
-    _rename(model)
+def test_quantizers_of_a_new_recipe_reach_the_shards(tmp_path):
+    """Weights are written under scales that are powers of two as soon as the recipe says so."""
+    model = quantized_model("fp8")
+    as_before = train(model, fused(model), 4)
+    model = quantized_model("fp8")
+    bind(model, "all: fp8(pow2)")
     alone = train(model, fused(model), 4), digest(model)
-    assert run(_renamed, 2, tmp_path) == [[alone, alone]] * 2
+    assert alone[0] != as_before
+    assert run(_under_another_recipe, 2, tmp_path) == [[alone, alone]] * 2
 
 
 def _uneven(rank):
@@ -167,6 +152,14 @@ def _more_ranks_than_rows(rank):
 
 def test_ranks_without_rows_take_part(tmp_path):
     assert len(set(run(_more_ranks_than_rows, 4, tmp_path))) == 1
+
+
+def test_only_zeros_may_be_cut_inside_a_block():
+    zeros = cg.quantizer_for("fp8_block")(torch.randn(256, 128)).new_zeros(128, 128)
+    assert zeros[:100].shape == (100, 128)
+    zeros.copy_(torch.randn(128, 128))
+    with pytest.raises(ValueError, match="columnwise fp8_block plane can only be cut at multiples of 128"):
+        zeros[:100]
 
 
 def _split_block(rank):

@@ -143,29 +143,34 @@ def count_calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "row, column, sizes, count",
+    "row, column, sizes, source, ways",
     [
-        ("mxfp8", "mxfp8", [32, 64], 1),
-        ("mxfp8", "mxfp8", [33, 63], 2),  # a block of 32 rows would be of both groups
-        ("fp8_block", "fp8_block", [128, 20], 1),
-        ("fp8_block", "fp8_block", [20, 128], 2),
-        ("fp8", "fp8", [32, 32], 2),  # an amax for each group
-        ("nvfp4", "mxfp8", [32, 32], 2),
-        ("mxfp8", "identity", [32, 5], 1),
+        ("mxfp8", "mxfp8", [32, 64], "original", ["whole"]),
+        ("mxfp8", "mxfp8", [33, 63], "original", ["refused"]),  # layers pad such groups before
+        ("fp8_block", "fp8_block", [128, 20], "original", ["whole"]),
+        ("fp8_block", "fp8_block", [20, 128], "original", ["groups"]),  # a block of 128 rows would be of both
+        ("fp8", "fp8", [32, 32], "original", ["groups"]),  # an amax for each group
+        ("nvfp4", "mxfp8", [32, 32], "original", ["groups"]),
+        ("mxfp8", "identity", [32, 5], "original", ["whole"]),
+        ("mxfp8", "mxfp8", [32, 64], "rowwise_dequantized", ["whole"]),
+        ("nvfp4", "mxfp8", [32, 32], "rowwise_dequantized", ["whole", "whole"]),  # a call for each group
     ],
 )
-def test_when_one_call_is_enough(row, column, sizes, count, monkeypatch):
+def test_how_groups_are_quantized(row, column, sizes, source, ways, monkeypatch):
     def hybrid():
-        return cg.HybridQuantizer(rowwise_quantizer=QUANTIZERS[row](), columnwise_quantizer=QUANTIZERS[column]())
+        children = {"rowwise_quantizer": QUANTIZERS[row](), "columnwise_quantizer": QUANTIZERS[column]()}
+        return cg.HybridQuantizer(**children, columnwise_source=source)
 
     calls = count_calls(monkeypatch)
+    knowing = splitting.quantize_groups
+    monkeypatch.setattr(splitting, "quantize_groups", lambda *call: calls.append("groups") or knowing(*call))
     rows = torch.randn(sum(sizes), 128)
-    try:
-        split_quantize(rows, sizes, [hybrid() for _ in sizes], rowwise=True, columnwise=True)
-    except ValueError:
-        assert sizes == [33, 63]  # which no quantizer takes: layers pad such groups before
-    else:
-        assert len(calls) == count
+    if ways == ["refused"]:
+        with pytest.raises(ValueError, match=r"\[33, 128\] columnwise as mxfp8.*multiple of 32"):
+            split_quantize(rows, sizes, [hybrid() for _ in sizes], rowwise=True, columnwise=True)
+        return
+    split_quantize(rows, sizes, [hybrid() for _ in sizes], rowwise=True, columnwise=True)
+    assert ["groups" if call == "groups" else "whole" for call in calls] == ways
 
 
 def test_rows_with_an_amax_each_are_quantized_together(monkeypatch):
@@ -399,6 +404,15 @@ def test_frozen_weights_and_inputs_that_need_no_gradient(single):
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
     assert gradients.pop(frozen) is None and all(gradient is not None for gradient in gradients.values())
     assert not getattr(layer, frozen).main_grad.any()
+
+
+def test_double_cannot_be_quantized():
+    layer = make(name="experts").double()
+    with (
+        cg.autocast(recipe=MXFP8BlockScaling()),
+        pytest.raises(TypeError, match="experts: the weight is torch.float64"),
+    ):
+        layer(inputs()[0].double(), SPLITS["aligned"])
 
 
 def test_gradients_in_double():

@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import crossgrain as cg
 from crossgrain import recipe as recipes
@@ -72,44 +71,6 @@ def test_double_backward_is_refused(recipe):
     (dx,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("family", NO_HISTORY)
-def test_checkpointing_replays_the_same_bits(family, reentrant, quantized):
-    """With stochastic rounding, whose seeds come from the generator that checkpointing restores."""
-    recipe = make_recipe(family)
-    layer = quantized_layer(recipe) if quantized else cg.Linear(64, 96)
-    x, dy = sizes()
-
-    def block(x):
-        with cg.autocast(recipe=recipe):
-            return layer(x)
-
-    results = []
-    for recompute in (False, True):
-        torch.manual_seed(11)
-        inp = x.detach().clone().requires_grad_()
-        y = checkpoint(block, inp, use_reentrant=reentrant) if recompute else block(inp)
-        torch.manual_seed(12)  # what backward draws itself
-        y.backward(dy)
-        results.append([y.detach(), inp.grad, layer.weight.grad])
-        layer.zero_grad()
-    if family != "nvfp4":  # a recomputation in backward draws before dy is rounded
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    else:
-        assert torch.equal(results[0][0], results[1][0])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_outside_of_the_autocast_is_an_error_not_high_precision(reentrant):
-    layer = cg.Linear(64, 96, name="fc1")
-    x, _ = sizes()
-    with cg.autocast(recipe=MXFP8):
-        y = checkpoint(layer, x, use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match="fc1 ran in an autocast and is computed again in backward outside"):
-        y.sum().backward()
 
 
 # ---- writes in between --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Linear's parameters and state: construction, quantized weights, recipes that change, checkpoints, copies."""
 
-import contextlib
 import copy
 import io
 import pickle
@@ -8,7 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import crossgrain as cg
 from crossgrain import recipe as recipes
@@ -196,6 +194,46 @@ def test_requantize_does_not_go_back_to_the_initial_value_of_a_trained_weight():
     assert (layer.weight.dequantize() - trained_value).norm() < 0.05 * trained_value.norm()
 
 
+MAKE_OPTIMIZER = {
+    "FusedAdam": lambda params, **options: cg.optim.FusedAdam(params, lr=0.1, master_weights=True, **options),
+    "FusedAdam, fp16 masters": lambda params: cg.optim.FusedAdam(
+        params, lr=0.1, master_weights=True, master_weight_dtype=torch.float16, exp_avg_dtype=torch.float16
+    ),
+    "with_masters": lambda params: cg.optim.with_masters(torch.optim.AdamW, params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE_OPTIMIZER)
+def test_requantize_takes_the_optimizer_along(kind):
+    """Weights come from the masters, and go on with the moments that they had."""
+    layer = quantized_layer(MXFP8)
+    optimizer = MAKE_OPTIMIZER[kind](layer.parameters())
+    layer.weight.grad = torch.randn(96, 64)
+    optimizer.step()
+    old, moment = layer.weight, optimizer.state[layer.weight]["exp_avg"]
+    unscaled = getattr(optimizer, "get_unscaled_state", lambda weight, name: optimizer.state[weight][name])
+    master = unscaled(old, "master_param").clone()
+    cg.requantize_(layer, NVFP4, optimizer)
+    assert layer.weight is not old and old not in optimizer.state
+    assert any(param is layer.weight for param in optimizer.param_groups[0]["params"])
+    assert optimizer.state[layer.weight]["exp_avg"] is moment
+    assert torch.equal(unscaled(layer.weight, "master_param"), master)
+    assert_same_bytes(layer.weight.detach(), layer.weight._get_quantizer().copy()(master))
+    before = layer.weight.dequantize()
+    optimizer.step()
+    assert not torch.equal(layer.weight.dequantize(), before)
+
+
+@pytest.mark.parametrize("kind", MAKE_OPTIMIZER)
+def test_an_optimizer_that_was_not_told_of_new_parameters_refuses_to_go_on(kind):
+    layer = quantized_layer(MXFP8)
+    optimizer = MAKE_OPTIMIZER[kind](layer.parameters())
+    cg.requantize_(layer, NVFP4)
+    layer.weight.grad = torch.randn(96, 64)
+    with pytest.raises(RuntimeError, match=r"MXFP8Tensor \[96, 64\] that requantize_ has replaced"):
+        optimizer.step()
+
+
 def test_requantize_keeps_tied_weights_tied_and_changes_nothing_when_refused():
     first, second = (quantized_layer(MXFP8) for _ in range(2))
     second.weight = first.weight
@@ -346,24 +384,6 @@ def test_quantized_weights_are_written_by_the_modules_own_quantizer(duplicate):
     assert layer._built.states["forward"].amax_history[0, 1] == 7.0
 
 
-@pytest.mark.parametrize("bound", [True, False], ids=["bound", "autocast inside"])
-def test_delayed_scaling_that_would_never_learn_is_refused(bound):
-    """Reentrant checkpointing runs forward without gradients, and again in backward: neither is a step."""
-    layer, recipe = cg.Linear(64, 64), recipes.DelayedScaling()
-    layer.bound_recipe = recipe if bound else None
-
-    def forward(x):
-        with contextlib.nullcontext() if bound else cg.autocast(recipe=recipe):
-            return layer(x)
-
-    x = torch.randn(32, 64, requires_grad=True)
-    checkpoint(forward, x, use_reentrant=False).sum().backward()  # forward was a step
-    layer = cg.Linear(64, 64)
-    layer.bound_recipe = recipe if bound else None
-    with pytest.raises(RuntimeError, match="never learn a scale.*use_reentrant=False"):
-        checkpoint(forward, x, use_reentrant=True).sum().backward()
-
-
 def test_requantize_passes_no_quantized_parameter_over():
     with cg.quantized_model_init(recipe="mxfp8"):
         model = nn.ModuleDict({"ours": cg.Linear(64, 64), "op": cg.ops.Linear(64, 64)})
@@ -383,3 +403,42 @@ def test_quantizers_can_be_built_before_the_first_forward():
         with cg.autocast(recipe=recipes.MXFP8BlockScaling()):
             build(layer)
         assert [type(q) for q in layer.quantizers["scaling_fwd"]] == [cg.MXFP8Quantizer] * 3
+
+
+def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unpickled(monkeypatch, capsys):
+    from crossgrain import _extra_state
+
+    class Payload:
+        def __reduce__(self):
+            return print, ("code ran",)
+
+    monkeypatch.setenv(_extra_state.UNSAFE_PICKLE_EXTRA_STATE_ENV, "1")
+    payload = torch.frombuffer(bytearray(pickle.dumps(Payload())), dtype=torch.uint8)
+    state = {**nn.Linear(64, 96).state_dict(), "_extra_state": payload}
+    layer = trained(MXFP8)
+    layer.load_state_dict(state)
+    assert torch.equal(layer.weight, state["weight"]) and layer.get_extra_state() == {}
+    for refusing in (trained(DELAYED), trained(None)):
+        with pytest.raises(TypeError, match="Pickled ones of others are not read"):
+            refusing.load_state_dict(state)
+    assert not _extra_state.should_load_extra_state_pickle(payload)
+    assert "code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling])
+def test_quantizers_follow_the_layer_to_another_device(recipe):
+    layer = cg.Linear(32, 32)
+    first = layer._build_quantizers(recipe())
+    assert layer._build_quantizers(recipe()) is first
+    moved = layer.to("meta")._build_quantizers(recipe())
+    assert {q.scale.device.type for slots in moved.quantizers.values() for q in slots} == {"meta"}
+
+
+def test_histories_move_along():
+    old, new = (recipes.RecipeState.create(recipes.DelayedScaling(), mode="forward", device=d) for d in ("cpu", "meta"))
+    old.amax_history[0] = 3.0
+    assert new.inherit_state_from(old) and new.amax_history.device.type == "meta"
+    assert not recipes.RecipeState.create(recipes.DelayedScaling(), mode="forward").inherit_state_from(new), (
+        "there is nothing in it"
+    )
+    assert old.fits(recipes.DelayedScaling(), device="cpu") and not old.fits(recipes.DelayedScaling(), device="meta")

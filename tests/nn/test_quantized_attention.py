@@ -297,9 +297,7 @@ def test_recomputation_is_bitwise_the_same(family):
         layer, recipe = core(attention_dropout=0.3), RECIPES[family](fp8_dpa=True)
         results.append([run(layer, recipe, step, checkpoint_core_attention=recompute) for step in range(3)])
     for plain, again in zip(*results, strict=True):
-        assert torch.equal(plain[0], again[0])
-        if family == "fp8_delayed":  # the seeds of gradients are drawn after those of the recomputation
-            assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_calibration_takes_statistics_and_rounds_nothing():

@@ -28,18 +28,38 @@ def test_high_precision_equals_torch(bias: bool, dtype: torch.dtype) -> None:
     assert_close(grads_of(lambda: op(x), [x, *op.parameters()], dy), wanted, dtype)
 
 
-@pytest.mark.parametrize("rows", [32, 20])
+@pytest.mark.parametrize("dtype, rows", [(torch.float32, 32), (torch.bfloat16, 32), (torch.bfloat16, 20)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_equals_the_module(recipe: str, rows: int) -> None:
-    """In fp32 an added bias is the same in the GEMM's epilogue and after it, but for one rounding of the sum."""
-    op, module = ops.Linear(64, 48), cg.Linear(64, 48)
+def test_is_bit_for_bit_the_module(recipe: str, dtype: torch.dtype, rows: int) -> None:
+    op, module = ops.Linear(64, 48, dtype=dtype), cg.Linear(64, 48, params_dtype=dtype)
+    torch.nn.init.normal_(op.bias)
     module.load_state_dict(op.state_dict())
-    x, dy = torch.randn(rows, 64, requires_grad=True), torch.randn(rows, 48)
+    x, dy = torch.randn(rows, 64, dtype=dtype, requires_grad=True), torch.randn(rows, 48, dtype=dtype)
     for _ in range(2):  # delayed scaling learns from the first step
         made = grads_of(lambda: op(x), [x, op.weight, op.bias], dy, RECIPES[recipe]())
         wanted = grads_of(lambda: module(x), [x, module.weight, module.bias], dy, RECIPES[recipe]())
-        assert_close(made[:1], wanted[:1], torch.float32)
-        assert_same(made[1:], wanted[1:])
+        assert_same(made, wanted)
+    assert_same([copy.deepcopy(op)(x)], [module(x)])
+
+
+def test_a_bias_of_its_own_is_added_to_what_the_linear_operation_rounded() -> None:
+    linear, bias = ops.BasicLinear(64, 48, dtype=torch.bfloat16), ops.Bias(48, dtype=torch.bfloat16)
+    torch.nn.init.normal_(bias.bias)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    with cg.autocast(recipe=MXFP8BlockScaling()):
+        assert torch.equal(ops.Sequential(linear, bias)(x), linear(x) + bias.bias)
+
+
+def test_a_bound_recipe_is_that_of_all_it_is_made_of() -> None:
+    op, x = ops.Linear(64, 48), torch.randn(32, 64)
+    plain = op(x)
+    op.bound_recipe = MXFP8BlockScaling()
+    with cg.autocast(recipe=MXFP8BlockScaling()):
+        wanted = op(x)
+    assert torch.equal(op(x), wanted) and not torch.equal(wanted, plain)
+    assert copy.deepcopy(op).bound_recipe == op.bound_recipe
+    op.bound_recipe = None
+    assert torch.equal(op(x), plain)
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -19,9 +19,8 @@ from crossgrain.recipe import (
     RecipeState,
     active,
     autocast,
+    backward_note,
     forward_step,
-    ran_in_backward,
-    ran_in_forward,
 )
 from crossgrain.recipe.updates import backward_steps
 
@@ -42,9 +41,9 @@ class Probe(torch.nn.Module):
 
     def forward(self, x):
         if active().enabled or active().calibrating:
-            ran_in_forward(self.forward_state)
-            self.quantizer.calibrate(x.detach())
-        return ProbeFunction.apply(x, self, active().group)
+            with forward_step(self.forward_state):
+                self.quantizer.calibrate(x.detach())
+        return ProbeFunction.apply(x, self, backward_note(self.backward_state))
 
     def scales(self):
         return self.forward_state.delayed.scale.item(), self.backward_state.delayed.scale.item()
@@ -55,13 +54,13 @@ class Probe(torch.nn.Module):
 
 class ProbeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probe, group):
-        ctx.probe, ctx.group = probe, group
+    def forward(ctx, x, probe, note):
+        ctx.probe, ctx.note = probe, note
         return x * 1.0
 
     @staticmethod
     def backward(ctx, grad):
-        ran_in_backward(ctx.probe.backward_state, ctx.group)
+        ctx.note()
         ctx.probe.grad_quantizer.calibrate(grad)
         return grad, None, None
 
@@ -179,6 +178,29 @@ def test_recomputation_is_not_another_step(reentrant):
     assert probe.scales() == (FORWARD, BACKWARD)
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+def test_a_backward_pass_that_fails_leaves_no_trace():
+    probe = Probe()
+    with autocast(recipe=RECIPE):
+        loss = probe(Failing.apply(tensor())).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert probe.scales()[1] == 1.0 and probe.seen()[1] == 0.0 and not backward_steps._steps
+    with autocast(recipe=RECIPE):
+        loss = probe(tensor()).sum()
+    loss.backward()
+    assert probe.scales() == (FORWARD, BACKWARD)
+
+
 def test_calibration_needs_no_gradients():
     probe = Probe()
     with torch.no_grad(), autocast(enabled=False, calibrating=True, recipe=RECIPE):
@@ -290,8 +312,8 @@ def test_threads_end_their_own_steps():
 
 
 def test_states_without_histories_are_no_concern():
-    with autocast(recipe=MXFP8BlockScaling()):
-        ran_in_forward(RecipeState.create(MXFP8BlockScaling(), mode="forward"))
+    state = RecipeState.create(MXFP8BlockScaling(), mode="forward")
+    with autocast(recipe=MXFP8BlockScaling()), forward_step(state):
         assert not active().step._ran
 
 
@@ -309,12 +331,12 @@ def test_steps_can_be_ended_by_hand():
         probe(tensor())
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         assert probe.scales() == (FORWARD, 1.0)
-    ran_in_backward(probe.backward_state)
+    backward_note(probe.backward_state)()
     probe.grad_quantizer.calibrate(torch.ones(4))
     assert probe.scales()[1] == 1.0
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
     assert probe.scales() == (FORWARD, BACKWARD)
-    ran_in_backward(probe.backward_state)
+    backward_note(probe.backward_state)()
     FP8GlobalStateManager.reset()
     assert not backward_steps._steps
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..plane import COLUMNWISE, ROWWISE, Direction
-from ..recipe.updates import in_backward
 from ..tensor.sharding import gathering
+from ..torch_checkpoints import in_backward
 
 
 def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:

@@ -16,7 +16,7 @@ from ..nn.padding import Sizes, known_format
 from ..plane import ROWWISE, Direction
 from ..recipe import Recipe, as_recipe
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import why_not_sharded
+from ..tensor.sharding import is_sharded, local_part, why_not_sharded
 from .weight_shard import WeightPlan, WeightShard
 
 
@@ -50,21 +50,22 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
         if not isinstance(module, QuantizedModule):
             continue
         for index, name in enumerate(module.weight_names):
-            weight = getattr(module, name)
+            parameter = getattr(module, name)
             where = f"{path}.{name}" if path else name
-            if isinstance(weight, QuantizedTensor):
+            if is_sharded(parameter):
+                raise RuntimeError(f"{where} is sharded already; call gather_quantized before fully_shard")
+            if isinstance(parameter, QuantizedTensor):
                 continue  # which travels quantized by itself
-            if isinstance(weight, WeightShard):
-                weight = weight._plain
+            weight = local_part(parameter)  # it may have been marked before, for another recipe
             own_recipe = module.bound_recipe or (None if recipe is None else as_recipe(recipe))
-            reason = _why_left(module, weight, owners, own_recipe)
+            reason = _why_left(parameter, owners, own_recipe)
             plan = None if reason or own_recipe is None else _plan(module, index, weight, own_recipe, where)
             if plan is None:
                 report.left[where] = reason or "its recipe keeps it in high precision"
                 continue
             report.quantized[where] = " / ".join(f"{d.value} {_name(plan, d)}" for d in plan.directions)
             shard = WeightShard(weight.detach(), plan)
-            found.append((module, name, shard, weight.requires_grad))
+            found.append((module, name, shard, parameter.requires_grad))
     for module, name, shard, requires_grad in found:
         setattr(module, name, nn.Parameter(shard, requires_grad=requires_grad))
     return report
@@ -80,10 +81,10 @@ def _owners(model: nn.Module) -> dict[int, int]:
     return counts
 
 
-def _why_left(module: QuantizedModule, weight: Tensor, owners: dict[int, int], recipe: Recipe | None) -> str | None:
+def _why_left(parameter: Tensor, owners: dict[int, int], recipe: Recipe | None) -> str | None:
     if recipe is None:
         return "the layer is not bound to a recipe, and none was given"
-    if owners.get(id(weight), 1) > 1:
+    if owners.get(id(parameter), 1) > 1:
         return "it is tied to another parameter"
     return None
 

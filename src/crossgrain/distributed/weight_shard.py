@@ -120,7 +120,8 @@ class WeightShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Gather]:
         """The bytes of this shard, quantized."""
         plan, ranks, rank, group = self.plan, mesh.size(), mesh.get_local_rank(), mesh.get_group()
-        directions = tuple(direction for direction in gathered_directions() if direction in plan.directions)
+        wanted = gathered_directions()
+        directions = tuple(direction for direction in plan.directions if direction in wanted) or plan.directions
         own, windows = plan.own_rows(ranks), plan.windows(ranks)
         start, stop = own[rank]
         if tuple(self.shape) != (stop - start, plan.shape[1]):

@@ -15,13 +15,14 @@ from ..plane import Plane, shape_problem
 from .backend import Backend
 from .choice import REFERENCE, backend_for, get_backend, set_backend
 from .layout import swizzle_scales, unswizzle_scales
-from .target import Target
+from .target import GroupedTarget, Target
 from .transpose import transposed_plane
 from .workspaces import free_workspaces, workspace
 
 __all__ = [
     "REFERENCE",
     "Backend",
+    "GroupedTarget",
     "Target",
     "amax",
     "can_multiply",
@@ -39,6 +40,7 @@ __all__ = [
     "unswizzle_scales",
     "workspace",
     "write",
+    "write_groups",
 ]
 
 
@@ -81,6 +83,25 @@ def write(
     ready = settle(_measured(backend, x, targets))
     stochastic = any(target.encoding.stochastic for target in ready)
     backend.encode(x, ready, draw_seed() if stochastic else None)
+
+
+def write_groups(
+    x: Tensor,
+    targets: Sequence[GroupedTarget],
+    settle: Callable[[list[GroupedTarget]], list[GroupedTarget]],
+    draw_seeds: Callable[[int], list[int]],
+) -> None:
+    """`write` of groups of rows, to planes that were made for them: the bytes that each group would get alone.
+
+    ``draw_seeds`` is asked for a seed of each group.
+    """
+    _refuse_flush_to_zero()
+    backend = _backend(x)
+    missing = [target for target in targets if target.amax is None and target.needs_amax]
+    found = dict(zip(map(id, missing), backend.measure_groups(x, missing), strict=True))
+    ready = settle([target.with_amax(found[id(target)]) if id(target) in found else target for target in targets])
+    stochastic = any(target.encoding.stochastic for target in ready)
+    backend.encode_groups(x, ready, draw_seeds(len(ready[0].planes.heights)) if stochastic else None)
 
 
 def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> None:
@@ -149,8 +170,8 @@ def amax(x: Tensor) -> Tensor:
     return _backend(x).amax(x)
 
 
-def tensor_scale(target: Target) -> Tensor:
-    """The encode scale of a per-tensor format whose amax has been measured: fp32 [1]."""
+def tensor_scale(target: Target | GroupedTarget) -> Tensor:
+    """The encode scale of a per-tensor format whose amax has been measured: fp32 [1], or one for each group."""
     assert target.amax is not None
     return _backend(target.amax).tensor_scale(target)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..encoding import Encoding
 from ..plane import Plane
+from ..plane_groups import PlaneGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +27,39 @@ class Target:
     @property
     def needs_amax(self) -> bool:
         """Whether the bytes depend on the largest magnitude of the whole input."""
-        fmt = self.encoding.format
-        return fmt.global_amax is not None or (fmt.block is None and not fmt.is_identity)
+        return _needs_amax(self.encoding)
 
     def with_amax(self, amax: Tensor | None) -> Target:
         return Target(self.plane, self.encoding, amax, self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedTarget:
+    """Planes of groups of rows to write, all by one encoding.
+
+    ``amax``, ``scale``  as in `Target`, of the groups one after the other
+    """
+
+    planes: PlaneGroups
+    encoding: Encoding
+    amax: Tensor | None = None
+    scale: Tensor | None = None
+
+    @property
+    def needs_amax(self) -> bool:
+        return _needs_amax(self.encoding)
+
+    def with_amax(self, amax: Tensor | None) -> GroupedTarget:
+        return GroupedTarget(self.planes, self.encoding, amax, self.scale)
+
+    def by_group(self) -> list[Target]:
+        """The target of each group."""
+        planes = self.planes.planes
+        scales = [None] * len(planes) if self.scale is None else self.scale.split(1)
+        amaxes = self.planes.amaxes(self.amax)
+        return [Target(plane, self.encoding, a, s) for plane, a, s in zip(planes, amaxes, scales, strict=True)]
+
+
+def _needs_amax(encoding: Encoding) -> bool:
+    fmt = encoding.format
+    return fmt.global_amax is not None or (fmt.block is None and not fmt.is_identity)

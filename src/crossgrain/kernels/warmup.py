@@ -18,9 +18,10 @@ from ..dtypes import HIGH_PRECISION
 from ..encoding import Encoding
 from ..formats import DEFAULT_SIGN_MASK, Format, formats
 from ..plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
+from ..plane_groups import PlaneGroups, empty_groups
 from .cpu.backend import CpuBackend
 from .reference import ReferenceBackend
-from .target import Target
+from .target import GroupedTarget, Target
 
 _SHAPE = (128, 128)  # whole blocks of every format in both directions
 _LARGE = (1024, 1024)  # decoded past the caches
@@ -114,6 +115,13 @@ def _plane(use: Use, shape: tuple[int, int]) -> Plane:
     return empty_plane(use.encoding.format, use.direction, shape, device=cpu, transposed=use.transposed)
 
 
+def _groups(use: Use) -> PlaneGroups:
+    cpu = torch.device("cpu")
+    return empty_groups(
+        use.encoding.format, use.direction, _SHAPE[:1], _SHAPE[1], device=cpu, transposed=use.transposed
+    )
+
+
 class _NoReference(ReferenceBackend):
     """Stands where the reference does: notes what there is no kernel for, and does nothing about it."""
 
@@ -121,6 +129,9 @@ class _NoReference(ReferenceBackend):
 
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
         self.skipped = targets
+
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+        pass
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         return plane.data
@@ -138,7 +149,17 @@ class _CompilingBackend(CpuBackend, _NoReference):
         targets = [Target(_plane(use, _SHAPE), use.encoding) for use in uses]
         targets = [replace(target, amax=amax) for target, amax in zip(targets, self.measure(x, targets), strict=True)]
         self.encode(x, targets, seed=0)
+        self._compile_for_groups(x, uses, targets)
         return len(self.skipped) < len(targets)
+
+    def _compile_for_groups(self, x: Tensor, uses: Sequence[Use], targets: Sequence[Target]) -> None:
+        """The same for groups of rows, where both directions have a number for a whole tensor."""
+        if not all(target.needs_amax for target in targets):
+            return
+        asked = [GroupedTarget(_groups(use), use.encoding) for use in uses]
+        amaxes = self.measure_groups(x, asked)
+        ready = [target.with_amax(amax) for target, amax in zip(asked, amaxes, strict=True)]
+        self.encode_groups(x, ready, [0])
 
     def decode_all(self, plane: Plane) -> None:
         self.decode_operand(plane)

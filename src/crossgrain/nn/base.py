@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._extra_state import passes_over
 from ..formats import Format
 from ..operands import GEMMS, check_operands
 from ..plane import Direction
@@ -23,17 +24,20 @@ from ..recipe import (
     RecipeState,
     active,
     active_recipe,
+    backward_note,
     check_extra_state,
     check_weight_matches_recipe,
     extra_state_of,
     forward_step,
     keep_high_precision_init_val,
     load_extra_state,
-    ran_in_backward,
+    renew_preserved_values,
+    this_pass,
 )
-from ..recipe.updates import in_backward
 from ..tensor import QuantizedTensor
+from ..tensor.loading import check_formats
 from ..tensor.sharding import follow_quantizer
+from ..torch_checkpoints import in_backward, unseen_by_policies
 from .padding import known_format
 from .weight_cache import WeightCache
 
@@ -136,10 +140,11 @@ class QuantizedModule(nn.Module):
         context = active()
         if context.depth:
             return active_recipe() if context.enabled or context.calibrating else None
-        if self.bound_recipe is None and self.fp8 and in_backward():
+        if self.bound_recipe is None and self.fp8 and (in_backward() or this_pass().recomputes):
             raise RuntimeError(
                 f"{self.layer} ran in an autocast and is computed again in backward outside of it, where it would not "
-                "quantize: enter the autocast inside the function that is checkpointed"
+                "quantize: use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, or enter the autocast "
+                "inside the function that is recomputed"
             )
         return self.bound_recipe
 
@@ -158,29 +163,35 @@ class QuantizedModule(nn.Module):
         return built
 
     def _step(self, recipe: Recipe | None, built: Built) -> AbstractContextManager[None]:
-        """Around what forward quantizes: histories take part in the autocast's step, or this forward is one."""
-        if recipe is None or built.states["forward"].delayed is None:
-            return _NO_STEP
-        return forward_step(built.states["forward"])
+        """Around what forward quantizes."""
+        return _NO_STEP if recipe is None else forward_step(built.states["forward"])
 
     def _build_quantizers(self, recipe: Recipe) -> Built:
         """Quantizers for ``recipe``. Nothing has changed if it is refused."""
-        built = self._built
-        if built.states and all(state.fits(recipe, self._roles(mode)) for mode, state in built.states.items()):
+        built, device = self._built, self._device()
+        if built.states and all(state.fits(recipe, self._roles(mode), device) for mode, state in built.states.items()):
             return built
-        new = self._made_for(recipe)
-        weights = self._quantized_weights()
-        for name, weight in weights.items():
-            check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}: {name}")
-        self._check_pairs(recipe, new.quantizers, weights)
-        self._adopt(new)
+        with unseen_by_policies():
+            new = self._made_for(recipe)
+            weights = self._quantized_weights()
+            for name, weight in weights.items():
+                check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}: {name}")
+            self._check_pairs(recipe, new.quantizers, weights)
+            self._adopt(new)
         return new
+
+    def _device(self) -> torch.device | None:
+        for parameter in self._parameters.values():  # `parameters()` takes microseconds
+            if parameter is not None:
+                return parameter.device
+        return next((parameter.device for parameter in self.parameters()), None)
 
     def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
 
     def _made_for(self, recipe: Recipe) -> Built:
-        device = next((parameter.device for parameter in self.parameters() if not parameter.is_meta), None)
+        device = self._device()
+        device = None if device is not None and device.type == "meta" else device
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
@@ -258,10 +269,7 @@ class QuantizedModule(nn.Module):
     def _backward_noted(self, built: Built) -> Callable[[], None] | None:
         """What backward calls before it quantizes, so that delayed scaling is updated when backward ends."""
         state = built.states["backward"]
-        if state.delayed is None:
-            return None
-        group = active().group
-        return lambda: ran_in_backward(state, group)
+        return None if state.delayed is None else backward_note(state)
 
     @property
     def output_quantizer_role(self) -> QuantizerRole | None:
@@ -372,6 +380,8 @@ class QuantizedModule(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Take histories from `get_extra_state`. Without states of their kind yet, they wait for the first forward."""
+        if passes_over(state, self._built.recipe or self.bound_recipe):
+            return
         check_extra_state(state, self.layer)
         self._unloaded = None
         if state is None or not len(state):
@@ -382,6 +392,10 @@ class QuantizedModule(nn.Module):
             self._unloaded = {
                 key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
             }
+
+    def _expect_other_weights(self) -> None:
+        """Weights are about to be exchanged: the next forward checks and links them."""
+        self._built = _nothing_built()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -399,12 +413,18 @@ class QuantizedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + _EXTRA_STATE
+        # What cannot be used is refused before parameters are overwritten.
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._expect_other_weights()
+        else:
+            check_formats(self._parameters, state_dict, prefix)
         if key in state_dict:
-            self.set_extra_state(state_dict[key])  # which refuses what it cannot use before parameters are overwritten
+            self.set_extra_state(state_dict[key])
         self._weight_cache.clear()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        renew_preserved_values(self._parameters, state_dict, prefix)
         if key in missing_keys:
             missing_keys.remove(key)
 

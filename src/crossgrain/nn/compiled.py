@@ -1,49 +1,54 @@
-"""Linear layers in `torch.compile`: two operators that the compiler does not look into.
+"""Modules in `torch.compile`: their linear layers are two operators that the compiler does not look into.
 
 Tracing needs to know the sizes of all that an operator returns, and nothing of how it is made: forward returns y
 and the buffers that backward reads, backward returns the gradients. What is not a tensor (quantizers, formats) stays
-here, in the `Traced` layer that a number in the graph stands for.
+here, in the `Traced` module that a number in the graph stands for. All else that modules do, the compiler traces.
 
 A graph is made for the recipe in force when it was traced. Running it under another one raises.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..recipe import Recipe
+from ..hybrid import rounds_stochastically
+from ..recipe import Recipe, active, this_pass
+from ..torch_checkpoints import in_backward
+from .forward_pass import ForwardPass, TracedPass
 from .linear_function import LinearCall, Needs, empty_forward, gradients, saved_forward
-from .linear_module import ForwardPass
 
 if TYPE_CHECKING:
-    from .linear import Linear
+    from .linear_module import LinearModule
 
 
 class Traced:
-    """A layer in a graph."""
+    """A module in a graph, which may have several linear layers."""
 
-    def __init__(self, layer: Linear, recipe: Recipe) -> None:
+    def __init__(self, layer: LinearModule, recipe: Recipe) -> None:
         self._layer = weakref.ref(layer)  # the graph holds the parameters, but not the layer
         self.recipe = recipe
-        self.contexts: dict[Any, Context] = {}  # what backward needs beside tensors, by sizes and needs
+        self.contexts: dict[Any, Context] = {}  # what backward needs beside tensors, by layer, sizes and needs
 
     @property
-    def layer(self) -> Linear:
+    def layer(self) -> LinearModule:
         layer = self._layer()
         if layer is None:
             raise RuntimeError("a compiled graph runs a layer that is gone; compile the model again")
         return layer
 
-    def call(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> LinearCall:
-        """What the layer's operators do."""
+    def call(self, index: int, x: Tensor, weight: Tensor, dtype: torch.dtype) -> LinearCall:
+        """What the operators of linear layer ``index`` do."""
         built = self.layer._build_quantizers(self.recipe)
         with torch.enable_grad():  # operators run without; whether there is a backward pass is not for the call to say
-            return self.layer._linear_call(0, x, weight, ForwardPass(self.recipe, built, False, dtype, None))
+            return self.layer._linear_call(index, x, weight, ForwardPass(self.recipe, built, False, dtype, None))
 
 
 class Context:
@@ -72,7 +77,7 @@ class Context:
 _traced: list[Traced] = []
 
 
-def ticket(layer: Linear) -> int | None:
+def ticket(layer: LinearModule) -> int | None:
     """The number that stands for a layer in a graph that is being traced; None if it computes in high precision."""
     recipe = layer._recipe_in_force()
     if recipe is None:
@@ -95,6 +100,7 @@ def linear_op(
     weight: Tensor,
     bias: Tensor | None,
     number: int,
+    index: int,
     dtype: torch.dtype,
     dx: bool,
     dw: bool,
@@ -110,11 +116,25 @@ def linear_op(
         )
     needs, context = Needs(dx, dw, db), Context()
     built = layer._prepare(traced.recipe)
-    call = traced.call(x, weight, dtype)
+    call = traced.call(index, x, weight, dtype)
+    if in_backward() and not this_pass().recomputes:
+        _refuse_other_bits(layer.layer, call)
+    # Without an autocast the module's forward is a step of delayed scaling, which ends with its last layer.
+    goes_on = any(needs) and active().step is None and index < len(built.details) - 1
+    step = nullcontext() if goes_on else layer._step(traced.recipe, built)
     # Operators run without gradients, by which delayed scaling would take this for a validation.
-    with torch.set_grad_enabled(any(needs)), layer._step(traced.recipe, built), torch.no_grad():
+    with torch.set_grad_enabled(any(needs)), step, torch.no_grad():
         y = saved_forward(context, x, weight, bias, call, needs)
-    return [y, *_kept(context, traced, needs, x, weight)]
+    return [y, *_kept(context, traced, index, needs, x, weight)]
+
+
+def _refuse_other_bits(layer: str, call: LinearCall) -> None:
+    """A graph that recomputes an operator in backward restores no generator for it."""
+    if any(quantizer is not None and rounds_stochastically(quantizer) for quantizer in (call.input, call.weight)):
+        raise RuntimeError(
+            f"{layer} rounds its input or weight stochastically, and is computed again in backward by a compiled "
+            "graph, where it would round otherwise: put the checkpoint around what is compiled, not inside"
+        )
 
 
 @linear_op.register_fake
@@ -123,20 +143,21 @@ def _linear_shapes(
     weight: Tensor,
     bias: Tensor | None,
     number: int,
+    index: int,
     dtype: torch.dtype,
     dx: bool,
     dw: bool,
     db: bool,
 ) -> list[Tensor]:
     traced, needs, context = _traced[number], Needs(dx, dw, db), Context()
-    call = traced.call(x, weight, dtype)
+    call = traced.call(index, x, weight, dtype)
     y = empty_forward(context, x, weight, call, needs)
     return [y, *(torch.empty_like(tensor) for tensor in context.saved_tensors if tensor is not None)]
 
 
-def _kept(context: Context, traced: Traced, needs: Needs, x: Tensor, weight: Tensor) -> list[Tensor]:
+def _kept(context: Context, traced: Traced, index: int, needs: Needs, x: Tensor, weight: Tensor) -> list[Tensor]:
     """Buffers for backward. An operator must not return its inputs, so what is one of them is copied."""
-    traced.contexts[tuple(x.shape), x.dtype, needs] = context.without_tensors()
+    traced.contexts[index, tuple(x.shape), x.dtype, needs] = context.without_tensors()
     inputs = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
     return [
         tensor.clone() if tensor.untyped_storage().data_ptr() in inputs else tensor
@@ -151,6 +172,7 @@ def linear_backward_op(
     buffers: list[Tensor],
     weight: Tensor,
     number: int,
+    index: int,
     dtype: torch.dtype,
     x_shape: list[int],
     x_dtype: torch.dtype,
@@ -161,8 +183,8 @@ def linear_backward_op(
 ) -> list[Tensor]:
     """Those of dx, dW and db that are needed."""
     traced, needs = _traced[number], Needs(dx, dw, db)
-    call = traced.call(dy, weight, dtype)
-    context = traced.contexts[tuple(x_shape), x_dtype, needs].with_tensors(buffers, weight, call)
+    call = traced.call(index, dy, weight, dtype)
+    context = traced.contexts[index, tuple(x_shape), x_dtype, needs].with_tensors(buffers, weight, call)
     found = gradients(context, dy)
     return [gradient.contiguous() for gradient in found if gradient is not None]
 
@@ -173,6 +195,7 @@ def _linear_backward_shapes(
     buffers: list[Tensor],
     weight: Tensor,
     number: int,
+    index: int,
     dtype: torch.dtype,
     x_shape: list[int],
     x_dtype: torch.dtype,
@@ -192,7 +215,7 @@ def _linear_backward_shapes(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, bias, ctx.number, ctx.dtype, ctx.dx, ctx.dw, ctx.db = inputs
+    x, weight, bias, ctx.number, ctx.index, ctx.dtype, ctx.dx, ctx.dw, ctx.db = inputs
     ctx.save_for_backward(weight, *output[1:])
     ctx.x_shape, ctx.x_dtype = list(x.shape), x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -206,6 +229,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> Any:
             buffers,
             weight,
             ctx.number,
+            ctx.index,
             ctx.dtype,
             ctx.x_shape,
             ctx.x_dtype,
@@ -216,23 +240,54 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         )
     )
     dx, dw, db = (next(found) if needed else None for needed in (ctx.dx, ctx.dw, ctx.db))
-    return dx, dw, db, None, None, None, None, None
+    return dx, dw, db, *[None] * 6
 
 
 linear_op.register_autograd(_backward, setup_context=_setup)
 
 
-def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
-    """The layer, in a graph that is being traced."""
+def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, this: TracedPass, index: int) -> Tensor:
+    """Linear layer ``index`` of a module, in a graph that is being traced."""
+    if this.number is None:
+        cast = None if bias is None else bias.to(this.dtype)
+        return torch.nn.functional.linear(x.to(this.dtype), weight.to(this.dtype), cast)
     grad = torch.is_grad_enabled()
     result: Tensor = linear_op(
         x,
         weight,
         bias,
-        number,
-        dtype,
+        this.number,
+        index,
+        this.dtype,
         grad and x.requires_grad,
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )[0]
     return result
+
+
+# The compiler calls this and does not look into it.
+_constant_traceable = torch.compiler.assume_constant_result(lambda module: module._traceable())
+
+_OPERANDS = ("inp", "m_splits")
+
+
+def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a module, for graphs: traced if the module can be, else called between two graphs.
+
+    With ``fullgraph=True`` the latter is an error of the compiler's.
+    """
+    names = tuple(inspect.signature(forward).parameters)[1:]
+    why = "options that have effects of their own, quantized weights and quantizers of users run in eager"
+    untraced = torch.compiler.disable(forward, reason=f"crossgrain: {why}")
+
+    @functools.wraps(forward)
+    def traced_or_not(self: Any, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            given = {**dict(zip(names, arguments, strict=False)), **options}
+            plain = all(value is None or value is False for name, value in given.items() if name not in _OPERANDS)
+            if not plain or isinstance(given.get("m_splits"), Tensor) or not _constant_traceable(self):
+                return untraced(self, *arguments, **options)
+        return forward(self, *arguments, **options)
+
+    return traced_or_not

@@ -18,6 +18,7 @@ from .linear_function import (
     LinearCall,
     LinearFunction,
     Needs,
+    check_dtypes,
     check_has_main_grad,
     check_input,
     check_takes_gradient,
@@ -68,6 +69,7 @@ def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
     """y [..., N] for x [..., K], whose rows belong to groups in order."""
     call = groups.calls[0]
     check_input(x, groups.weights[0], call.layer)
+    check_dtypes(groups.weights[0], call)
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
     needs = groups.needs(x)

@@ -15,6 +15,7 @@ from ..quantizer import Quantizer
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
 from ..tensor import QuantizedTensor
 from .base import Mode
+from .compiled import compilable
 from .grouped_function import Groups, grouped_linear
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterPlan, default_init
 from .options import parameter_options
@@ -175,6 +176,7 @@ class GroupedLinear(LinearModule):
 
     # ---- forward -------------------------------------------------------------------------------
 
+    @compilable
     def forward(
         self,
         inp: Tensor,
@@ -188,6 +190,8 @@ class GroupedLinear(LinearModule):
         ``out`` and ``dgrad_out`` are memory of the caller's that y and the gradient of ``inp`` are written to.
         """
         sizes = checked_sizes(m_splits, self.num_gemms, inp, self.layer)
+        if torch.compiler.is_compiling():
+            return self._traced(inp, sizes)
         weights, biases = self._group_weights(), self._group_biases()
         packed = self._packed("weight") if self.single_grouped_weight else None
         with self._forward_pass(inp, is_first_microbatch) as this:
@@ -207,6 +211,17 @@ class GroupedLinear(LinearModule):
                 dgrad_out=dgrad_out,
             )
             y = grouped_linear(inp, call)
+        return (y, biases) if self.return_bias else y
+
+    def _traced(self, inp: Tensor, sizes: list[int]) -> Any:
+        """In a graph each group is a layer; the numbers are those of all groups together."""
+        weights = list(self._packed("weight").unbind(0)) if self.single_grouped_weight else self._group_weights()
+        biases = list(self._packed("bias").unbind(0)) if self.single_grouped_bias else self._group_biases()
+        used = biases if self.apply_bias else [None] * self.num_gemms
+        with self._forward_pass(inp, None) as this:
+            groups = inp.reshape(-1, inp.shape[-1]).split(sizes)
+            y = torch.cat([self._linear(g, rows, weights[g], used[g], this) for g, rows in enumerate(groups)])
+        y = y.reshape(*inp.shape[:-1], self.out_features)
         return (y, biases) if self.return_bias else y
 
     def extra_repr(self) -> str:

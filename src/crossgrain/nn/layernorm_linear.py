@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import compilable
 from .linear import ParametersSplit, SingleLinear
 from .linear_module import InitMethod
 from .norm import Normalization
@@ -82,6 +83,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
             factory=factory,
         )
 
+    @compilable
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from ..activations import Activation, activation
 from ..recipe import QuantizerRole
 from .base import Mode
-from .linear_module import ForwardPass, InitMethod, LinearSlots, default_init
+from .compiled import compilable
+from .forward_pass import ForwardPass, TracedPass
+from .linear_module import InitMethod, LinearSlots, default_init
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
@@ -143,6 +145,10 @@ class LayerNormMLP(NormFirst):
 
     # ---- forward -------------------------------------------------------------------------------
 
+    def _traceable(self) -> bool:
+        return not self.checkpoint and super()._traceable()
+
+    @compilable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y, and after it what is asked for: b₂ (``return_bias``), norm(x) (``return_layernorm_output``)."""
         with self._forward_pass(inp, is_first_microbatch) as this:
@@ -155,7 +161,7 @@ class LayerNormMLP(NormFirst):
             extras.append(self._normalized_for_caller(x))
         return (y, *extras) if extras else y
 
-    def _computed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
+    def _computed(self, inp: Tensor, this: ForwardPass | TracedPass) -> tuple[Tensor, Tensor]:
         """y and norm(x)."""
         x = self._normalized(inp, this)
         hidden = self._linear(0, x, self.fc1_weight, self.fc1_bias, this)
@@ -165,13 +171,8 @@ class LayerNormMLP(NormFirst):
 
     def _recomputed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
         """The same; backward runs it again with the same random numbers, scales and cached weights."""
-        again = this._replace(is_first_microbatch=False if this.is_first_microbatch else this.is_first_microbatch)
-        passes = iter([this])
-
-        def compute(x: Tensor) -> tuple[Tensor, Tensor]:
-            return self._computed(x, next(passes, again))
-
-        return recomputed(compute, inp, state=None if this.recipe is None else this.built.states["forward"])
+        state = None if this.recipe is None else this.built.states["forward"]
+        return recomputed(lambda x: self._computed(x, this), inp, state=state)
 
     def extra_repr(self) -> str:
         return (

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plane import Direction
 from ..recipe import QuantizerRole
 from ..tensor import QuantizedTensor
 from .base import Mode
-from .compiled import constant_ticket, traced_linear
-from .linear_module import ForwardPass, InitMethod, LinearModule, default_init
-from .options import activation_dtype, parameter_options
-from .padding import known_format
+from .compiled import compilable
+from .forward_pass import ForwardPass, TracedPass
+from .linear_module import InitMethod, LinearModule, default_init
+from .options import parameter_options
 from .tensor_parallel import ParallelMode, local, share
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None
@@ -86,7 +85,7 @@ class SingleLinear(LinearModule):
         return "weight"
 
     def _projected(
-        self, x: Tensor, this: ForwardPass, *, quantized_output: bool, quantized_grad_input: bool
+        self, x: Tensor, this: ForwardPass | TracedPass, *, quantized_output: bool, quantized_grad_input: bool
     ) -> tuple[Tensor, Tensor | None]:
         """y, and the bias if it is left to the caller."""
         weights = self._parameters_of_weight()
@@ -183,6 +182,7 @@ class Linear(SingleLinear):
             factory=parameter_options(params_dtype, device),
         )
 
+    @compilable
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
@@ -192,41 +192,9 @@ class Linear(SingleLinear):
                                  is used. A weight that changes needs True in the next call.
         ``fp8_output``           y is returned quantized; ``fp8_grad``: dx is
         """
-        if torch.compiler.is_compiling():
-            if is_first_microbatch is None and not (fp8_output or fp8_grad) and _constant_traceable(self):
-                return self._traced_forward(inp)
-            return _untraced_forward(self, inp, is_first_microbatch, fp8_output, fp8_grad)
-        return self._forward(inp, is_first_microbatch, fp8_output, fp8_grad)
-
-    def _forward(self, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
         with self._forward_pass(inp, is_first_microbatch) as this:
             y, bias = self._projected(inp, this, quantized_output=fp8_output, quantized_grad_input=fp8_grad)
         return (y, bias) if self.return_bias else y
-
-    # ---- in a graph of torch.compile -----------------------------------------------------------
-
-    def _traced_forward(self, inp: Tensor) -> Tensor:
-        number = constant_ticket(self)
-        weight, bias = self._weight(self._parameters_of_weight()), self._bias()
-        if number is None:
-            return torch.nn.functional.linear(inp, weight, bias)
-        return traced_linear(inp, weight, bias, number, activation_dtype(inp))
-
-    def _traceable(self) -> bool:
-        """Whether the layer can be an operator in a graph; options with effects of their own break graphs."""
-        recipe = self._recipe_in_force()
-        effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
-        if self.tp_size > 1 or effects or self.return_bias or len(self._splits) > 1 or self.primary_weights_in_fp8:
-            return False
-        if recipe is None or self._only_calibrates():
-            return recipe is None
-        details = self._build_quantizers(recipe).details[0]
-        return not any(known_format(quantizer, side) is None for quantizer in details[:3] for side in Direction)
-
-
-# The compiler calls these and does not look into them: the first when it traces, the second between two graphs.
-_constant_traceable = torch.compiler.assume_constant_result(lambda layer: layer._traceable())
-_untraced_forward = torch.compiler.disable(lambda layer, *arguments: layer._forward(*arguments))
 
 
 def _resolved_splits(split: ParametersSplit, out_features: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..dtypes import HIGH_PRECISION
 from ..gemm import gemm
 from ..hybrid import HybridQuantizer
 from ..offload.staying import mark_not_offload
@@ -30,6 +31,7 @@ from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe.base import BackwardOverride
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import local_part
 from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
 from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
@@ -113,6 +115,18 @@ def check_input(x: Tensor, weight: Tensor, layer: str) -> None:
             f"{layer}: the input {list(x.shape)} has to end in {weight.shape[-1]}, which is what the weight "
             f"{list(weight.shape)} takes"
         )
+
+
+def check_dtypes(weight: Tensor, call: LinearCall) -> None:
+    """Raise if an operand is to be quantized and is of a dtype that cannot be."""
+    if call.input is None:
+        return
+    for operand, dtype in (("the weight", weight.dtype), ("the input", call.dtype)):
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"{call.layer}: {operand} is {dtype}; what is quantized is float32, bfloat16 or float16. Compute in "
+                f"{dtype} without a recipe"
+            )
 
 
 def check_takes_gradient(weight: Tensor, layer: str) -> None:
@@ -237,6 +251,7 @@ class _Forward(NamedTuple):
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> _Forward:
+    check_dtypes(weight, call)
     sizes, padded = _sizes(x, weight, call, needs)
     parallel = call.parallel
     sums = parallel is not None and parallel.sums_output  # the bias is added once, to the sum over ranks
@@ -330,7 +345,8 @@ def _quantized_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwis
 
 def quantize_weight(weight: Tensor, quantizer: Quantizer, padded: Sizes, columnwise: bool) -> QuantizedTensorStorage:
     """W for fprop, and for dgrad if ``columnwise``."""
-    return quantized_storage(quantizer, padded_matrix(weight.detach(), padded.n, padded.k), True, columnwise)
+    plain = local_part(weight.detach())
+    return quantized_storage(quantizer, padded_matrix(plain, padded.n, padded.k), True, columnwise)
 
 
 def _usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Quantized:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,16 @@ from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import Recipe, keep_high_precision_init_val
+from ..replay import current_pass
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from ..tensor.sharding import local_part, own_rows, write_shard
-from .base import Built, QuantizedModule
+from ..tensor.sharding import is_sharded, local_part, own_rows, write_shard
+from .base import QuantizedModule
+from .compiled import constant_ticket, traced_linear
+from .forward_pass import ForwardPass, TracedPass
 from .gathered_weight import GatheredWeight
 from .linear_function import LinearCall, linear, quantize_weight
 from .options import activation_dtype, refuse_gpu_options
-from .padding import Padding, Sizes, padding_for
+from .padding import Padding, Sizes, known_format, padding_for
 from .tensor_parallel import (
     ParallelMode,
     TensorParallel,
@@ -64,20 +67,6 @@ class ParameterPlan(NamedTuple):
     is_weight: bool = False  # of a GEMM: quantized in a quantized_model_init
     cut: int | None = None  # the dimension that ranks share, in tensor parallelism
     sequence_parallel: bool | None = None  # whether its gradient is a rank's part of a sum over rows
-
-
-class ForwardPass(NamedTuple):
-    """What is settled at the start of a module's forward, also for a recomputation in backward.
-
-    ``calibrates``  statistics are taken, nothing is quantized
-    ``dtype``       of activations
-    """
-
-    recipe: Recipe | None
-    built: Built
-    calibrates: bool
-    dtype: torch.dtype
-    is_first_microbatch: bool | None
 
 
 def default_init(weight: Tensor) -> None:
@@ -189,9 +178,8 @@ class LinearModule(QuantizedModule):
         self._weight_cache.clear()
         for name, plan in self._plans.items():
             old: Any = getattr(self, name)
-            own = local_part(old)
-            quantized = isinstance(own, QuantizedTensor)
-            if own is not old:
+            quantized = isinstance(old, QuantizedTensor)
+            if is_sharded(old):
                 self._reset_shard(name, old, plan)
             elif old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
                 device = torch.get_default_device() if old.is_meta else old.device
@@ -270,9 +258,14 @@ class LinearModule(QuantizedModule):
 
     # ---- running -------------------------------------------------------------------------------
 
+    def _forward_pass(self, x: Tensor, is_first_microbatch: bool | None) -> AbstractContextManager[Any]:
+        """Around all that forward does: a `ForwardPass`, or a `TracedPass` while a graph is made."""
+        if torch.compiler.is_compiling():
+            return nullcontext(TracedPass(constant_ticket(self), activation_dtype(x)))
+        return self._eager_pass(x, is_first_microbatch)
+
     @contextmanager
-    def _forward_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[ForwardPass]:
-        """Around all that forward does."""
+    def _eager_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[ForwardPass]:
         recipe = self._recipe_in_force()
         built = self._prepare(recipe)
         with self._step(recipe, built):
@@ -284,13 +277,15 @@ class LinearModule(QuantizedModule):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        this: ForwardPass,
+        this: ForwardPass | TracedPass,
         *,
         parameters: Sequence[Tensor] | None = None,
         quantized_output: bool = False,
         quantized_grad_input: bool = False,
     ) -> Tensor:
         """Linear layer ``index`` of the module. ``weight`` may be put together from several ``parameters``."""
+        if isinstance(this, TracedPass):
+            return traced_linear(x, weight, bias, this, index)
         call = self._linear_call(index, x, weight, this, parameters)
         if quantized_output or quantized_grad_input:
             if this.recipe is None:
@@ -300,6 +295,17 @@ class LinearModule(QuantizedModule):
                 call.output = this.built.quantizers["scaling_fwd"][at.output] if quantized_output else None
                 call.grad_input = this.built.quantizers["scaling_bwd"][at.grad_input] if quantized_grad_input else None
         return linear(x, weight, bias, call)
+
+    def _traceable(self) -> bool:
+        """Whether the linear layers can be operators in a graph; options with effects of their own break graphs."""
+        recipe = self._recipe_in_force()
+        effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
+        if self.tp_size > 1 or effects or self.primary_weights_in_fp8:
+            return False
+        if recipe is None or self._only_calibrates():
+            return recipe is None
+        quantizers = [quantizer for details in self._build_quantizers(recipe).details for quantizer in details[:3]]
+        return not any(known_format(quantizer, side) is None for quantizer in quantizers for side in Direction)
 
     def _linear_call(
         self, index: int, x: Tensor, weight: Tensor, this: ForwardPass, parameters: Sequence[Tensor] | None = None
@@ -337,17 +343,23 @@ class LinearModule(QuantizedModule):
         self, index: int, call: LinearCall, weight: Tensor, parameters: Sequence[Tensor], this: ForwardPass
     ) -> QuantizedTensorStorage:
         # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
-        columnwise = torch.is_grad_enabled() and call.quantizes_backward
+        columnwise = current_pass().trains and call.quantizes_backward
         padded = call.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
         quantizer = call.weight
         assert quantizer is not None
-        return self._weight_cache.get(
-            self._cache_name(index),
-            parameters,
-            refresh=bool(this.is_first_microbatch),
-            columnwise=columnwise,
-            make=lambda columnwise: quantize_weight(weight, quantizer, padded, columnwise),
-        )
+        cache, name = self._weight_cache, self._cache_name(index)
+
+        def copy() -> QuantizedTensorStorage:
+            return cache.get(
+                name,
+                parameters,
+                refresh=bool(this.is_first_microbatch),
+                columnwise=columnwise,
+                make=lambda columnwise: quantize_weight(weight, quantizer, padded, columnwise),
+            )
+
+        # Recomputed with the copy that the first pass used, which may not be the cached one any more.
+        return current_pass().same((cache, name), copy)
 
     def _cache_name(self, index: int) -> str:
         return self.weight_names[index]

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..collectives import gathered_with_gradient
-from .linear_module import ForwardPass, LinearModule, ParameterPlan
+from .forward_pass import ForwardPass, TracedPass
+from .linear_module import LinearModule, ParameterPlan
 from .norm import NORMALIZATIONS, normalized
 from .tensor_parallel import local
 
@@ -37,7 +38,7 @@ class NormFirst(LinearModule):
         else:
             self.register_parameter("layer_norm_bias", None)
 
-    def _normalized(self, x: Tensor, this: ForwardPass) -> Tensor:
+    def _normalized(self, x: Tensor, this: ForwardPass | TracedPass) -> Tensor:
         """In high precision: the first linear layer quantizes it, in whatever formats it has."""
         return normalized(
             x,

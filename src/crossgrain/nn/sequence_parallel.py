@@ -39,8 +39,8 @@ def gathered_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, *, 
     matrix = padded_matrix(matrix, matrix.shape[0], padded.k)
     columns = wgrad and call.quantizes_backward and not call.keep_input
     wanted = [ROWWISE, COLUMNWISE] if columns else [ROWWISE]
-    whole_blocks = padded.m == sizes.m
-    sent = [d for d in wanted if whole_blocks and why_not_gathered(quantizer, d, matrix.shape[0]) is None]
+    possible = [ROWWISE, COLUMNWISE] if padded.m == sizes.m else [ROWWISE]  # fprop needs no padding of M, wgrad does
+    sent = [d for d in wanted if d in possible and why_not_gathered(quantizer, d, matrix.shape[0]) is None]
     if columns and COLUMNWISE not in sent and not _same_bytes_again(quantizer):
         whole = _gathered_and_quantized(matrix, quantizer, group, padded.m, rowwise=True, columnwise=True)
         return GatheredInput(_plane(whole, ROWWISE), _plane(whole, COLUMNWISE), keeps_part=False)

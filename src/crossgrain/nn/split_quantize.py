@@ -3,10 +3,12 @@
 A block never reaches over the boundary of a group that is a multiple of the block along M. So formats
 whose scales depend on a block alone (MX formats, FP8 in blocks, NVFP4 rows with an amax each) quantize the
 whole tensor once, and a group's planes are views of the whole's. Formats with a number for the whole tensor
-(per-tensor FP8, NVFP4) have one for each group and are quantized group by group, as are quantizers written
-by users and FP8 blocks along M that groups would share.
+(per-tensor FP8, NVFP4), FP8 blocks along M that groups would share, and stochastic rounding, whose streams
+begin anew in each group, are quantized by kernels that know of groups (`grouped_quantize`).
 
-Bytes are the same either way, except for stochastic rounding: one call draws one seed.
+Only quantizers written by users, and columns that are made from quantized rows, go group by group. Bytes are the
+same either way. Where rounding is stochastic both directions decide which way it is, even if only one is made:
+what is drawn does not depend on whether there are gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..hybrid import HybridQuantizer
+from ..grouped_quantize import can_quantize_groups, quantize_groups
+from ..hybrid import HybridQuantizer, rounds_stochastically
 from ..plane import COLUMNWISE, ROWWISE, Direction
 from ..quantizer import Quantizer
 from ..tensor import QuantizedTensorStorage
@@ -35,12 +38,17 @@ def split_quantize(
     if len(rows) and _quantizes_as_a_whole(quantizers[0], directions, sizes):
         whole = quantized_storage(quantizers[0], rows, rowwise, columnwise)
         return [whole._sliced(0, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    if len(rows) and can_quantize_groups(quantizers):
+        own = [quantizer.storing(rowwise=rowwise, columnwise=columnwise) for quantizer in quantizers]
+        return quantize_groups(rows, sizes, own)
     groups = zip(quantizers, rows.split(list(sizes)), strict=True)
     return [quantized_storage(quantizer, group, rowwise, columnwise) for quantizer, group in groups]
 
 
 def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction], sizes: Sequence[int]) -> bool:
-    if isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
+    if rounds_stochastically(quantizer):
+        directions = list(Direction)
+    elif isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
         directions = [ROWWISE, *directions]  # the columns are made from the rows
     boundaries = list(accumulate(sizes))[:-1]
     return all(_cuts_between_blocks(quantizer, direction, boundaries) for direction in directions)
@@ -48,7 +56,7 @@ def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction],
 
 def _cuts_between_blocks(quantizer: Quantizer, direction: Direction, boundaries: Sequence[int]) -> bool:
     fmt = known_format(quantizer, direction)
-    if fmt is None:
+    if fmt is None or quantizer.encoding(direction).stochastic:
         return False
     if fmt.is_identity:
         return True

@@ -7,7 +7,8 @@ fused in one pass need not be fused in the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..quantizer import Quantizer
-from ..recipe import Recipe, RecipeState, active, ran_in_backward, ran_in_forward
+from ..recipe import Recipe, active, backward_note, forward_step
 from .channels import Port, Wiring
 from .context import OperationContext, SavedTensors
 from .fusions import FusionFunction, apply_fusions
@@ -51,6 +52,7 @@ class OperationFuser:
         """How many the caller provides."""
         return Wiring(self._basic_ops).num_public_inputs
 
+    @torch.compiler.disable(reason="crossgrain: fused operations are chosen anew in every call, and run in eager")
     def __call__(
         self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Kwargs] | None = None
     ) -> Tensor | tuple[Tensor, ...]:
@@ -64,11 +66,26 @@ class OperationFuser:
                 given.pre_first_fuser_forward()
             self._ran_before = True
         recipe = self._have_quantizers()
+        with ExitStack() as steps:
+            for op in self._basic_ops:
+                if op._recipe is not None and "forward" in op._built.states:
+                    steps.enter_context(forward_step(op._built.states["forward"]))
+            return self._run(input, extra_inputs, extras, wiring, kwargs, recipe)
+
+    def _run(
+        self,
+        input: Tensor,
+        extra_inputs: Sequence[Tensor],
+        extras: list[list[Tensor | None]],
+        wiring: Wiring,
+        kwargs: list[Kwargs],
+        recipe: Recipe | None,
+    ) -> Tensor | tuple[Tensor, ...]:
         first = self._first_op_requiring_backward(input, extras)
         for index, op in enumerate(self._basic_ops):
             op.pre_fuser_forward(requires_grad=index >= first)
         self.maybe_fuse_ops(recipe, first)
-        run = _Run(self, wiring, kwargs, first, self._contexts(input, first), self._backward_ops, active().group)
+        run = _Run(self, wiring, kwargs, first, self._contexts(input, first), self._backward_ops)
         if first == self.num_basic_ops:
             outputs = run.forward(input, extras)
         else:
@@ -81,12 +98,8 @@ class OperationFuser:
         for op, recipe in zip(self._basic_ops, recipes, strict=True):
             op.reset_recipe_state(recipe=recipe)
             state = op._built.states.get("forward") if recipe is not None else None
-            if state is not None and state.delayed is not None:
-                if active().step is None:
-                    raise RuntimeError(
-                        f"{op.layer}: delayed scaling is updated when an autocast ends, and there is none"
-                    )
-                ran_in_forward(state)
+            if state is not None and state.delayed is not None and active().step is None:
+                raise RuntimeError(f"{op.layer}: delayed scaling is updated when an autocast ends, and there is none")
         return recipes[0] if recipes else None
 
     def _first_op_requiring_backward(self, input: Tensor, extras: list[list[Tensor | None]]) -> int:
@@ -161,16 +174,16 @@ class _Run:
     first: int
     contexts: list[OperationContext]
     backward_ops: Placed
-    group: Any
     saved: SavedTensors | None = None
     parameter_counts: list[int] = field(init=False)
-    delayed: list[RecipeState] = field(init=False)
+    backward_notes: list[Callable[[], None]] = field(init=False)
 
     def __post_init__(self) -> None:
         ops = self.fuser._basic_ops
         self.parameter_counts = [sum(1 for _ in op.parameters()) for op in ops]
         states = [op._built.states.get("backward") for op in ops[self.first :] if op._recipe is not None]
-        self.delayed = [state for state in states if state is not None and state.delayed is not None]
+        delayed = [state for state in states if state is not None and state.delayed is not None]
+        self.backward_notes = [backward_note(state) for state in delayed]
 
     def forward(self, x: Tensor, extras: list[list[Tensor | None]]) -> tuple[Tensor, ...]:
         """The output and the extra outputs that the caller sees."""
@@ -232,8 +245,8 @@ class _Run:
 
     def _note_delayed_scaling(self) -> None:
         """All at once: an operation's gradient may be quantized by the one after it."""
-        for state in self.delayed:
-            ran_in_backward(state, self.group)
+        for note in self.backward_notes:
+            note()
 
 
 def _filled(ports: list[Port], given: list[Tensor | None], channels: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -10,14 +10,18 @@ from torch import nn
 
 from ..nn.base import Mode
 from ..nn.tensor_parallel import set_tensor_model_parallel_attributes
-from ..recipe import QuantizerRole
+from ..recipe import QuantizerRole, Recipe, renew_preserved_values
+from ..tensor.loading import check_formats
 from .basic.bias import Bias
 from .basic.linear import BasicLinear
 from .op import BasicOperation, FusedOperation
 
 
 class Linear(FusedOperation):
-    """``y = x · Wᵀ + b``. Its state dict is that of `crossgrain.nn.Linear` and of `torch.nn.Linear`."""
+    """``y = x · Wᵀ + b``, bit for bit that of `crossgrain.nn.Linear`.
+
+    Its state dict is that of `crossgrain.nn.Linear` and of `torch.nn.Linear`.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -53,7 +57,8 @@ class Linear(FusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if bias:
-            ops.append(Bias(linear.local_out_features, device=device, dtype=linear.weight.dtype))
+            ops.append(added := Bias(linear.local_out_features, device=device, dtype=linear.weight.dtype))
+            linear.take_bias(added)
         super().__init__(ops)
         self.in_features = in_features
         self.out_features = out_features
@@ -116,6 +121,16 @@ class Linear(FusedOperation):
     def name(self, name: str | None) -> None:
         self.basic_ops[0].name = name
 
+    @property
+    def bound_recipe(self) -> Recipe | None:
+        """Used where no autocast says otherwise, by all that the layer is made of."""
+        return self.basic_ops[0].bound_recipe
+
+    @bound_recipe.setter
+    def bound_recipe(self, recipe: Recipe | None) -> None:
+        for op in self.basic_ops:
+            op.bound_recipe = recipe
+
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.basic_ops[0].get_quantizer_roles(mode)
 
@@ -138,6 +153,10 @@ class Linear(FusedOperation):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "_extra_state"
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.basic_ops[0]._expect_other_weights()
+        else:
+            check_formats(self._parameters, state_dict, prefix)
         self.basic_ops[0].clear_weight_cache()
         if key in state_dict:
             self.basic_ops[0].set_extra_state(state_dict[key])
@@ -147,6 +166,7 @@ class Linear(FusedOperation):
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         self._share_parameters()
+        renew_preserved_values(self._parameters, state_dict, prefix)
 
     def extra_repr(self) -> str:
         has_bias = self._parameters["bias"] is not None

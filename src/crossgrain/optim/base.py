@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,16 +17,38 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import local_part
-from .masters import as_plain, is_quantized, join_master, sharded_like, split_master, take_master, write_params
-from .stored_state import STATE_DTYPES, store, unscaled, zero_state
+from ..tensor.sharding import is_sharded, local_part
+from .masters import (
+    as_plain,
+    check_in_use,
+    is_quantized,
+    join_master,
+    sharded_like,
+    split_master,
+    take_master,
+    write_params,
+)
+from .stored_state import STATE_DTYPES, own_scale, store, take_scale, unscaled, zero_state
 
 MASTER = "master_param"
+_SCALE = "_scale_inv"  # follows the name of a state
 _BATCH = 1 << 24  # elements whose float32 copies may exist at a time
 
 
 class FusedOptimizer(Optimizer):
     """Subclasses give the names and dtypes of their moments and `_update`, the kernel."""
+
+    # What copies and pickles carry beside torch's own; subclasses add theirs.
+    _travelling: ClassVar[tuple[str, ...]] = (
+        "master_weights",
+        "master_weight_dtype",
+        "use_decoupled_grad",
+        "store_param_remainders",
+        "set_grad_none",
+        "name_to_dtype_map",
+        "_moments",
+        "_scales",
+    )
 
     def __init__(
         self,
@@ -92,6 +114,7 @@ class FusedOptimizer(Optimizer):
                 raise ValueError("a GradScaler unscales .grad; decoupled gradients have to be unscaled by the caller")
             grad_scaler.step(self)
             return loss
+        check_in_use(self.param_groups)
         groups = [(group, self._with_grads(group)) for group in self.param_groups]
         for _, params in groups:
             self._check(params)
@@ -126,7 +149,8 @@ class FusedOptimizer(Optimizer):
                 raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
             own = local_part(param)
             if isinstance(own, QuantizedTensor):
-                own._stand_alone() if own is not param else None
+                if is_sharded(param):
+                    own._stand_alone()
                 own._get_quantizer().check_writable(own)
                 self._check_quantized(own)
 
@@ -241,16 +265,25 @@ class FusedOptimizer(Optimizer):
         else:
             store(value, state, self._scale(param, name))
 
-    # ---- checkpoints ---------------------------------------------------------------------------
+    # ---- copies and checkpoints ----------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._travelling}}
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any torch optimizer, with all states in unscaled float32; those of sharded parameters are sharded."""
+        """As of any torch optimizer, with all states in unscaled float32; FP8 ones add their scale.
+
+        Those of sharded parameters are sharded.
+        """
         packed = super().state_dict()
         params = self._all_params()
-        packed["state"] = {
-            index: {name: sharded_like(self.get_unscaled_state(params[index], name), params[index]) for name in state}
-            for index, state in packed["state"].items()
-        }
+        for index, state in packed["state"].items():
+            param = params[index]
+            scales = {f"{name}{_SCALE}": own_scale(value) for name, value in state.items()}
+            packed["state"][index] = {
+                **{name: sharded_like(self.get_unscaled_state(param, name), param) for name in state},
+                **{name: scale for name, scale in scales.items() if scale is not None},
+            }
         return packed
 
     @torch.no_grad()
@@ -262,10 +295,13 @@ class FusedOptimizer(Optimizer):
         self._scales.clear()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, param in zip(saved, self._all_params(), strict=True):
-            for name, value in states.get(index, {}).items():
+            loaded = states.get(index, {})
+            for name, value in loaded.items():
                 value = local_part(torch.as_tensor(value))
                 if self._needs_master(param) if name == MASTER else name in self.name_to_dtype_map:
                     self.set_scaled_state(param, name, value.to(device=param.device, dtype=torch.float32, copy=True))
+                    if f"{name}{_SCALE}" in loaded:
+                        take_scale(self.state[param][name], loaded[f"{name}{_SCALE}"])
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

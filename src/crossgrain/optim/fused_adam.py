@@ -22,6 +22,8 @@ class FusedAdam(FusedOptimizer):
     One count of steps serves a whole group.
     """
 
+    _travelling = (*FusedOptimizer._travelling, "adam_w_mode", "capturable")
+
     def __init__(
         self,
         params: Any,

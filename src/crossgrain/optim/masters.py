@@ -7,7 +7,7 @@ written from the master after each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import local_part, write_shard
+from ..tensor.sharding import is_sharded, local_part, write_shard
 
 
 def take_master(param: Tensor) -> Tensor:
@@ -35,6 +35,17 @@ def take_master(param: Tensor) -> Tensor:
 def is_quantized(param: Tensor) -> bool:
     """Whether ``param``, or what this rank has of it, is quantized."""
     return isinstance(local_part(param), QuantizedTensor)
+
+
+def check_in_use(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if a parameter has been replaced in its model: training would silently go nowhere."""
+    for group in groups:
+        for param in group["params"]:
+            if getattr(param, "was_replaced", False):
+                raise RuntimeError(
+                    f"the optimizer holds a {type(param).__name__} {list(param.shape)} that requantize_ has replaced "
+                    "in its model; call requantize_(model, recipe, optimizer), or make a new optimizer"
+                )
 
 
 def as_plain(param: Tensor) -> Tensor:
@@ -58,7 +69,7 @@ def write_params(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def sharded_like(value: Tensor, param: Tensor) -> Tensor:
     """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
-    if local_part(param) is param:
+    if not is_sharded(param):
         return value
     from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
 

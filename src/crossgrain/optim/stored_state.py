@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer
+from ..float8 import Float8CurrentScalingQuantizer, Float8Tensor
 from ..tensor import QuantizedTensor
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -48,3 +48,14 @@ def store(value: Tensor, state: Tensor, scale: Tensor | None) -> None:
     else:
         scale.copy_(kernels.amax(value) / _FLOAT16_RANGE)
         state.copy_(value * torch.where(scale > 0, scale.reciprocal(), 0.0))
+
+
+def own_scale(state: Tensor) -> Tensor | None:
+    """The scale that the numbers of an FP8 state alone do not tell to the last bit."""
+    return state._scale_inv.clone() if isinstance(state, Float8Tensor) and state._scale_inv is not None else None
+
+
+def take_scale(state: Tensor, scale: Tensor) -> None:
+    """Give an FP8 state that was just stored the scale that its numbers had, for the same bytes."""
+    if isinstance(state, Float8Tensor) and state._scale_inv is not None:
+        state._scale_inv.copy_(scale)

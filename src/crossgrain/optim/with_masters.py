@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .base import MASTER
-from .masters import as_plain, is_quantized, sharded_like, take_master, write_params
+from .masters import as_plain, check_in_use, is_quantized, sharded_like, take_master, write_params
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its master
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -39,11 +39,18 @@ def _class_with_masters(optimizer: type[Optimizer]) -> type[Optimizer]:
     return type(optimizer.__name__, (_WithMasters, optimizer), {})
 
 
+def _blank_with_masters(optimizer: type[Optimizer]) -> Optimizer:
+    """What a pickle fills."""
+    cls: Any = _class_with_masters(cast(Any, optimizer))
+    return cast(Optimizer, cls.__new__(cls))
+
+
 class _WithMasters(Optimizer):
     """Goes before the class of a torch optimizer."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        check_in_use(self.param_groups)
         with self._masters_in_place() as pairs:
             _hand_gradients(pairs)
             if closure is not None:
@@ -51,6 +58,10 @@ class _WithMasters(Optimizer):
             loss = _unhooked_step(type(self))(self, **options)
         write_params(*_apart(pairs))
         return loss
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class is made on demand, so a pickle names the one it was made from.
+        return _blank_with_masters, (_made_from(type(self)),), self.__getstate__()
 
     def _wants_master(self, param: Tensor) -> bool:
         if not is_quantized(param) and param.dtype == torch.float32:
@@ -133,6 +144,10 @@ def _hand_gradients(pairs: Sequence[Pair]) -> None:
 
 def _unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The torch optimizer's own step without the hooks that torch wraps it in: ours is wrapped already."""
-    optimizer: Any = cls.__mro__[cls.__mro__.index(_WithMasters) + 1]
-    step: Any = optimizer.step
+    step: Any = _made_from(cls).step
     return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def _made_from(cls: type[Optimizer]) -> type[Optimizer]:
+    """The torch optimizer under the masters."""
+    return cls.__mro__[cls.__mro__.index(_WithMasters) + 1]

@@ -10,12 +10,14 @@ from .context import (
     active,
     active_recipe,
     autocast,
+    backward_note,
+    forward_part,
     forward_step,
     fp8_autocast,
     fp8_model_init,
+    one_step,
     quantized_model_init,
-    ran_in_backward,
-    ran_in_forward,
+    this_pass,
 )
 from .custom import CustomRecipe
 from .custom_state import CustomRecipeState
@@ -25,7 +27,12 @@ from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
-from .init_values import clear_preserved_value, keep_high_precision_init_val, preserved_value
+from .init_values import (
+    clear_preserved_value,
+    keep_high_precision_init_val,
+    preserved_value,
+    renew_preserved_values,
+)
 from .pairing import check_pairs
 from .params import Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
@@ -88,6 +95,7 @@ __all__ = [
     "active_recipe",
     "as_recipe",
     "autocast",
+    "backward_note",
     "check_extra_state",
     "check_pairs",
     "check_recipe_support",
@@ -95,6 +103,7 @@ __all__ = [
     "clear_preserved_value",
     "extra_state_of",
     "factories",
+    "forward_part",
     "forward_step",
     "fp8_autocast",
     "fp8_model_init",
@@ -111,10 +120,11 @@ __all__ = [
     "is_nvfp4_available",
     "keep_high_precision_init_val",
     "load_extra_state",
+    "one_step",
     "preserved_value",
     "preset_table",
     "quantized_model_init",
-    "ran_in_backward",
-    "ran_in_forward",
+    "renew_preserved_values",
+    "this_pass",
     "zoo",
 ]

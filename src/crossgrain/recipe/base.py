@@ -69,6 +69,10 @@ class Recipe:
         """Whether quantizers come from a ``qfactory(role)``."""
         return cls._kind == "custom"
 
+    def may_keep_histories(self) -> bool:
+        """Whether a tensor may be scaled by what earlier steps have seen."""
+        return self.delayed() or self.custom()
+
     def options(self) -> dict[str, Any]:
         """Everything that can be set, by name: what makes two recipes of a class the same."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}

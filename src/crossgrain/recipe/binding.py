@@ -23,15 +23,29 @@ class Layer:
     module_type: str = "linear"
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
-    """Every ``nn.Linear``, Hugging Face ``Conv1D`` and module with `get_quantizer_roles`, in the order of the model."""
+def layers_of(model: nn.Module, all_paths: bool = False) -> list[Layer]:
+    """Every ``nn.Linear``, Hugging Face ``Conv1D`` and module with `get_quantizer_roles`, in the order of the model.
+
+    A module that has several paths is known by the first, unless ``all_paths`` are asked for.
+    """
     layers: dict[Layer, None] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=not all_paths):
         if hasattr(module, "get_quantizer_roles"):
             layers.update(dict.fromkeys(_layers_of_roles(path, module)))
         elif isinstance(module, nn.Linear) or is_conv1d(module):
             layers[Layer(path)] = None
     return list(layers)
+
+
+def other_paths(model: nn.Module) -> dict[str, list[str]]:
+    """The further paths of modules that have several, by the first."""
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), path)
+        if known != path:
+            others.setdefault(known, []).append(path)
+    return others
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -134,6 +148,10 @@ def _hint(matcher: Matcher, model: nn.Module, layers: Sequence[Layer]) -> str:
         return ", which has no nn.Linear and no module with roles"
     if isinstance(matcher, Glob):
         pattern = matcher.patterns[0]
+        for known, others in other_paths(model).items():
+            for path in others:
+                if fnmatchcase(path, pattern) and any(layer.name == known for layer in layers):
+                    return f": {path} is the layer {known} under another name, and rules go by the first: '{known}'"
         containers = [path for path, _ in model.named_modules() if path and fnmatchcase(path, pattern)]
         if containers:
             return f": {containers[0]} is not a layer; '{pattern}.*' is for the layers inside"

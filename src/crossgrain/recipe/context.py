@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -20,18 +20,26 @@ from typing import Any, Self
 
 import torch
 
+from ..replay import Pass, current_pass, find_pass, replayed_tape, within
+from ..torch_checkpoints import in_backward
 from .base import Recipe
 from .coerce import as_recipe
+from .delayed_state import DelayedScalingRecipeState
 from .state import RecipeState
 from .support import check_recipe_support, get_default_recipe
-from .updates import Step, backward_steps, in_backward
+from .updates import Step, backward_steps
 
 RecipeLike = Recipe | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
 class PrecisionContext:
-    """What is in force. ``step`` collects the states of the outermost enabled autocast, ``depth`` counts all."""
+    """What is in force.
+
+    ``step``   collects the states of the outermost enabled autocast
+    ``depth``  counts autocasts
+    ``task``   the backward pass in which it was entered, -1 if in none
+    """
 
     enabled: bool = False
     calibrating: bool = False
@@ -41,6 +49,7 @@ class PrecisionContext:
     preserve_init_value: bool = False
     step: Step | None = None
     depth: int = 0
+    task: int = -1
 
 
 _NOTHING = PrecisionContext()
@@ -48,8 +57,17 @@ _active: ContextVar[PrecisionContext] = ContextVar("crossgrain_precision", defau
 
 
 def active() -> PrecisionContext:
-    """The context in force."""
-    return _active.get()
+    """The context in force; in a recomputation that of the first pass, whatever backward was called in."""
+    context, task = _active.get(), torch._C._current_graph_task_id()
+    if task in (-1, context.task):
+        return context
+    tape = replayed_tape()
+    return context if tape is None else tape.outside
+
+
+def this_pass() -> Pass:
+    """What the running code is part of, if there are checkpoints around it."""
+    return find_pass(active())
 
 
 def activate(context: PrecisionContext) -> None:
@@ -63,53 +81,101 @@ def active_recipe() -> Recipe:
     return get_default_recipe() if recipe is None else recipe
 
 
-def ran_in_forward(state: RecipeState) -> None:
-    """Modules say so before they quantize: delayed scaling is updated when the outermost autocast ends."""
-    context = active()
-    if context.step is not None:
-        context.step.add(state, context.group)
+def forward_step(state: RecipeState) -> AbstractContextManager[None]:
+    """Around all that a module's forward quantizes.
+
+    Delayed scaling is updated when the outermost autocast ends; where there is none, the forward is a step. What is
+    computed again in backward uses the scales of the first pass, and is no step.
+    """
+    this = this_pass()
+    if state.delayed is not None:
+        return _delayed_step(state, state.delayed, this)
+    return within(this)
 
 
 @contextmanager
-def forward_step(state: RecipeState) -> Iterator[None]:
-    """The same around a module's forward, for modules that also run where no autocast is in force.
+def _delayed_step(state: RecipeState, delayed: DelayedScalingRecipeState, this: Pass) -> Iterator[None]:
+    if not this.recomputes and in_backward() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "delayed scaling runs in backward, outside of all checkpoints that are known: a recomputation needs the "
+            "scales of its first pass. Use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, and neither "
+            "in a compiled function"
+        )
+    with within(this):
+        scale = this.same(delayed.key, lambda: delayed.scale.clone() if this.recorded else delayed.scale)
+        if this.recomputes:
+            _join_backward_step(this)
+            with delayed.replaying(scale):
+                yield
+        else:
+            with one_step():
+                context = active()
+                assert context.step is not None
+                context.step.add(state, context.group)
+                yield
 
-    Inside an autocast this is `ran_in_forward`; elsewhere the module's own forward is the step.
-    """
-    if active().step is not None or state.delayed is None:
-        ran_in_forward(state)
+
+@contextmanager
+def forward_part(state: RecipeState) -> Iterator[None]:
+    """Inside a `forward_step` of ``state``, around a part of it that is a checkpoint of its own."""
+    this, delayed = this_pass(), state.delayed
+    if delayed is None:
+        with within(this):
+            yield
+        return
+    part = this.beyond(current_pass())
+    with within(this):
+        scale = part.same(delayed.key, delayed.scale.clone)
+        with delayed.replaying(scale) if part.recomputes else nullcontext():
+            yield
+
+
+@contextmanager
+def one_step() -> Iterator[None]:
+    """All forward passes inside are one step of delayed scaling, unless they are part of a larger one already."""
+    context = active()
+    if context.step is not None or this_pass().recomputes:
         yield
         return
-    step = Step()
-    step.add(state)
+    outer, step = _active.get(), Step()
+    activate(replace(context, step=step))
     try:
         yield
     except BaseException:
         step.aborted = True
         raise
     finally:
+        activate(outer)
         _finish(step)
 
 
 def _finish(step: Step, *, always: bool = False) -> None:
-    """End a forward step, or forget it: without gradients, after an error, or in a recomputation."""
+    """End a forward step, or forget it: if no backward pass will follow, after an error, or in backward."""
     step.close()
-    if (always or torch.is_grad_enabled()) and not in_backward() and not step.aborted:
+    if (always or this_pass().trains) and not in_backward() and not step.aborted:
         step.end()
-        return
-    recomputes = in_backward() and torch.is_grad_enabled() and not step.aborted
-    for state in step.undo():
-        if recomputes and not state.amax_history.any() and bool((state.scale == 1).all()):
-            raise RuntimeError(
-                "delayed scaling is recomputed in backward without ever having seen a forward step: reentrant "
-                "checkpointing runs forward without gradients, like a validation, and would never learn a scale. Use "
-                "checkpoint(..., use_reentrant=False), or an autocast around the whole forward pass"
-            )
+    else:
+        step.undo()
 
 
-def ran_in_backward(state: RecipeState, group: Any = None) -> None:
-    """The same for a backward pass, which updates at its end; ``group`` is the forward pass's ``active().group``."""
-    backward_steps.current().add(state, group)
+def backward_note(state: RecipeState) -> Callable[[], None]:
+    """What backward calls before it quantizes; ``state`` is updated when the backward pass is complete."""
+    group, step = active().group, _join_backward_step(this_pass())
+
+    def note() -> None:
+        (step or backward_steps.current()).add(state, group)
+
+    return note
+
+
+def _join_backward_step(this: Pass) -> Step | None:
+    """The step of a reentrant recomputation, which has a backward pass of its own inside the one that it is part of."""
+    if this.replayed is None or not this.reentrant:
+        return None
+    step: Step = this.replayed.backward_step or backward_steps.current()
+    for tape in this.recorded:
+        tape.backward_step = step
+    return step
 
 
 class autocast:
@@ -144,7 +210,8 @@ class autocast:
         runs = self._enabled or self._calibrating
         if runs:
             check_recipe_support(recipe)
-        outer = self._outer = active()
+        self._outer, outer = _active.get(), active()
+        find_pass(outer)  # checkpoints note what they were entered in
         if runs and outer.step is None:
             self._step = Step()
         activate(
@@ -156,6 +223,7 @@ class autocast:
                 group=self._group,
                 step=outer.step or self._step,
                 depth=outer.depth + 1,
+                task=torch._C._current_graph_task_id(),
             )
         )
         return self
@@ -183,8 +251,8 @@ def quantized_model_init(
     ``preserve_high_precision_init_val`` keeps a CPU copy of what they were made from, for master weights:
     ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
     """
-    outer = active()
-    inner = replace(outer, quantized_parameters=enabled, preserve_init_value=preserve_high_precision_init_val)
+    outer = _active.get()
+    inner = replace(active(), quantized_parameters=enabled, preserve_init_value=preserve_high_precision_init_val)
     if enabled:
         chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
         check_recipe_support(chosen)

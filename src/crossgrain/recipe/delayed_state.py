@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -50,23 +50,31 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
     def delayed(self) -> DelayedScalingRecipeState:
         return self
 
+    @property
+    def key(self) -> Hashable:
+        """The same for all states that share a history."""
+        return self.amax_history
+
     def _make(self, slot: int) -> Quantizer:
         column = slice(slot, slot + 1)
         return Float8Quantizer(self.scale[column], self.amax_history[0, column], self.dtype)
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Share the buffers of ``other`` if they are for the same tensors, FP8 type and history length."""
+        """Share the buffers of ``other`` if they are for the same tensors, FP8 type and history length.
+
+        From another device they are copied.
+        """
         if not isinstance(other, DelayedScalingRecipeState):
             return False
         same = (
             self.mode == other.mode
             and self.columns == other.columns
             and self.dtype is other.dtype
-            and self.device == other.device
+            and (self.device == other.device or other.device.type != "meta")
             and self.amax_history.shape == other.amax_history.shape
         )
         if same:
-            self.scale, self.amax_history = other.scale, other.amax_history
+            self.scale, self.amax_history = other.scale.to(self.device), other.amax_history.to(self.device)
         return same
 
     def end_step(self, reduced_amax: Tensor | None = None) -> None:

@@ -37,7 +37,10 @@ def check_extra_state(extra: Any, name: str = "module") -> None:
     if _is_empty(extra):
         return
     if not isinstance(extra, Mapping):
-        raise TypeError(f"{name}: the extra state is a dict of tensors and numbers, not a {type(extra).__name__}")
+        raise TypeError(
+            f"{name}: the extra state is a dict of tensors and numbers, not a {type(extra).__name__}. Pickled ones of "
+            "others are not read: remove the key from the state dict to begin with new histories"
+        )
     if extra.get("version") != VERSION:
         raise ValueError(f"{name}: version {extra.get('version')!r} of the extra state is unknown; this is {VERSION}")
     unknown = set(extra) - {"version"} - {f"{mode}.{field}" for mode in ("forward", "backward") for field in _FIELDS}

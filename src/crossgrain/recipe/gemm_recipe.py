@@ -116,6 +116,11 @@ class GemmRecipe(Recipe):
         """The options of the whole recipe that are not at their defaults."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) != _DEFAULTS[key]}
 
+    def may_keep_histories(self) -> bool:
+        stages = (self.settings, *(rule.settings for rule in self.rules))
+        values = [value for settings in stages for _, value in settings]
+        return any(isinstance(value, FormatSpec) and value.delayed is not None for value in values)
+
     def _spec(self, key: str) -> FormatSpec:
         spec = {**_NOT_SAID, **dict(self.settings)}[key]
         assert isinstance(spec, FormatSpec)

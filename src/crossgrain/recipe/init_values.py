@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +38,8 @@ class InitValue:
         ):
             return True
         with torch.no_grad():
-            again = parameter.detach().clone().copy_(self._value.to(parameter.device))
+            # With a quantizer of its own: that of the parameter may keep a history, which this is no part of.
+            again = copy.deepcopy(parameter.detach()).copy_(self._value.to(parameter.device))
             return torch.equal(again.dequantize(), parameter.detach().dequantize())
 
 
@@ -54,10 +57,25 @@ def keep_high_precision_init_val(parameter: Tensor, value: Tensor) -> None:
     parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
 
 
+def renew_preserved_values(parameters: Mapping[str, Any], loaded: Mapping[str, Any], prefix: str = "") -> None:
+    """After a load: parameters that keep their initial values keep the high precision that was loaded instead."""
+    for name, parameter in parameters.items():
+        value, kept = loaded.get(prefix + name), _kept(parameter)
+        if kept is None or kept.get() is None or not isinstance(value, Tensor) or isinstance(value, QuantizedTensor):
+            continue
+        if value.shape == parameter.shape:
+            keep_high_precision_init_val(parameter, value)
+
+
 def preserved_value(parameter: QuantizedTensor) -> Tensor | None:
     """The preserved initial value, if there is one and ``parameter`` still stands for it."""
+    kept = _kept(parameter)
+    return kept.get() if kept is not None and kept.is_of(parameter) else None
+
+
+def _kept(parameter: Any) -> InitValue | None:
     kept = getattr(getattr(parameter, "get_high_precision_init_val", None), "__self__", None)
-    return kept.get() if isinstance(kept, InitValue) and kept.is_of(parameter) else None
+    return kept if isinstance(kept, InitValue) else None
 
 
 def clear_preserved_value(parameter: Tensor) -> None:

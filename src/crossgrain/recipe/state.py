@@ -102,8 +102,13 @@ class RecipeState:
         """The state with scales and histories, if there are any."""
         return None
 
-    def fits(self, recipe: Recipe, roles: Roles | None = None) -> bool:
-        """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place."""
+    def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | None = None) -> bool:
+        """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place.
+
+        ``device``  where their scales and histories would be; None: it does not matter
+        """
+        if device is not None and _resolved_device(device) != self.device:
+            return False
         same_roles = (None if roles is None else list(roles)) == self.roles
         return same_roles and (type(recipe), recipe.options()) == self._made_for
 

@@ -60,18 +60,15 @@ class Step:
         for state, _ in ran:
             state.end_step(reduced.get(id(state)))
 
-    def undo(self) -> list[DelayedScalingRecipeState]:
-        """Forget the step: the states, which are returned, have seen nothing."""
+    def undo(self) -> None:
+        """Forget the step: the states have seen nothing."""
         with self._lock:
             ran, self._ran = self._ran, []
-        states = []
         for entry in reversed(ran):
             state = entry.state()
             if state is not None:
                 with torch.no_grad():
                     state.amax_history[0].copy_(entry.seen_before)
-                states.append(state)
-        return states
 
     def close(self) -> None:
         """Take no more states: what runs later belongs to another step."""
@@ -129,13 +126,8 @@ def _refuse_different_layouts(group: Any, states: list[DelayedScalingRecipeState
         )
 
 
-def in_backward() -> bool:
-    """Whether the autograd engine is running this thread's code."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class BackwardSteps:
-    """A step for every backward pass under way, ended by the autograd engine when the pass is complete."""
+    """A step for every backward pass under way, ended when the pass is complete and forgotten if it fails."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,7 +140,7 @@ class BackwardSteps:
             known = task in self._steps
             step = self._steps.setdefault(task, Step())
         if not known and task != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfPass(self, task))
         return step
 
     def _end(self, task: int) -> None:
@@ -156,6 +148,12 @@ class BackwardSteps:
             step = self._steps.pop(task, None)
         if step is not None:
             step.end()
+
+    def _forget(self, task: int) -> None:
+        with self._lock:
+            step = self._steps.pop(task, None)
+        if step is not None:
+            step.undo()
 
     def end_all(self) -> None:
         """End every step now, for callers that do not run in the autograd engine."""
@@ -167,6 +165,20 @@ class BackwardSteps:
     def clear(self) -> None:
         with self._lock:
             self._steps.clear()
+
+
+class _EndOfPass:
+    """Called by the autograd engine when a pass is complete; let go of without a call if it fails."""
+
+    def __init__(self, steps: BackwardSteps, task: int) -> None:
+        self._steps = steps
+        self._task = task
+
+    def __call__(self) -> None:
+        self._steps._end(self._task)
+
+    def __del__(self) -> None:
+        self._steps._forget(self._task)
 
 
 backward_steps = BackwardSteps()

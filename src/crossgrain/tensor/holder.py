@@ -247,6 +247,7 @@ class PlaneHolder:
         changed, so that what was saved for backward does not go stale unseen.
         """
         number = next_write_number() if number is None else number
+        self._made_of_zeros = False
         if not self._plane_buffers:
             for epoch in self._whole_epochs().values():
                 epoch.number = number

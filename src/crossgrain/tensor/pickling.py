@@ -31,6 +31,8 @@ def make_tensor(
     device = next((value.device for value in state.values() if isinstance(value, torch.Tensor)), torch.device("cpu"))
     tensor = cls._wrapper(state["_shape"], state["_dtype"], device, requires_grad)
     tensor._take_plain_state(state)
+    for plane in tensor.planes():
+        plane.check_buffers()
     if is_param:
         tensor._is_param = True
     return tensor

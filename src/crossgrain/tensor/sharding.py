@@ -55,7 +55,7 @@ def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Ga
     """This rank's bytes, and what the others need to know about them."""
     group, rank = mesh.get_group(), mesh.get_local_rank()
     shard._check_fresh()
-    rows = rows_of_chunks(_agreed_counts(shard, group, mesh.size(), rank))
+    rows = rows_of_chunks(_agreed_counts(shard, group, mesh.size()))
     share_scales(shard, group)
     directions = gathered_directions()
     planes = shard._planes_that_travel(directions)
@@ -70,7 +70,7 @@ def post_all_gather(
     if out is None:
         with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
             whole = shard._empty_like(gather.shipment.shape, dtype)
-        _leave_group(whole)
+        whole._get_quantizer()._leave_group()
     else:
         whole = local_part(out)
     whole._shard = shard
@@ -109,8 +109,9 @@ def share_scales(shard: QuantizedTensor, group: Any) -> None:
 def reduce_over(quantizer: Any, group: Any) -> None:
     """Make ``quantizer`` maximise amaxes over ``group``, in every direction."""
     for own in _plain_quantizers(quantizer):
-        own.with_amax_reduction = True
-        own.amax_reduction_group = group
+        if not own.with_amax_reduction or own.amax_reduction_group is not group:  # options that change cost a memory
+            own.with_amax_reduction = True
+            own.amax_reduction_group = group
 
 
 def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
@@ -128,6 +129,11 @@ def local_part(tensor: Any) -> Any:
     return getattr(part, "_plain", part)
 
 
+def is_sharded(param: Any) -> bool:
+    """Whether this rank may have only a part of ``param``: a DTensor."""
+    return hasattr(param, "_local_tensor")
+
+
 def own_rows(whole: Tensor, param: Any) -> Tensor:
     """The part of ``whole`` that this rank has of the DTensor ``param``."""
     from torch.distributed.tensor import distribute_tensor  # which takes long to import
@@ -139,7 +145,7 @@ def own_rows(whole: Tensor, param: Any) -> Tensor:
 def write_shard(param: Any, values: Tensor) -> None:
     """Requantize what this rank has of ``param`` under the scales of all ranks, who have to do the same."""
     shard = local_part(param)
-    if shard is not param:
+    if is_sharded(param):
         share_scales(shard, _shard_group(param))
     shard.quantize_(values)
 
@@ -152,11 +158,6 @@ def _shard_group(param: Any) -> Any:
     return param.device_mesh.get_group(dims[0])
 
 
-def _leave_group(whole: QuantizedTensor) -> None:
-    if whole._quantizer is not None:
-        whole._quantizer._leave_group()
-
-
 def _plain_quantizers(quantizer: Any) -> list[Any]:
     """The children of a hybrid, or the quantizer itself."""
     if not hasattr(quantizer, "columnwise_quantizer"):
@@ -164,7 +165,7 @@ def _plain_quantizers(quantizer: Any) -> list[Any]:
     return [quantizer.rowwise_quantizer, quantizer.columnwise_quantizer]
 
 
-def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int, rank: int) -> list[int]:
+def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
     """Rows of each rank's shard. All ranks raise if one cannot be gathered, or has other planes.
 
     Asked of the others once for each shard, and again when it is replaced.

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...plane import ROWWISE, Plane
+from ...plane_groups import PlaneGroups
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
-from ..target import Target
+from ..target import GroupedTarget, Target
 from . import measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import ENCODERS, Encoder
-from .runtime import kernel, run_ranges
+from .places import Ints, as_one, groups_of, starts
+from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
 from .support import (
     all_have_memory,
     from_bits,
     has_memory,
     is_readable,
     is_standard,
+    is_standard_format,
     readable_memory,
     scales_of,
     tag_of_input,
@@ -128,10 +133,43 @@ class CpuBackend(ReferenceBackend):
             _steps[key] = tuple(steps)
         super().encode(x, left + slow, seed)
 
-    def tensor_scale(self, target: Target) -> Tensor:
-        if target.amax is None or target.amax.numel() != 1 or not has_memory(target.amax):
+    def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
+        if isinstance(target, GroupedTarget) or target.amax is None or not has_memory(target.amax):
             return super().tensor_scale(target)
         return torch.full((1,), tensor_factor(target), dtype=torch.float32, device="cpu")
+
+    # ---- groups of rows ------------------------------------------------------------------------
+
+    def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]:
+        if not is_readable(x) or not x.numel():
+            return super().measure_groups(x, targets)
+        source = readable_memory(x)
+        wholes: list[Tensor] = []  # there is one, and it serves all
+
+        def measured(target: GroupedTarget) -> Tensor | None:
+            fmt, planes = target.encoding.format, target.planes
+            if fmt.global_amax == "row":
+                return _amax_of_each_row_of_groups(source, planes)
+            if fmt.rotation is None:
+                if not wholes:
+                    wholes.append(_amax_of_groups(source, planes))
+                return wholes[0].clone()
+            found = _rotated_amax_of_groups(source, planes) if planes.transposed and planes.width >= 16 else None
+            return super(CpuBackend, self).measure_groups(x, [target])[0] if found is None else found
+
+        return [measured(target) for target in targets]
+
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+        if not is_readable(x) or not x.numel():
+            super().encode_groups(x, targets, seeds)
+            return
+        source = readable_memory(x)
+        left: list[Target] = [as_one(target) for target in targets if _has_kernels(x, target)]
+        asked = {id(groups_of(one)) for one in left}
+        for encode_some in ENCODERS:
+            left = encode_some(source, left, seeds)
+        done = asked - {id(groups_of(one)) for one in left}
+        super().encode_groups(x, [target for target in targets if id(target.planes) not in done], seeds)
 
     # ---- decoding ------------------------------------------------------------------------------
 
@@ -197,6 +235,70 @@ def _amax_of_each_row(x: Tensor, plane: Plane) -> Tensor:
 
     parts = run_ranges(work, height, x.numel())
     return (found if rowwise else torch.stack(parts).amax(dim=0)).view(torch.float32)
+
+
+def _amax_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor:
+    """One for each group."""
+    counts = np.array(planes.heights) * planes.width
+    begins = x.data_ptr() + starts(counts) * x.element_size()
+    for with_nan in (NO, YES):
+
+        def arguments(first: Ints, last: Ints, with_nan: Tag = with_nan) -> Arguments:
+            return (begins, first, last, tag_of_input(x), with_nan)
+
+        bits = _largest_of_groups(run_groups(measure.of_all, arguments, counts, x.numel()), len(counts))
+        if bits.max() <= INFINITY_BITS:
+            break
+    return _as_numbers(bits)
+
+
+def _rotated_amax_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor | None:
+    """The same after the rotation; None if there is a NaN."""
+    heights, step = np.array(planes.heights), planes.width * x.element_size()
+    begins = x.data_ptr() + starts(heights) * step
+    rotation = Tag(str(planes.format.rotation))
+
+    def arguments(first: Ints, last: Ints) -> Arguments:
+        return (begins, step, first, last, planes.width, tag_of_input(x), rotation)
+
+    bits = _largest_of_groups(run_groups(measure.of_rotated, arguments, heights // 16, x.numel()), len(heights))
+    return None if bits.max() > INFINITY_BITS else _as_numbers(bits)
+
+
+def _largest_of_groups(parts: Sequence[PartOfGroups], groups: int) -> np.ndarray[Any, Any]:
+    largest = np.zeros(groups, np.int64)
+    for part in parts:
+        largest[part.groups] = np.maximum(largest[part.groups], part.results)
+    return largest
+
+
+def _as_numbers(bits: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(bits.astype(np.int32).view(np.float32))
+
+
+def _amax_of_each_row_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor:
+    """One for each row of the operands of the groups, one after the other."""
+    if planes.direction is ROWWISE:  # where groups begin makes no difference
+        return _amax_of_each_row(x, Plane(planes.format, ROWWISE, (x.numel() // planes.width, planes.width), x))
+    heights, step = np.array(planes.heights), planes.width * x.element_size()
+    begins = x.data_ptr() + starts(heights) * step
+    found: list[Tensor] = []
+
+    def arguments(first: Ints, last: Ints) -> Arguments:
+        out = torch.zeros(len(heights) * planes.width, dtype=torch.int32, device="cpu")
+        found.append(out)  # of this thread
+        outs = out.data_ptr() + np.arange(len(heights)) * (planes.width * 4)
+        return (begins, step, outs, first, last, planes.width, tag_of_input(x))
+
+    run_groups(measure.of_columns, arguments, heights, x.numel())
+    return torch.stack(found).amax(dim=0).view(torch.float32)
+
+
+def _has_kernels(x: Tensor, target: GroupedTarget) -> bool:
+    """Whether a kernel may be asked, as for one tensor."""
+    bound_to_dtype = x.dtype == torch.float16 and target.encoding.format.scale_rule == "fp32"
+    known = is_standard_format(target.planes.format, target.planes.direction, target.planes.transposed)
+    return known and not bound_to_dtype and (target.amax is None or not bool(target.amax.isnan().any()))
 
 
 def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ...formats import E2M1
-from ...plane import COLUMNWISE, ROWWISE, bytes_per_row
+from ...plane import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
-from .runtime import kernel, run_ranges
+from .places import Ints, Numbers, buffers_of, place_of
+from .runtime import Arguments, run_kernel
 from .support import (
-    Numbers,
+    Seed,
+    factor_for_kernels,
     global_scales,
     goes_along,
     is_cast,
@@ -27,15 +29,12 @@ from .support import (
     is_nvfp4_tile_rows,
     is_row_run,
     keys_of,
-    numbers,
     one_per_direction,
-    reciprocal,
-    row_bytes,
-    scales_of,
+    scales_of_each_row,
     scratch_memory,
     tag_of_input,
     tag_of_plane,
-    tensor_factor,
+    write_tensor_scale,
     yes_or_no,
 )
 from .tags import YES, Tag
@@ -49,38 +48,36 @@ _STRIP_WIDTH = 512  # columns of a strip: 32 rows of them stay in the second-lev
 class Run:
     """A plane whose blocks are runs in memory, as kernels are told about it."""
 
-    place: tuple[int, ...]  # of codes, scales and global scales: addresses and steps from row to row
-    keys: tuple[int, int]
+    place: tuple[Ints, ...]  # of codes, scales and global scales: addresses and steps from row to row
+    keys: tuple[Ints, Ints]
     tags: tuple[Tag, Tag, Tag]  # element, scale rule, stochastic
     global_scales: tuple[Numbers, Numbers]  # kept alive
 
 
-def _run(target: Target, seed: int | None, rule: str | None = None) -> Run:
-    plane, fmt = target.plane, target.plane.format
+def _run(x: Tensor, target: Target, seed: Seed, rule: str | None = None) -> Run:
+    plane, fmt, at = target.plane, target.plane.format, place_of(target, x)
     encode, decode = scales = global_scales(target)
-    place = (
-        plane.data.data_ptr(), bytes_per_row(fmt, plane.operand_shape[1]),
-        scales_of(plane).data_ptr(), row_bytes(scales_of(plane)),
-        encode.address, decode.address, 4 if fmt.global_amax == "row" else 0,
-    )  # fmt: skip
+    step = 4 if fmt.global_amax == "row" else 0
+    place = (at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step)
     tags = (tag_of_plane(plane), Tag(rule or fmt.scale_rule), yes_or_no(target.encoding.stochastic))
     return Run(place, keys_of(seed, target), tags, scales)
 
 
-def _run_beside(column: Target, targets: list[Target], seed: int | None) -> tuple[Target | None, Run]:
+def _run_beside(x: Tensor, column: Target, targets: list[Target], seed: Seed) -> tuple[Target | None, Run]:
     """A rowwise target to be written in the same pass; none is a run that writes nothing."""
     row = next((target for target in targets if goes_along(target, column)), None)
-    return row, _run(column, seed, rule="none") if row is None else _run(row, seed)
+    return row, _run(x, column, seed, rule="none") if row is None else _run(x, row, seed)
 
 
 def _finish(target: Target | None) -> None:
     """What a plane has but its codes and block scales."""
     if target is None:
         return
-    if target.plane.amax is not None and target.amax is not None:
-        target.plane.amax.copy_(target.amax)
+    amax = buffers_of(target).amax
+    if amax is not None and target.amax is not None:
+        amax.copy_(target.amax)
     if target.plane.format.block is None:
-        scales_of(target.plane).fill_(reciprocal(tensor_factor(target)))
+        write_tensor_scale(target)
 
 
 def _parted(targets: list[Target], wanted: Callable[[Target], bool]) -> tuple[list[Target], list[Target]]:
@@ -88,53 +85,51 @@ def _parted(targets: list[Target], wanted: Callable[[Target], bool]) -> tuple[li
     return mine, [target for target in targets if target not in mine] if mine else targets
 
 
-def encode_rows(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_rows(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """Rowwise planes, one after the other."""
     mine, others = _parted(targets, is_row_run)
     for target in mine:
-        _encode_row_run(x, target, _run(target, seed))
+        _encode_row_run(x, target, _run(x, target, seed))
     return others
 
 
 def _encode_row_run(x: Tensor, target: Target, run: Run) -> None:
-    height, width = target.plane.shape
+    at, width = place_of(target, x), target.plane.shape[1]
 
-    def work(first: int, last: int) -> None:
-        arguments = (
-            x.data_ptr(), width * x.element_size(), *run.place,
+    def arguments(first: Ints, last: Ints) -> Arguments:
+        return (
+            at.x, width * x.element_size(), *run.place,
             first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
-        kernel(rows.encode_rows, *arguments)(*arguments)
 
-    run_ranges(work, height, x.numel())
+    run_kernel(rows.encode_rows, arguments, at.height, x.numel())
     _finish(target)
 
 
-def encode_columns(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_columns(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """Columnwise planes that are stored transposed, one after the other."""
     mine, others = _parted(targets, is_column_run)
     for target in mine:
-        _encode_column_run(x, target, _run(target, seed))
+        _encode_column_run(x, target, _run(x, target, seed))
     return others
 
 
 def _encode_column_run(x: Tensor, target: Target, run: Run) -> None:
-    height, width = target.plane.shape
+    at, width = place_of(target, x), target.plane.shape[1]
     strip = min(_TURNED_WIDTH, width)
 
-    def work(first: int, last: int) -> None:
+    def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(strip * transposed.PITCH + rows.RUN_SCRATCH)
-        arguments = (
-            x.data_ptr(), width * x.element_size(), *run.place,
-            first, last, height, width, strip, scratch, *run.keys, tag_of_input(x), *run.tags,
+        return (
+            at.x, width * x.element_size(), *run.place,
+            first, last, at.height, width, strip, scratch, *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
-        kernel(transposed.encode_columns, *arguments)(*arguments)
 
-    run_ranges(work, -(-height // transposed.HEIGHT), x.numel())
+    run_kernel(transposed.encode_columns, arguments, -(-at.height // transposed.HEIGHT), x.numel())
     _finish(target)
 
 
-def encode_casts(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_casts(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """Per-tensor FP8 that is stored as the input is."""
     mine, others = _parted(targets, is_cast)
     for target in mine:
@@ -143,177 +138,152 @@ def encode_casts(x: Tensor, targets: list[Target], seed: int | None) -> list[Tar
 
 
 def _cast(x: Tensor, target: Target) -> None:
-    plane, factor = target.plane, tensor_factor(target)
+    at, factor = place_of(target, x), factor_for_kernels(target)
 
-    def work(first: int, last: int) -> None:
-        place = (x.data_ptr(), plane.data.data_ptr())
-        arguments = (*place, factor, first, last, tag_of_input(x), tag_of_plane(plane), YES)
-        kernel(rows.cast, *arguments)(*arguments)
+    def arguments(first: Ints, last: Ints) -> Arguments:
+        return (at.x, at.codes, factor, first, last, tag_of_input(x), tag_of_plane(target.plane), YES)
 
-    run_ranges(work, x.numel(), x.numel())
-    scales_of(plane).fill_(reciprocal(factor))
+    run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel())
+    write_tensor_scale(target)
 
 
-def encode_mxfp8_columns(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_mxfp8_columns(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """MXFP8 columnwise, with a rowwise plane in the same pass."""
     column = next((target for target in targets if is_mxfp8_columns(target)), None)
     if column is None:
         return targets
-    row, run = _run_beside(column, targets, seed)
-    plane = column.plane
-    height, width = plane.shape
+    row, run = _run_beside(x, column, targets, seed)
+    at, width = place_of(column, x), column.plane.shape[1]
     strip = min(_STRIP_WIDTH, width)
 
-    def work(first: int, last: int) -> None:
+    def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(33 * strip * 4 + rows.RUN_SCRATCH)
-        arguments = (
-            x.data_ptr(), width * x.element_size(),
-            plane.data.data_ptr(), width, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
+        return (
+            at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
             *run.place, first, last, width, strip, scratch, *run.keys,
-            tag_of_input(x), tag_of_plane(plane), *run.tags,
+            tag_of_input(x), tag_of_plane(column.plane), *run.tags,
         )  # fmt: skip
-        kernel(columns.mx_columns, *arguments)(*arguments)
 
-    run_ranges(work, height // 32, x.numel())
+    run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel())
     _finish(row)
     return [target for target in targets if target is not column and target is not row]
 
 
-def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """NVFP4 columnwise, with a rowwise plane in the same pass."""
     column = next((target for target in targets if is_nvfp4_columns(target)), None)
     if column is None:
         return targets
-    row, run = _run_beside(column, targets, seed)
-    plane = column.plane
-    height, width = plane.shape
+    row, run = _run_beside(x, column, targets, seed)
+    plane, at = column.plane, place_of(column, x)
+    width = plane.shape[1]
     strip = width if width < 64 else max(w for w in range(32, _TILE_WIDTH + 1, 32) if w <= width)
-    spread, bound = _for_each_row(column)
+    spread, bound = scales_of_each_row(column), E2M1.max * plane.format.scale_bound
     rotation = Tag("none" if plane.format.rotation is None else str(plane.format.rotation))
 
-    def work(first: int, last: int) -> bool:
+    def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory((16 * 4 + 64 + 8) * strip + rows.RUN_SCRATCH)
-        arguments = (
-            x.data_ptr(), width * x.element_size(),
-            plane.data.data_ptr(), height // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
+        return (
+            at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
             *(scale.address for scale in spread), bound, *run.place,
-            first, last, height, width, strip, scratch, *keys_of(seed, column), *run.keys,
+            first, last, at.height, width, strip, scratch, *keys_of(seed, column), *run.keys,
             plane.format.block_rows > 1,
             tag_of_input(x), rotation, yes_or_no(column.encoding.stochastic), _four_over_six(column), *run.tags,
         )  # fmt: skip
-        return bool(kernel(nvfp4_columns.columns, *arguments)(*arguments))
 
-    if not all(run_ranges(work, -(-height // 128), x.numel())):
+    if not all(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel())):
         return targets
     _finish(column)
     _finish(row)
     return [target for target in targets if target is not column and target is not row]
 
 
-def _for_each_row(target: Target) -> tuple[list[Numbers], float]:
-    """Global scales and amax, one for each row of the operand, and the largest product of code and block scale."""
-    fmt, rows_ = target.plane.format, target.plane.operand_shape[0]
-    assert target.amax is not None
-    amax = Numbers(target.amax.contiguous()) if target.amax.numel() > 1 else numbers(target.amax.item())
-    spread = [scale.for_each_of(rows_) for scale in (*global_scales(target), amax)]
-    return spread, E2M1.max * fmt.scale_bound
-
-
 def _four_over_six(target: Target) -> Tag:
     return Tag(target.encoding.four_over_six or "none")
 
 
-def encode_nvfp4_rows(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_nvfp4_rows(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
     return [target for target in targets if not _encode_nvfp4_rows(x, target, seed)]
 
 
-def _encode_nvfp4_rows(x: Tensor, target: Target, seed: int | None) -> bool:
+def _encode_nvfp4_rows(x: Tensor, target: Target, seed: Seed) -> bool:
     tiled = is_nvfp4_tile_rows(target)
     if not tiled and not is_four_over_six_rows(target):
         return False
-    plane = target.plane
-    height, width = plane.shape
-    spread, bound = _for_each_row(target)
+    fmt, width, at = target.plane.format, target.plane.shape[1], place_of(target, x)
+    spread, bound = scales_of_each_row(target), E2M1.max * fmt.scale_bound
 
-    def work(first: int, last: int) -> bool:
+    def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(nvfp4_rows.SCRATCH)
-        arguments = (
-            x.data_ptr(), width * x.element_size(),
-            plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_of(plane).stride(0),
+        return (
+            at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
             *(scale.address for scale in spread), bound, first, last, width, scratch,
             *keys_of(seed, target), tag_of_input(x), yes_or_no(target.encoding.stochastic), _four_over_six(target),
         )  # fmt: skip
-        return bool(kernel(nvfp4_rows.tile_rows if tiled else nvfp4_rows.block_rows, *arguments)(*arguments))
 
-    if not all(run_ranges(work, height // plane.format.block_rows, x.numel())):
+    by_rows = nvfp4_rows.tile_rows if tiled else nvfp4_rows.block_rows
+    if not all(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel())):
         return False
     _finish(target)
     return True
 
 
-def encode_mxfp8_tiles(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_mxfp8_tiles(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """MXFP8 with 32x32 tiles, in one or both directions."""
     group = [target for target in targets if is_mxfp8_tiled(target)]
     if not group:
         return targets
     group = one_per_direction([target for target in group if target.encoding == group[0].encoding])
-    planes = {target.plane.direction: target.plane for target in group}
-    first_plane = group[0].plane
-    row, column = planes.get(ROWWISE, first_plane), planes.get(COLUMNWISE, first_plane)
-    height, width = first_plane.shape
+    plane = group[0].plane
+    width = plane.shape[1]
+    places = {target.plane.direction: place_of(target, x) for target in group}
+    row, column = (places.get(direction) or next(iter(places.values())) for direction in (ROWWISE, COLUMNWISE))
 
-    def work(first: int, last: int) -> None:
-        arguments = (
-            x.data_ptr(), width * x.element_size(), row.data.data_ptr(), column.data.data_ptr(),
-            scales_of(row).data_ptr(), scales_of(row).stride(0),
-            scales_of(column).data_ptr(), scales_of(column).stride(0),
-            first, last, width, ROWWISE in planes, COLUMNWISE in planes, tag_of_input(x), tag_of_plane(first_plane),
+    def arguments(first: Ints, last: Ints) -> Arguments:
+        return (
+            row.x, width * x.element_size(), row.codes, column.codes,
+            row.scales, row.scales_step, column.scales, column.scales_step,
+            first, last, width, ROWWISE in places, COLUMNWISE in places, tag_of_input(x), tag_of_plane(plane),
         )  # fmt: skip
-        kernel(columns.mx_tiles, *arguments)(*arguments)
 
-    run_ranges(work, height // 32, x.numel())
+    run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel())
     return [target for target in targets if target not in group]
 
 
-def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: int | None) -> list[Target]:
+def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
     """FP8 with block scales, or transposed per-tensor FP8, in one or both directions."""
     first = next((target for target in targets if is_fp8_tiled(target)), None)
     if first is None:
         return targets
     group = one_per_direction([t for t in targets if is_fp8_tiled(t, beside=first)])
-    row = next((t.plane for t in group if t.plane.direction is ROWWISE), None)
-    column = next((t.plane for t in group if t.plane.direction is COLUMNWISE), None)
+    places = {target.plane.direction: place_of(target, x) for target in group}
+    row, column = (places.get(direction) or next(iter(places.values())) for direction in (ROWWISE, COLUMNWISE))
     fmt, encoding = first.plane.format, first.encoding
     assert fmt.element is not None
-    height, width = first.plane.shape
-    factor = tensor_factor(first) if fmt.block is None else 1.0
+    width = first.plane.shape[1]
+    factor = factor_for_kernels(first) if fmt.block is None else 1.0
     largest_code = fmt.element.max
-    to_row, to_column = row or first.plane, column or first.plane
 
-    def work(begin: int, end: int) -> None:
+    def arguments(begin: Ints, end: Ints) -> Arguments:
         scratch = scratch_memory(fp8_tiles.SCRATCH_BYTES)
-        arguments = (
-            x.data_ptr(), width * x.element_size(),
-            to_row.data.data_ptr(), width, to_column.data.data_ptr(), height,
-            scales_of(to_row).data_ptr(), row_bytes(scales_of(to_row)),
-            scales_of(to_column).data_ptr(), row_bytes(scales_of(to_column)),
-            begin, end, height, width, factor, float(encoding.epsilon), largest_code,
+        return (
+            row.x, width * x.element_size(), row.codes, width, column.codes, row.height,
+            row.scales, row.scales_step, column.scales, column.scales_step,
+            begin, end, row.height, width, factor, float(encoding.epsilon), largest_code,
             float(torch.finfo(x.dtype).max), scratch,
-            row is not None, column is not None, fmt.block == (1, 128), fmt.block == (128, 128),
+            ROWWISE in places, COLUMNWISE in places, fmt.block == (1, 128), fmt.block == (128, 128),
             tag_of_input(x), tag_of_plane(first.plane), yes_or_no(encoding.power_of_two),
         )  # fmt: skip
-        kernel(fp8_tiles.tiles, *arguments)(*arguments)
 
-    run_ranges(work, -(-height // fp8_tiles.SIDE), x.numel())
+    run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel())
     if fmt.block is None:
-        scales_of(first.plane).fill_(reciprocal(factor))
         for target in group:
-            scales_of(target.plane).copy_(scales_of(first.plane))
+            write_tensor_scale(target)
     return [target for target in targets if target not in group]
 
 
-Encoder = Callable[[Tensor, list[Target], int | None], list[Target]]
+Encoder = Callable[[Tensor, list[Target], Seed], list[Target]]
 
 ENCODERS: tuple[Encoder, ...] = (
     encode_nvfp4_columns,

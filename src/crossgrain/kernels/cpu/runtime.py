@@ -13,10 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 
+from .jobs import SLOT, jobs, work_tag
 from .tags import Tag, TagType
 
 _ELEMENTS_PER_THREAD = 1 << 18  # below this, starting another thread costs more than it saves
@@ -88,6 +90,65 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
         if not helper.cancel():  # one that has not started has nothing left to do
             helper.result()
     return results
+
+
+Arguments = tuple[Any, ...]  # of a kernel: numbers or arrays of them, then tags
+
+
+def run_kernel(dispatcher: Any, arguments: Callable[[Any, Any], Arguments], count: Any, elements: int) -> list[Any]:
+    """A kernel over ``range(count)``, on several threads if it pays. Its arguments follow from first and last.
+
+    ``count`` may be an array, of one for each of several groups, as the arguments may then be. They are worked on
+    in one call of a thread.
+    """
+    if isinstance(count, int):
+
+        def work(first: int, last: int) -> Any:
+            given = arguments(first, last)
+            return kernel(dispatcher, *given)(*given)
+
+        return run_ranges(work, count, elements)
+    return [result for part in run_groups(dispatcher, arguments, count, elements) for result in part.results]
+
+
+class PartOfGroups(NamedTuple):
+    """What a thread has done: a result for each of some groups."""
+
+    groups: np.ndarray[Any, Any]
+    results: np.ndarray[Any, Any]
+
+
+def run_groups(
+    dispatcher: Any, arguments: Callable[[Any, Any], Arguments], counts: np.ndarray[Any, Any], elements: int
+) -> list[PartOfGroups]:
+    """A kernel over ``range(count)`` of each group. Threads share them out evenly, so two may have parts of one."""
+    ends = np.cumsum(counts)
+
+    def work(first: int, last: int) -> PartOfGroups:
+        begin, end = (np.clip(limit - (ends - counts), 0, counts) for limit in (first, last))
+        groups = np.flatnonzero(begin < end)
+        given = arguments(begin, end)
+        values = [value for value in given if type(value) is not Tag]
+        tags = [value.name for value in given if type(value) is Tag]
+        table = np.empty((len(groups), len(values)), np.int64)
+        for place, value in enumerate(values):
+            column = table.view(np.float32)[:, 2 * place] if _kind(value) == "f" else table[:, place]
+            column[:] = value[groups] if isinstance(value, np.ndarray) else value
+        results = np.empty(len(groups), np.int64)
+        call = (
+            table.ctypes.data, len(groups), len(values) * SLOT, results.ctypes.data,
+            work_tag(dispatcher.__name__, "".join(map(_kind, values)), tags),
+        )  # fmt: skip
+        kernel(jobs, *call)(*call)
+        return PartOfGroups(groups, results)
+
+    return run_ranges(work, int(ends[-1]), elements)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return "f" if value.dtype == np.float32 else "i"
+    return {bool: "b", float: "f", int: "i"}[type(value)]
 
 
 def _submit(work: Callable[[], None], workers: int) -> list[Future[None]]:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...dtypes import HIGH_PRECISION
-from ...formats import E2M1, E4M3, E5M2, nvfp4_format
+from ...formats import E2M1, E4M3, E5M2, Format, nvfp4_format
 from ...formats.format import BUILT_IN
-from ...plane import COLUMNWISE, ROWWISE, Plane
+from ...plane import COLUMNWISE, ROWWISE, Direction, Plane
+from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
-from ..reference.scaling import global_scale
+from ..reference.scaling import global_scale, quotient
 from ..target import Target
 from . import scalars
 from .elements import element_tag
+from .places import Numbers, groups_of, numbers_of_groups, numbers_of_rows
 from .tags import BF16, F32, NO, YES, Tag
+
+Seed = int | Sequence[int] | None  # of a call, of each group, or of nothing that is random
 
 _MOST_COUNTED = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
 
@@ -34,24 +41,6 @@ def yes_or_no(condition: bool) -> Tag:
     return YES if condition else NO
 
 
-class Numbers:
-    """fp32 numbers that a kernel reads: an array for a few (a tensor costs microseconds), or a tensor."""
-
-    __slots__ = ("address", "memory")
-
-    def __init__(self, memory: Tensor | array[float]) -> None:
-        self.memory = memory  # kept alive
-        self.address: int = memory.buffer_info()[0] if isinstance(memory, array) else memory.data_ptr()
-
-    def for_each_of(self, rows: int) -> Numbers:
-        """One for each row, where there is one for all."""
-        if len(self.memory) == rows:
-            return self
-        if isinstance(self.memory, array):
-            return Numbers(self.memory * rows)
-        return Numbers(self.memory.expand(rows).contiguous())
-
-
 def numbers(*values: float) -> Numbers:
     return Numbers(array("f", values))
 
@@ -62,19 +51,40 @@ def global_scales(target: Target) -> tuple[Numbers, Numbers]:
     Of a two-level format, the first is divided by the largest code, unless 4-over-6 does that later. Of a
     per-tensor format, only the first is read; of others, none.
     """
-    fmt = target.encoding.format
+    fmt, groups = target.encoding.format, groups_of(target)
     if fmt.block is None:
+        if groups is not None:
+            return numbers_of_groups(tensor_factors(target), groups), _ONE
         return numbers(tensor_factor(target)), _ONE
     if fmt.scale_rule != "two_level":
         return _ONE, _ONE
     assert target.amax is not None
+    if groups is not None:
+        encode_each, decode_each = two_level_scales(target)
+        return numbers_of_groups(encode_each, groups), numbers_of_groups(decode_each, groups)
     if target.amax.numel() == 1:
         encode, decode = scalars.global_factors(target.amax.item(), fmt)
         divided = encode if target.encoding.four_over_six is not None else scalars.fp32(encode * _SIXTH)
         return numbers(divided), numbers(decode)
-    scale = global_scale(target.amax, fmt)
-    encode_scales = scale.encode if target.encoding.four_over_six is not None else scale.encode * _SIXTH
-    return Numbers(encode_scales.contiguous()), Numbers(scale.decode.contiguous())
+    encode_scales, decode_scales = two_level_scales(target)
+    return Numbers(encode_scales.contiguous()), Numbers(decode_scales.contiguous())
+
+
+def two_level_scales(target: Target) -> tuple[Tensor, Tensor]:
+    """`global_scales`, one for each amax."""
+    assert target.amax is not None
+    scale = global_scale(target.amax, target.encoding.format)
+    return scale.encode if target.encoding.four_over_six is not None else scale.encode * _SIXTH, scale.decode
+
+
+def scales_of_each_row(target: Target) -> list[Numbers]:
+    """Global scales and amax, one for each row of the operand."""
+    groups = groups_of(target)
+    assert target.amax is not None
+    if groups is not None:
+        return [numbers_of_rows(values, groups) for values in (*two_level_scales(target), target.amax)]
+    amax = Numbers(target.amax.contiguous()) if target.amax.numel() > 1 else numbers(target.amax.item())
+    return [scale.for_each_of(target.plane.operand_shape[0]) for scale in (*global_scales(target), amax)]
 
 
 _ONE = numbers(1.0)
@@ -104,11 +114,36 @@ def tensor_factor(target: Target) -> float:
     return scalars.tensor_factor(target.amax.item(), target.encoding)
 
 
+def tensor_factors(target: Target) -> Tensor:
+    """The same of each group."""
+    return tensor_scale(target).factor.view(-1)
+
+
+def factor_for_kernels(target: Target) -> Any:
+    """A number, or an array of one for each group."""
+    return tensor_factor(target) if groups_of(target) is None else tensor_factors(target).numpy()
+
+
+def write_tensor_scale(target: Target) -> None:
+    """What a per-tensor plane keeps of its scale."""
+    groups = groups_of(target)
+    if groups is None:
+        scales_of(target.plane).fill_(reciprocal(tensor_factor(target)))
+    else:
+        groups.scale.copy_(quotient(1.0, tensor_factors(target)))
+
+
 _SIXTH = scalars.fp32(1.0 / E2M1.max)
 
 
-def keys_of(seed: int | None, target: Target) -> tuple[int, int]:
-    return (0, 0) if seed is None else stream_keys(seed, target.plane.direction)
+def keys_of(seed: Seed, target: Target) -> tuple[Any, Any]:
+    """The keys of the random stream of a plane, or of that of each group."""
+    if seed is None:
+        return 0, 0
+    if isinstance(seed, int):
+        return stream_keys(seed, target.plane.direction)
+    first, second = zip(*(stream_keys(each, target.plane.direction) for each in seed), strict=True)
+    return np.array(first), np.array(second)
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -285,11 +320,13 @@ def one_per_direction(targets: list[Target]) -> list[Target]:
 
 def is_standard(plane: Plane) -> bool:
     """Whether the plane is of a built-in format, stored as that format stores it: all that kernels know."""
-    fmt = plane.format
-    known = fmt in _KNOWN or (fmt.rotation is not None and fmt == nvfp4_format(rotation=fmt.rotation))
-    usual = fmt.block is None or plane.transposed == (fmt.transposes and plane.direction is COLUMNWISE)
     plain_amax = plane.amax is None or plane.amax.is_contiguous()
-    return known and usual and plain_amax
+    return plain_amax and is_standard_format(plane.format, plane.direction, plane.transposed)
+
+
+def is_standard_format(fmt: Format, direction: Direction, transposed: bool) -> bool:
+    known = fmt in _KNOWN or (fmt.rotation is not None and fmt == nvfp4_format(rotation=fmt.rotation))
+    return known and (fmt.block is None or transposed == (fmt.transposes and direction is COLUMNWISE))
 
 
 _KNOWN = frozenset(BUILT_IN)

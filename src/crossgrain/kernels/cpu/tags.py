@@ -25,7 +25,18 @@ class Tag:
 
 
 # Files that call kernels and have no part in them.
-CALLERS = ("__init__", "backend", "decoders", "disk_cache", "encoders", "products", "runtime", "scalars", "support")
+CALLERS = (
+    "__init__",
+    "backend",
+    "decoders",
+    "disk_cache",
+    "encoders",
+    "places",
+    "products",
+    "runtime",
+    "scalars",
+    "support",
+)
 
 
 def _source_digest() -> str:

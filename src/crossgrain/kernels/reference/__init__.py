@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...plane import Plane
-from ..target import Target
+from ..target import GroupedTarget, Target
 from . import decode as _decode
 from . import encode as _encode
 from .blocks import amax
@@ -25,6 +25,19 @@ class ReferenceBackend:
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
         for target in targets:
             _encode.encode(x, target, seed)
+
+    def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]:
+        return [self._measured_group_by_group(x, target) for target in targets]
+
+    def _measured_group_by_group(self, x: Tensor, target: GroupedTarget) -> Tensor | None:
+        found = [_encode.measure(rows, one) for rows, one in zip(_groups(x, target), target.by_group(), strict=True)]
+        present = [amax for amax in found if amax is not None]
+        return torch.cat(present) if present else None
+
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+        for target in targets:
+            for group, (rows, one) in enumerate(zip(_groups(x, target), target.by_group(), strict=True)):
+                _encode.encode(rows, one, None if seeds is None else seeds[group])
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         return _decode.decode(plane, dtype)
@@ -44,5 +57,10 @@ class ReferenceBackend:
     def amax(self, x: Tensor) -> Tensor:
         return amax(x)
 
-    def tensor_scale(self, target: Target) -> Tensor:
-        return _encode.tensor_scale(target).factor.view(1)
+    def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
+        return _encode.tensor_scale(target).factor.view(-1)
+
+
+def _groups(x: Tensor, target: GroupedTarget) -> Sequence[Tensor]:
+    """The rows of each group."""
+    return torch.split(x, list(target.planes.heights))

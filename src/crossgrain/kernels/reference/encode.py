@@ -12,7 +12,7 @@ from torch import Tensor
 from ...encoding import Encoding
 from ...formats import Format
 from ...plane import ROWWISE, Plane
-from ..target import Target
+from ..target import GroupedTarget, Target
 from .blocks import amax, block_amax, row_amax, spread
 from .elements import FP32_MAX, round_stochastically, round_to_nearest
 from .four_over_six import encode_four_over_six
@@ -117,15 +117,15 @@ def _scales(block_max: Tensor | None, target: Target, overflow: float) -> Scales
     return two_level_scales(block_max, global_scale(target.amax.view(-1, 1), fmt), fmt.element)
 
 
-def tensor_scale(target: Target) -> Scales:
-    """The one scale of a per-tensor format: given from outside (delayed), or from the current amax."""
+def tensor_scale(target: Target | GroupedTarget) -> Scales:
+    """The one scale of a per-tensor format (of each group): given from outside (delayed), or from the current amax."""
     encoding, element = target.encoding, target.encoding.format.element
     assert element is not None
     if target.scale is not None:
-        factor = target.scale.view(1, 1)
+        factor = target.scale.view(-1, 1)
         return Scales(quotient(1.0, factor), factor)
     assert target.amax is not None
-    return fp32_scales(target.amax.view(1, 1), element, epsilon=encoding.epsilon, power_of_two=encoding.power_of_two)
+    return fp32_scales(target.amax.view(-1, 1), element, epsilon=encoding.epsilon, power_of_two=encoding.power_of_two)
 
 
 def _overflow_scale(x: Tensor, fmt: Format) -> float:

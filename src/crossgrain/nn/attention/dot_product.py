@@ -226,11 +226,30 @@ class DotProductAttention(QuantizedModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, recompute: bool) -> Tensor:
         """Attention on [batch, heads, sequence, channels]."""
+        if torch.compiler.is_compiling():
+            if not recompute and _constant_is_plain(self):
+                return _plain_attention(q, k, v, mask, allowed, self._dropout(), self.softmax_scale)
+            attended: Tensor = _untraced_attend(self, q, k, v, mask, allowed, recompute)
+            return attended
+        return self._attend_eagerly(q, k, v, mask, allowed, recompute)
+
+    def _dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
+
+    def _is_plain(self) -> bool:
+        """Whether nothing is quantized, and no state but torch's own is drawn from."""
+        recipe = self._recipe_in_force()
+        tracked = self.get_rng_state_tracker is not None and self._dropout() > 0.0
+        return not tracked and (recipe is None or not (recipe.fp8_dpa or recipe.fp8_mha))
+
+    def _attend_eagerly(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, recompute: bool
+    ) -> Tensor:
         recipe = self._recipe_in_force()
         if recipe is not None and not (recipe.fp8_dpa or recipe.fp8_mha):
             recipe = None
         built = self._prepare(recipe)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self._dropout()
         tracker = self.get_rng_state_tracker() if self.get_rng_state_tracker is not None and dropout else None
         quantizers = None if recipe is None else built.details
         if recipe is None or quantizers is None:
@@ -301,6 +320,14 @@ class DotProductAttention(QuantizedModule):
             if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
                 raise ValueError(f"{self.layer}: a padding mask is [batch, 1, 1, sequence], not {list(mask.shape)}")
         return [side.with_valid(~mask[:, 0, 0].to(torch.bool)) for side, mask in zip(sides, masks, strict=True)]
+
+
+# The compiler calls these and does not look into them: the first when it traces, the second between two graphs.
+_constant_is_plain = torch.compiler.assume_constant_result(lambda attention: attention._is_plain())
+_untraced_attend = torch.compiler.disable(
+    lambda attention, *arguments: attention._attend_eagerly(*arguments),
+    reason="crossgrain: attention that is quantized or computed again in backward runs in eager",
+)
 
 
 def _plain_attention(

@@ -24,6 +24,8 @@ class Bias(BasicOperation):
     ``tensor_parallel``  the ranks of ``tensor_parallel_group`` share ``size``, and this one has its part
     """
 
+    added_by_gemm = False  # by the linear operation right before it (`BasicLinear.take_bias`)
+
     def __init__(
         self,
         size: int,
@@ -58,7 +60,9 @@ class Bias(BasicOperation):
         **kwargs: Any,
     ) -> Tensor:
         x = plain(input_)
-        return handed_on(x + self.bias.detach().to(x.dtype), next_op_input_quantizer)
+        if not self.added_by_gemm:
+            x = x + self.bias.detach().to(x.dtype)
+        return handed_on(x, next_op_input_quantizer)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         dy = plain(grad_output)

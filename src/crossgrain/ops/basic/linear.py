@@ -23,6 +23,7 @@ from ...tensor import QuantizedTensor
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation, activation_dtype
+from .bias import Bias
 from .parameters import init_weight, resolved_device, tensor_parallel_ranks
 
 
@@ -119,8 +120,14 @@ class BasicLinear(LinearOperation):
         self.local_out_features = share(self.layer, "out_features", out_features, column)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_tracker = rng_state_tracker_function
+        self._bias: tuple[Bias, ...] = ()  # not as a submodule: it is an operation of its own
         factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
         self._make_weight(torch.empty(self.local_out_features, self.local_in_features, **factory))
+
+    def take_bias(self, bias: Bias) -> None:
+        """The operation that always comes next: the GEMM adds its bias before it rounds, as a module's does."""
+        self._bias = (bias,)
+        bias.added_by_gemm = True
 
     def _make_weight(self, weight: Tensor) -> None:
         if not weight.is_meta:
@@ -233,7 +240,8 @@ class BasicLinear(LinearOperation):
         call = self._call(x, operands, NO_PADDING if operands is None else self._built.details)
         call.parallel = parallel
         needs = Needs(ctx.input_requires_grad, ctx.requires_grad and self.weight.requires_grad, False)
-        y: Tensor = LinearFunction.forward(ctx, x, self.weight, None, call, needs)
+        bias = self._bias[0].bias.detach() if self._bias else None
+        y: Tensor = LinearFunction.forward(ctx, x, self.weight, bias, call, needs)
         return y
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:

@@ -45,7 +45,7 @@ class _ForwardLinear(FusedOperation):
 def _continued(op: BasicOperation, ctx: OperationContext, y: Tensor, extras: tuple[Tensor, ...]) -> Tensor:
     """What ``op`` makes of y, whose memory nobody else uses."""
     if isinstance(op, Bias):
-        return y.add_(op.bias.detach().to(y.dtype))
+        return y if op.added_by_gemm else y.add_(op.bias.detach().to(y.dtype))
     if isinstance(op, ConstantScale):
         return y.mul_(op.scale)
     if isinstance(op, AddExtraInput):

@@ -1,0 +1,62 @@
+"""What a directory of files has to contain: sizes and SHA-256 of each, in ``manifest.json``.
+
+The manifest's own checksum is in ``manifest.sha256``, in the form that ``sha256sum --check`` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NAME, _SEAL = "manifest.json", "manifest.sha256"
+VERSION = 1
+
+
+class DamagedFileError(ValueError):
+    """A file was cut off, changed or is not what it says."""
+
+
+def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
+    """Describe all files that are there; ``content`` is plain data to keep along."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": digest_of(path)} for path in sorted(directory.iterdir())
+    }
+    text = json.dumps({"version": VERSION, **content, "files": files}, indent=2, sort_keys=True)
+    (directory / _NAME).write_text(text, encoding="utf-8")
+    (directory / _SEAL).write_text(f"{digest_of(directory / _NAME)}  {_NAME}\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of an undamaged manifest of a known version; files are not looked at yet."""
+    path = directory / _NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} is not a checkpoint: it has no {_NAME}")
+    if not (directory / _SEAL).is_file() or (directory / _SEAL).read_bytes()[:64] != digest_of(path).encode():
+        raise DamagedFileError(f"{path} is damaged: its checksum is not that of {_SEAL}")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("version") != VERSION:
+        raise DamagedFileError(
+            f"{path}: version {content.get('version')!r} is unknown; this crossgrain reads {VERSION}"
+        )
+    return content
+
+
+def check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise if any file is missing, cut off or changed."""
+    for name, expected in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise DamagedFileError(f"{path} is missing")
+        size = path.stat().st_size
+        if size != expected["size"]:
+            raise DamagedFileError(f"{path} is damaged: it has {size} bytes instead of {expected['size']}")
+        if digest_of(path) != expected["sha256"]:
+            raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
+
+
+def digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,200 @@
+"""Models in safetensors files: quantized ones bit for bit, and plain ones for inference engines.
+
+The tensors and their names are those of `flat`; the metadata says what they are:
+
+    crossgrain.version   of the naming
+    crossgrain.state     formats, quantized tensors, numbers and shared tensors, as JSON
+    crossgrain.recipe    the recipe, as text, if there is one
+    crossgrain.sha256    of all of the above and of every tensor
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.base import MASTER, FusedOptimizer
+from ..recipe import Recipe
+from ..recipe.portable import recipe_from_text
+from ..tensor import QuantizedTensor
+from .bound import RecipeChoice, recipe_text
+from .description import plain_dtype
+from .durable import whole_file
+from .flat import VERSION, flatten, unflatten
+from .loading import load_state_dict
+from .manifest import DamagedFileError
+
+_PREFIX = "crossgrain."
+_VERSION, _STATE, _RECIPE, _DIGEST = (f"{_PREFIX}{name}" for name in ("version", "state", "recipe", "sha256"))
+_FRAMEWORK = {"format": "pt"}  # which readers of such files look for
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What a file holds."""
+
+    state_dict: dict[str, Any]
+    recipe_text: str | None
+    metadata: dict[str, str]
+
+    def recipe(self, *, import_functions: bool = False) -> Recipe | None:
+        """The recipe that was saved. ``import_functions``: see `recipe_from_text`."""
+        if self.recipe_text is None:
+            return None
+        return recipe_from_text(self.recipe_text, import_functions=import_functions)
+
+
+def save_safetensors(
+    model: nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    recipe: RecipeChoice = "bound",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a model or its state dict, quantized tensors as their bytes.
+
+    ``recipe`` travels as text, by default the one that the model was converted with, None: none.
+    """
+    flat = flatten(model.state_dict() if isinstance(model, nn.Module) else model)
+    about = {**_FRAMEWORK, **_own(metadata), _VERSION: str(VERSION), _STATE: json.dumps(flat.description())}
+    text = recipe_text(recipe, [model])
+    if text is not None:
+        about[_RECIPE] = text
+    _write(flat.buffers, path, {**about, _DIGEST: _digest(flat.buffers, about)})
+
+
+def read_safetensors(path: str | os.PathLike[str], *, verify: bool = True) -> ModelFile:
+    """The state dict of a file of `save_safetensors`, or of any safetensors file of plain tensors.
+
+    ``verify=False`` does not compare checksums, which reads all of the file.
+    """
+    buffers, metadata = _read(Path(path))
+    about = {key: value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    others = {key: value for key, value in metadata.items() if key not in about}
+    if not about:
+        return ModelFile(dict(buffers), None, others)
+    if about.get(_VERSION) != str(VERSION):
+        raise DamagedFileError(
+            f"{path}: version {about.get(_VERSION)!r} of crossgrain's naming is unknown; this one reads {VERSION}"
+        )
+    if verify and about.pop(_DIGEST, None) != _digest(buffers, {**others, **about}):
+        raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
+    try:
+        state = unflatten(buffers, json.loads(about[_STATE]))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DamagedFileError(f"{path} does not hold what it says: {type(error).__name__}: {error}") from error
+    return ModelFile(state, about.get(_RECIPE), others)
+
+
+def load_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    requantize: bool = False,
+    verify: bool = True,
+) -> ModelFile:
+    """Load a file into a model, all or nothing; options as in `load_state_dict` and `read_safetensors`."""
+    file = read_safetensors(path, verify=verify)
+    load_state_dict(model, file.state_dict, strict=strict, assign=assign, requantize=requantize)
+    return file
+
+
+def export_plain(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    optimizer: torch.optim.Optimizer | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write what the model computes with as plain tensors under the names of its state dict.
+
+    Quantized parameters are decoded, since that is the model that was trained; with ``optimizer``, its
+    masters are written instead, where it has such. ``dtype`` is that of all floating-point tensors, None
+    keeps the nominal ones. Extra states are left out.
+    """
+    masters = {} if optimizer is None else _masters(model, optimizer)
+    plain: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            plain[key] = _cast(key, masters.get(key, value), wanted)
+    _write(plain, path, {**_FRAMEWORK, **_own(metadata)})
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if MASTER not in optimizer.state.get(param, {}):
+            continue
+        if isinstance(optimizer, FusedOptimizer):
+            found[name] = optimizer.get_unscaled_state(param, MASTER)
+        else:
+            found[name] = optimizer.state[param][MASTER]
+    if not found:
+        raise ValueError(f"this {type(optimizer).__name__} has no masters of parameters of the model")
+    return found
+
+
+def _cast(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    value = value.detach()
+    plain = value.dequantize(dtype=torch.float32) if isinstance(value, QuantizedTensor) else value
+    cast = plain.to(device="cpu", dtype=dtype, copy=True).contiguous()
+    if dtype.is_floating_point and bool((cast.isinf() & plain.cpu().isfinite()).any()):
+        raise ValueError(f"{key} holds numbers beyond the range of {plain_dtype(dtype)}")
+    return cast
+
+
+def _own(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    for key in metadata or {}:
+        if key.startswith(_PREFIX):
+            raise ValueError(f"metadata that begins with {_PREFIX!r} is crossgrain's own: {key!r}")
+    return dict(metadata or {})
+
+
+def _digest(buffers: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(buffers):
+        buffer = buffers[name]
+        digest.update(json.dumps([name, plain_dtype(buffer.dtype), list(buffer.shape)]).encode())
+        digest.update(buffer.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _write(buffers: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str]) -> None:
+    safetensors = _safetensors()
+    with whole_file(path) as temporary:
+        try:
+            safetensors.torch.save_file(dict(buffers), temporary, metadata)
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    safetensors = _safetensors()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("this needs safetensors: pip install 'crossgrain[safetensors]'") from None
+    return safetensors

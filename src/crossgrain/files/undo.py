@@ -1,0 +1,135 @@
+"""All or nothing: what a load that fails has changed is put back.
+
+Torch loads a state dict piece by piece, and a piece that does not fit is found when others have been
+written. So the present state is copied first - which takes the memory of one more copy while the load
+runs - and restored, bit for bit and into the same tensors, if anything goes wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..hybrid_tensor import HybridQuantizedTensorStorage
+from ..ops.op import FusedOperation
+from ..quantizer import Quantizer
+from ..tensor import QuantizedTensorStorage
+
+Restore = Callable[[], None]
+
+
+@contextmanager
+def all_or_nothing(*objects: Any) -> Iterator[None]:
+    """If the block raises, ``objects`` (modules, optimizers, whatever has a state dict) are as they were before it."""
+    restores = [_restore(value) for value in objects]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for restore in restores:
+                restore()
+        raise
+
+
+def _restore(value: Any) -> Restore:
+    if isinstance(value, nn.Module):
+        return _restore_module(value)
+    if isinstance(value, Optimizer):
+        return _restore_optimizer(value)
+    before = copy.deepcopy(value.state_dict())
+    return lambda: value.load_state_dict(before)
+
+
+def _restore_optimizer(optimizer: Optimizer) -> Restore:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = copy.deepcopy(optimizer.__getstate__(), {id(param): param for param in params})
+    return lambda: optimizer.__setstate__(before)
+
+
+def _restore_module(model: nn.Module) -> Restore:
+    restores: list[Restore] = []
+    contents: dict[int, Restore] = {}  # by tensor: one may be in many places
+    for module in _all_modules(model):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            restores.append(_restore_slot(module, name, tensor))
+            if tensor is not None and id(tensor) not in contents:
+                contents[id(tensor)] = _restore_tensor(tensor)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            restores.append(_restore_extra_state(module))
+
+    def restore() -> None:
+        for each in [*restores, *contents.values()]:
+            each()
+
+    return restore
+
+
+def _all_modules(model: nn.Module) -> list[nn.Module]:
+    """Those inside fused operations too, which are no submodules."""
+    modules = list(model.modules())
+    fused = [module for module in modules if isinstance(module, FusedOperation)]
+    return list(dict.fromkeys([*modules, *(op for module in fused for op in module.basic_ops)]))
+
+
+def _restore_slot(module: nn.Module, name: str, tensor: Tensor | None) -> Restore:
+    """The same object, where ``assign=True`` has put another."""
+
+    def restore() -> None:
+        if getattr(module, name) is not tensor:
+            setattr(module, name, tensor)
+
+    return restore
+
+
+def _restore_extra_state(module: nn.Module) -> Restore:
+    before = copy.deepcopy(module.get_extra_state())
+    return lambda: module.set_extra_state(before)
+
+
+def _restore_tensor(tensor: Any) -> Restore:
+    if tensor.is_meta:
+        return lambda: None
+    parts = _parts(tensor)
+    buffers: list[Tensor] = [tensor.detach()]
+    if isinstance(tensor, QuantizedTensorStorage):
+        buffers = [*(buffer for _, buffer in tensor._buffers()), *_quantizer_tensors(tensor._quantizer)]
+    values = [buffer.clone() for buffer in buffers]
+    records = [(part, part._epochs, dict(part._formats)) for part in parts]
+    marks = [(mark, mark.number) for part in parts for mark in part._write_marks()]
+    initial = {name: value for name, value in vars(tensor).items() if name.endswith("_high_precision_init_val")}
+
+    def restore() -> None:
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        for part, epochs, formats in records:
+            part._epochs = epochs
+            part._formats.update(formats)
+        for mark, number in marks:
+            mark.number = number
+        vars(tensor).update(initial)
+
+    return restore
+
+
+def _parts(tensor: Any) -> list[QuantizedTensorStorage]:
+    """What has planes of its own: the children of a hybrid, a quantized tensor; nothing of a plain one."""
+    if isinstance(tensor, HybridQuantizedTensorStorage):
+        return list(tensor._children().values())
+    return [tensor] if isinstance(tensor, QuantizedTensorStorage) else []
+
+
+def _quantizer_tensors(quantizer: Quantizer | None) -> list[Tensor]:
+    """What writing a tensor changes in its quantizer: scales and amaxes."""
+    found = []
+    for value in [] if quantizer is None else vars(quantizer).values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Quantizer):
+            found.extend(_quantizer_tensors(value))
+    return found

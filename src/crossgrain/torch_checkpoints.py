@@ -1,0 +1,121 @@
+"""Which of torch's checkpoints the running code is part of.
+
+``torch.utils.checkpoint`` tells nobody that it computes something for the first time, or again. But all of it is
+Python: its functions are on the call stack, and hold the object that stands for one use of it in both passes.
+
+    not reentrant   a ``_CheckpointFrame``: ``checkpoint`` runs the first pass, an ``unpack_hook`` the second
+    reentrant       the ``ctx`` of ``CheckpointFunction``: ``forward`` runs the first pass, ``backward`` the second
+
+If a torch has other functions than these, nothing is found: callers refuse what they cannot do without.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.graph
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+
+class Running(NamedTuple):
+    """
+    ``first``      checkpoints whose first pass this is, innermost first; inside ``again``, those it has started
+    ``again``      the checkpoint that is computed again
+    ``run``        which of its recomputations it is: a graph that is kept may have several
+    ``reentrant``  of ``again``
+    ``trains``     a backward pass will follow, although gradients are off in the first pass of a reentrant one
+    """
+
+    first: list[Any]
+    again: Any = None
+    run: Hashable = None
+    reentrant: bool = False
+    trains: bool = False
+
+
+NOTHING = Running([])
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running this thread's code."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def running_checkpoints() -> Running:
+    """Looks only where there may be some: with saved-tensor hooks, without gradients, or in backward."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None and torch.is_grad_enabled() and not in_backward():
+        return NOTHING
+    known = _functions()
+    first: list[Any] = []
+    trains = False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        function = known.get(frame.f_code)
+        if function == "reentrant again":
+            run = torch._C._current_graph_task_id()
+            return Running(first, frame.f_locals["ctx"], run, reentrant=True, trains=trains)
+        if function == "again":
+            return Running(first, frame.f_locals["frame"], frame.f_locals["gid"], trains=trains)
+        if function == "reentrant first":
+            context = frame.f_locals["ctx"]
+            first.append(context)
+            trains = trains or bool(context.next_functions)  # where backward goes on; none if nothing needs it
+        elif function == "first":
+            first.extend(_frame_of(frame.f_locals.get("gen")))
+        elif function == "engine":
+            break  # what called backward is over, or has nothing to do with it
+        frame = frame.f_back
+    return Running(first, trains=trains) if first else NOTHING
+
+
+def _frame_of(generator: Any) -> list[Any]:
+    """The ``_CheckpointFrame`` of a checkpoint; none without gradients, when it only calls its function."""
+    paused = getattr(generator, "gi_frame", None)
+    return [paused.f_locals["new_frame"]] if paused is not None and "new_frame" in paused.f_locals else []
+
+
+def unseen_by_policies() -> AbstractContextManager[Any]:
+    """Inside, selective checkpointing sees no operations, neither in the first pass nor again.
+
+    It counts operations to find results that it kept. What a module does in order to quantize is not the same in
+    both passes, and much of it is kernels that write where no operation tells.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return _NOTHING_TO_HIDE
+    there: Any = torch.utils.checkpoint
+    selective = (there._CachingTorchDispatchMode, there._CachedTorchDispatchMode)
+    found = any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+    return _disable_current_modes() if found else _NOTHING_TO_HIDE
+
+
+_NOTHING_TO_HIDE = nullcontext()
+
+
+@cache
+def _functions() -> dict[CodeType, str]:
+    there: Any = torch.utils.checkpoint
+    try:
+        function, hook = there.CheckpointFunction, there._checkpoint_hook
+        (unpack,) = (
+            code
+            for code in hook.__init__.__code__.co_consts
+            if isinstance(code, CodeType) and code.co_name == "unpack_hook"
+        )
+        return {
+            inspect.unwrap(there.checkpoint).__code__: "first",
+            unpack: "again",
+            inspect.unwrap(function.forward).__code__: "reentrant first",
+            inspect.unwrap(function.backward).__code__: "reentrant again",
+            torch.autograd.graph._engine_run_backward.__code__: "engine",
+        }
+    except (AttributeError, ValueError):
+        return {}
