@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import crossgrain as cg
 from crossgrain import recipe as recipes
 
+from ..quantizers import E4M3
 from .ranks import error_of, run
 from .test_tensor_parallel import exact_numbers, part, parts_of_step, put_together, shared_layer, tensors, with_weights
 
@@ -22,6 +23,17 @@ def rounding_inputs(role):
     if tensor == "weight":
         return cg.NVFP4Quantizer()
     return cg.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=tensor == "input")
+
+
+def fp8_inputs(role):
+    """Which need no padding of M, where gradients do."""
+    if role is not None and role.tensor_type == "input":
+        return cg.Float8CurrentScalingQuantizer(E4M3)
+    return cg.MXFP8Quantizer(E4M3)
+
+
+class Mixed(recipes.CustomRecipe):
+    allow_mixed = True
 
 
 def overriding(override):
@@ -42,6 +54,7 @@ VARIANTS = {
     "ragged_mxfp8": ("mxfp8", recipes.MXFP8BlockScaling(), None, {}),
     "ragged_nvfp4": ("nvfp4", NEAREST, None, {}),
     "ragged_original": ("mxfp8", recipes.MXFP8BlockScaling(), None, {"save_original_input": True}),
+    "ragged_mixed": ("fp8", Mixed(qfactory=fp8_inputs), None, {}),
     "ragged_hybrid": ("nvfp4", recipes.as_recipe("fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8"), None, {}),
 }
 SHARED = [(mode, sequence_parallel) for mode in ("column", "row") for sequence_parallel in (False, True)]
