@@ -50,6 +50,7 @@ from .offload import (
     offload,
 )
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
+from .planning import plan
 from .quantize import quantize, quantizer_for
 from .quantizer import Quantizer, make_quantizer
 from .recipe import (
@@ -162,6 +163,7 @@ __all__ = [
     "offload",
     "ops",
     "optim",
+    "plan",
     "prepare_for_saving",
     "quantize",
     "quantized_model_init",

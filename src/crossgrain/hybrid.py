@@ -332,6 +332,12 @@ class HybridQuantizer(Quantizer):
         """Those that can: they have the attribute of their own."""
         return [child for direction in Direction if "amax_reduction_group" in vars(child := self.child(direction))]
 
+    def reducing(self, group: Any, *, axis: int) -> Self:
+        new = self.copy()
+        for direction in Direction:
+            setattr(new, _name(direction), new._quantizer_of(direction).reducing(group, axis=axis))
+        return new
+
     def _leave_group(self) -> None:
         for direction in Direction:
             child = self.child(direction)

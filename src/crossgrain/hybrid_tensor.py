@@ -211,6 +211,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         new = self._blank(torch.Size(shape), dtype, buffers)
         new._put_together(children, shape, dtype, self._agreed)
         new._quantizer = None if self._quantizer is None else self._quantizer.copy()
+        new._shard = self._shard
         return new
 
     def _rewrap(self, *, shape: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> Self:
@@ -400,6 +401,28 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             rest = rest[count:]
         self._put_together(filled, self._shape, self._dtype)
         self._mark_written()
+
+    def _planes_that_travel(self, directions: Sequence[Direction]) -> list[Plane]:
+        return [plane for child, own in self._serving(directions) for plane in child._planes_that_travel(own)]
+
+    def _planes_of(self, directions: Sequence[Direction]) -> list[Plane]:
+        return [plane for child, own in self._serving(directions) for plane in child._planes_of(own)]
+
+    def _derive_planes(self, directions: Sequence[Direction]) -> None:
+        for child, own in self._serving(directions):
+            child._derive_planes(own)
+
+    def _serving(self, directions: Sequence[Direction]) -> list[tuple[QuantizedTensorStorage, list[Direction]]]:
+        """The children that ``directions`` are read from."""
+        return [(child, [direction]) for direction, child in self._children().items() if direction in directions]
+
+    def _note_zeros(self) -> None:
+        for child in self._children().values():
+            child._note_zeros()
+
+    def _stand_alone(self) -> None:
+        for child in self._children().values():
+            child._stand_alone()
 
     def _build_default_quantizer(self) -> Quantizer:
         from .hybrid import HybridQuantizer  # which builds on this module

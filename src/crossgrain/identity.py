@@ -82,6 +82,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return self._on_buffer(self._buffer().view(tuple(shape)))
 
     def _sliced(self, dim: int, start: int, stop: int) -> Self:
+        if (start, stop) == (0, self._shape[dim]):
+            return self._rewrap()
         return self._on_buffer(self._buffer().narrow(dim, start, stop - start))
 
     def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:

@@ -68,6 +68,19 @@ class Plane:
                 "Requantize the tensor."
             )
 
+    def check_readable(self) -> None:
+        """The same, and raise if the memory of the buffers was let go: reading it would crash."""
+        self.check_fresh()
+        if not self.has_memory():
+            raise RuntimeError(
+                f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor has no memory: "
+                "it is part of a sharded parameter and was not gathered for this pass, or was let go after it"
+            )
+
+    def has_memory(self) -> bool:
+        """False for a plane of a sharded parameter that is not gathered just now."""
+        return self.data.numel() == 0 or self.data.untyped_storage().nbytes() > 0
+
     def check_buffers(self) -> None:
         """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
         if self.format.is_identity:

@@ -13,6 +13,7 @@ from .hybrid_tensor import HybridQuantizedTensorStorage
 from .plane import COLUMNWISE, ROWWISE, Plane
 from .tensor import QuantizedTensor, QuantizedTensorStorage
 from .tensor.holder import next_write_number
+from .tensor.storage import copy_plane
 
 
 def columns_made_from_rows(weight: Any) -> QuantizedTensorStorage | None:
@@ -73,11 +74,7 @@ def _process(weight: QuantizedTensorStorage) -> None:
     elif transposed is not None:
         made = weight._derivable(COLUMNWISE)
         assert made is not None
-        transposed.operand_codes().copy_(made.operand_codes())
-        if transposed.format.block is not None:
-            transposed.operand_scales().copy_(made.operand_scales())
-        if transposed.amax is not None and made.amax is not None:
-            transposed.amax.copy_(made.amax)
+        copy_plane(transposed, made)
         weight._mark_written()
     elif weight._quantizer is not None and weight._quantizer.columnwise_usage and not weight.get_usages()["columnwise"]:
         derivable = not isinstance(weight, HybridQuantizedTensorStorage) and weight._derivable(COLUMNWISE)

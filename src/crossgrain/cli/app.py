@@ -7,6 +7,7 @@ import typer
 from .compare import compare
 from .explain import explain
 from .formats import formats
+from .plan import plan
 from .train import train
 from .warmup import warmup
 
@@ -16,5 +17,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback is for a bug report, as Python prints it
 )
-for command in (compare, train, explain, formats, warmup):
+for command in (compare, train, explain, plan, formats, warmup):
     app.command()(command)

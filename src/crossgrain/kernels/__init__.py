@@ -160,7 +160,7 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float = 1.0) -> None:
 
 def _check_readable(plane: Plane) -> None:
     _refuse_flush_to_zero()
-    plane.check_fresh()
+    plane.check_readable()
     plane.check_buffers()
 
 

@@ -15,7 +15,7 @@ def transposed_plane(plane: Plane, shape: Sequence[int], transposed: bool) -> Pl
 
     ``shape`` is the tensor's; ``transposed`` says how the other direction stores its codes.
     """
-    plane.check_fresh()
+    plane.check_readable()
     fmt = plane.format
     assert fmt.is_symmetric and fmt.element is not None and plane.scale is not None
     other = empty_plane(fmt, plane.direction.other, shape, device=plane.data.device, transposed=transposed)

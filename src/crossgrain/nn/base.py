@@ -6,8 +6,8 @@ histories of delayed scaling survive such a change where they fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from ..recipe import (
 )
 from ..tensor import QuantizedTensor
 from ..tensor.loading import check_formats
+from ..tensor.sharding import follow_quantizer
 from ..torch_checkpoints import in_backward, unseen_by_policies
 from .padding import known_format
 from .weight_cache import WeightCache
@@ -86,6 +87,7 @@ class QuantizedModule(nn.Module):
         self._grad_input_role: QuantizerRole | None = None
         self._wgrads: list[Callable[[], None]] = []
         self._wgrad_hooks: list[Callable[[], None]] = []
+        self.tp_group: Any = None
         context = active()
         self._parameter_init = (
             ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
@@ -189,6 +191,7 @@ class QuantizedModule(nn.Module):
 
     def _made_for(self, recipe: Recipe) -> Built:
         device = self._device()
+        device = None if device is not None and device.type == "meta" else device
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
@@ -245,7 +248,7 @@ class QuantizedModule(nn.Module):
                 quantizer.check_writable(weight)
             except ValueError:
                 continue  # another format of the same family: the weight stays what it is
-            weight._quantizer = quantizer
+            follow_quantizer(weight, quantizer)
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Build quantizers for ``recipe`` now instead of in the next forward."""
@@ -256,9 +259,12 @@ class QuantizedModule(nn.Module):
         self._prepare(self._recipe_in_force())
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """One process holds the whole layer."""
-        if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
-            raise NotImplementedError(f"{self.layer}: one process holds the whole layer")
+        """For modules that ranks can share; others are whole on each of them."""
+
+    def _forget_quantizers(self) -> None:
+        """The next forward builds them again; histories stay."""
+        self._built = _nothing_built()
+        self._weight_cache.clear()
 
     def _backward_noted(self, built: Built) -> Callable[[], None] | None:
         """What backward calls before it quantizes, so that delayed scaling is updated when backward ends."""
@@ -286,8 +292,11 @@ class QuantizedModule(nn.Module):
 
     def _register_weight(self, name: str, value: Tensor) -> None:
         """A parameter, quantized if the module was made in a `quantized_model_init`."""
-        if self._parameter_init is None or value.device.type == "meta":
+        if self._parameter_init is None:
             self.register_parameter(name, nn.Parameter(value))
+            return
+        if value.is_meta:
+            self.register_parameter(name, nn.Parameter(self._meta_parameter(value, name, self._parameter_init.recipe)))
             return
         built = self._build_quantizers(self._parameter_init.recipe)
         parameter = nn.Parameter(self._quantized_parameter(value, name, built))
@@ -298,12 +307,25 @@ class QuantizedModule(nn.Module):
     def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
         """``value`` as the weight ``name``."""
         quantizer = self._weight_quantizers(built.quantizers)[name]
+        with torch.no_grad(), self._naming(name):
+            quantized: QuantizedTensor = quantizer.quantize(value.detach())
+        return quantized
+
+    def _meta_parameter(self, value: Tensor, name: str, recipe: Recipe) -> QuantizedTensor:
+        """The weight ``name`` without memory, so that it can be sharded before it is made."""
+        with torch.device("cpu"):  # histories and scales are needed whole, wherever the model is made
+            built = self._made_for(recipe)
+        quantizer = self._weight_quantizers(built.quantizers)[name]
+        with self._naming(name):
+            empty: QuantizedTensor = quantizer.make_empty(value.shape, dtype=value.dtype, device=value.device)
+        return empty
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
         try:
-            with torch.no_grad():
-                quantized: QuantizedTensor = quantizer.quantize(value.detach())
+            yield
         except ValueError as error:
             raise ValueError(f"{self.layer}: {name} cannot be kept quantized: {error}") from error
-        return quantized
 
     def _weight_quantizers(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
         """By the name of the weight, for weights that are kept quantized.
@@ -418,6 +440,7 @@ class QuantizedModule(nn.Module):
             _unloaded=self.get_extra_state() or None,
             _weight_cache=WeightCache(),
             _wgrads=[],
+            tp_group=None,  # process groups do not travel
             _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
             fp8_meta={name: value for name, value in self.fp8_meta.items() if name != "recipe"},
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..recipe import quantized_model_init
 from ..recipe.binding import is_conv1d
+from ..tensor.sharding import is_sharded, local_part, own_rows
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 
@@ -27,10 +28,17 @@ class ConvertedLinear(Linear, nn.Linear):
         raise TypeError("a ConvertedLinear is what crossgrain.convert makes of an nn.Linear; for a new one: Linear")
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """As nn.Linear does it."""
-        if not defer_init:
-            self.clear_weight_cache()
+        """As nn.Linear does it; of a sharded layer, every rank draws the whole and keeps its part."""
+        if defer_init:
+            return
+        self.clear_weight_cache()
+        if not is_sharded(self.weight):
             nn.Linear.reset_parameters(self)
+            return
+        options: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
+        whole = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **options)
+        for name, value in whole.named_parameters():
+            local_part(getattr(self, name)).copy_(own_rows(value, getattr(self, name)))
 
 
 class ConvertedConv1D(Linear):

@@ -9,23 +9,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..collectives import group_size
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import Recipe, keep_high_precision_init_val
 from ..replay import current_pass
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import is_sharded, local_part, own_rows, write_shard
 from .base import QuantizedModule
 from .compiled import constant_ticket, traced_linear
 from .forward_pass import ForwardPass, TracedPass
+from .gathered_weight import GatheredWeight
 from .linear_function import LinearCall, linear, quantize_weight
-from .options import activation_dtype, refuse_gpu_options, refuse_parallel_options
+from .options import activation_dtype, refuse_gpu_options
 from .padding import Padding, Sizes, known_format, padding_for
+from .tensor_parallel import (
+    ParallelMode,
+    TensorParallel,
+    resolved_group,
+    set_tensor_model_parallel_attributes,
+    shared_by,
+)
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -55,6 +65,8 @@ class ParameterPlan(NamedTuple):
     shape: tuple[int, ...]
     init: InitMethod
     is_weight: bool = False  # of a GEMM: quantized in a quantized_model_init
+    cut: int | None = None  # the dimension that ranks share, in tensor parallelism
+    sequence_parallel: bool | None = None  # whether its gradient is a rank's part of a sum over rows
 
 
 def default_init(weight: Tensor) -> None:
@@ -68,6 +80,9 @@ class LinearModule(QuantizedModule):
     ``delay_wgrad_compute``      dW is computed by `backward_dw`, not in backward
     ``save_original_input``      backward quantizes the input again instead of keeping its columnwise plane
     ``get_rng_state_tracker``    whose generator weights are initialised under
+    ``tp_group``, ``tp_size``    the ranks that share the layer, or how many there will be: `set_tensor_parallel_group`
+    ``parallel_mode``            "column": they share the outputs; "row": the inputs
+    ``sequence_parallel``        they share the rows of x (column) or of y (row)
     """
 
     def __init__(
@@ -80,7 +95,7 @@ class LinearModule(QuantizedModule):
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
-        parallel_mode: Literal["row", "column"] | None = None,
+        parallel_mode: ParallelMode | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         **gpu_options: Any,
@@ -88,7 +103,11 @@ class LinearModule(QuantizedModule):
         super().__init__(name)
         kind = type(self).__name__
         refuse_gpu_options(kind, gpu_options)
-        refuse_parallel_options(kind, tp_size, parallel_mode, sequence_parallel)
+        if parallel_mode not in (None, "row", "column"):
+            raise ValueError(f"{kind}: parallel_mode is None, 'row' or 'column', not {parallel_mode!r}")
+        self.tp_group, self.tp_size = resolved_group(kind, tp_group, tp_size)
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
@@ -97,16 +116,33 @@ class LinearModule(QuantizedModule):
 
     # ---- parameters ----------------------------------------------------------------------------
 
-    def _add_weight(self, name: str, shape: tuple[int, ...], init: InitMethod, factory: Mapping[str, Any]) -> None:
-        """The weight of a GEMM."""
-        self._make_parameter(name, ParameterPlan(shape, init, is_weight=True), factory)
+    def _add_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        init: InitMethod,
+        factory: Mapping[str, Any],
+        mode: ParallelMode | None = None,
+    ) -> None:
+        """The weight of a GEMM; of this rank's part, if ``mode`` says so."""
+        cut = None if mode is None else {"column": 0, "row": 1}[mode]
+        self._make_parameter(name, ParameterPlan(shape, init, is_weight=True, cut=cut), factory)
 
-    def _add_bias(self, name: str, size: int, factory: Mapping[str, Any], present: bool = True) -> None:
+    def _add_bias(
+        self,
+        name: str,
+        size: int,
+        factory: Mapping[str, Any],
+        present: bool = True,
+        mode: ParallelMode | None = None,
+    ) -> None:
         """Zeros; a name without parameter if there is to be none."""
-        if present:
-            self._make_parameter(name, ParameterPlan((size,), nn.init.zeros_), factory)
-        else:
+        if not present:
             self.register_parameter(name, None)
+            return
+        cut = 0 if mode == "column" else None
+        marked = self.sequence_parallel if mode == "row" else None
+        self._make_parameter(name, ParameterPlan((size,), nn.init.zeros_, cut=cut, sequence_parallel=marked), factory)
 
     def _make_parameter(self, name: str, plan: ParameterPlan, factory: Mapping[str, Any]) -> None:
         self._plans[name] = plan
@@ -117,6 +153,10 @@ class LinearModule(QuantizedModule):
             self._register_weight(name, value)
         else:
             self.register_parameter(name, nn.Parameter(value))
+        if plan.cut is not None:
+            set_tensor_model_parallel_attributes(getattr(self, name), True, plan.cut, 1)
+        if plan.sequence_parallel is not None:
+            getattr(self, name).sequence_parallel = plan.sequence_parallel
 
     def _initialise(self, value: Tensor, plan: ParameterPlan) -> None:
         tracker, tracker_name = self._rng_tracker
@@ -139,21 +179,57 @@ class LinearModule(QuantizedModule):
         for name, plan in self._plans.items():
             old: Any = getattr(self, name)
             quantized = isinstance(old, QuantizedTensor)
-            if old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
+            if is_sharded(old):
+                self._reset_shard(name, old, plan)
+            elif old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
                 device = torch.get_default_device() if old.is_meta else old.device
                 self._make_parameter(name, plan, {"dtype": old.dtype, "device": device})
             elif quantized:
-                value = torch.empty(plan.shape, dtype=old.dtype, device=old.device)
-                self._initialise(value, plan)
-                self._requantize_in_place(old, value)
+                self._requantize_in_place(old, self._new_value(old, plan))
             else:
                 self._initialise(old, plan)
+
+    def _new_value(self, parameter: Tensor, plan: ParameterPlan) -> Tensor:
+        value = torch.empty(plan.shape, dtype=parameter.dtype, device=parameter.device)
+        self._initialise(value, plan)
+        return value
+
+    def _reset_shard(self, name: str, parameter: Any, plan: ParameterPlan) -> None:
+        """Every rank makes the whole parameter, and keeps its part: the numbers are those of one process."""
+        if parameter.is_meta:
+            raise RuntimeError(f"{self.layer}: {name} is sharded and on the meta device: call model.to_empty() first")
+        value, own = own_rows(self._new_value(parameter, plan), parameter), local_part(parameter)
+        if not isinstance(own, QuantizedTensor):
+            own.copy_(value)
+            return
+        if self._parameter_init is not None:
+            built = self._build_quantizers(self._parameter_init.recipe)
+            own._quantizer = self._weight_quantizers(built.quantizers)[name]
+        write_shard(parameter, value)
 
     def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
         with torch.no_grad():
             parameter.copy_(value)
-        if getattr(parameter, "get_high_precision_init_val", None) is not None:
+        preserves = self._parameter_init is not None and self._parameter_init.preserve_init_value
+        if preserves or getattr(parameter, "get_high_precision_init_val", None) is not None:
             keep_high_precision_init_val(parameter, value)
+
+    # ---- tensor parallelism --------------------------------------------------------------------
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share the layer: ``tp_size`` of them."""
+        resolved_group(self.layer, tp_group, self.tp_size)
+        if tp_group is not None and self.tp_size == 1 and group_size(tp_group) > 1:
+            raise ValueError(f"{self.layer} was made for one rank, and tp_group has {group_size(tp_group)}")
+        self.tp_group = tp_group
+        self._forget_quantizers()  # which know the group
+
+    def _mode(self, index: int) -> ParallelMode | None:
+        """How ranks share linear layer ``index``."""
+        return self.parallel_mode
+
+    def _parallel(self, index: int) -> TensorParallel | None:
+        return shared_by(self.layer, self._mode(index), self.tp_group, self.tp_size, self.sequence_parallel)
 
     # ---- recipes -------------------------------------------------------------------------------
 
@@ -171,7 +247,10 @@ class LinearModule(QuantizedModule):
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> list[LinearDetails]:
         quantizes_backward = recipe.backward_override is None
         made = []
-        for by_tensor in self._gemm_operands(quantizers):
+        for index, by_tensor in enumerate(self._gemm_operands(quantizers)):
+            parallel = self._parallel(index) if self.tp_group is not None else None
+            if parallel is not None:
+                by_tensor = {name: parallel.quantizer(name, quantizer) for name, quantizer in by_tensor.items()}
             x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
             padding = padding_for(x, weight, grad_output if quantizes_backward else None)
             made.append(LinearDetails(x, weight, grad_output, padding))
@@ -221,7 +300,7 @@ class LinearModule(QuantizedModule):
         """Whether the linear layers can be operators in a graph; options with effects of their own break graphs."""
         recipe = self._recipe_in_force()
         effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
-        if effects or self.primary_weights_in_fp8:
+        if self.tp_size > 1 or effects or self.primary_weights_in_fp8:
             return False
         if recipe is None or self._only_calibrates():
             return recipe is None
@@ -232,13 +311,17 @@ class LinearModule(QuantizedModule):
         self, index: int, x: Tensor, weight: Tensor, this: ForwardPass, parameters: Sequence[Tensor] | None = None
     ) -> LinearCall:
         parameters = parameters or [weight]
+        gathered = weight if isinstance(weight, GatheredWeight) else None
         call = LinearCall(
             dtype=this.dtype,
             accumulate_main_grad=self.fuse_wgrad_accumulation,
             wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
             weight_parts=parameters if len(parameters) > 1 else None,
+            parallel=self._parallel(index),
             layer=self.layer,
         )
+        if gathered is not None and (this.recipe is None or this.calibrates):
+            gathered.used_by(None, self.layer)
         if this.recipe is None:
             return call
         details: LinearDetails = this.built.details[index]
@@ -250,7 +333,9 @@ class LinearModule(QuantizedModule):
         call.allow_mixed = this.recipe.allow_mixed
         call.keep_input = self.save_original_input and self._keeps_input(index, this)
         call.on_backward = self._backward_noted(this.built) if torch.is_grad_enabled() else None
-        if this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
+        if gathered is not None:
+            call.quantized_weight = gathered.used_by(call.weight, self.layer)
+        elif this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
             call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
         return call
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..recipe import Recipe, preserved_value
 from ..recipe.coerce import as_recipe
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import is_sharded, local_part
 from .base import Built, QuantizedModule
 
 
@@ -65,6 +66,8 @@ def _refuse_other_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         known = set(module._quantized_weights()) if isinstance(module, QuantizedModule) else set()
         for name, parameter in module.named_parameters(recurse=False):
+            if is_sharded(parameter) and isinstance(local_part(parameter), QuantizedTensor):
+                raise NotImplementedError(f"requantize_: {path}.{name} is sharded; requantize the model before it is")
             if isinstance(parameter, QuantizedTensor) and name not in known:
                 raise TypeError(
                     f"requantize_: {path}.{name} is a quantized parameter of a {type(module).__name__}, which is not "

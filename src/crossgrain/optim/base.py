@@ -17,7 +17,18 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from .masters import as_plain, check_in_use, check_shapes, join_master, split_master, take_master, write_params
+from ..tensor.sharding import is_sharded, local_part
+from .masters import (
+    as_plain,
+    check_in_use,
+    check_shapes,
+    is_quantized,
+    join_master,
+    sharded_like,
+    split_master,
+    take_master,
+    write_params,
+)
 from .stored_state import STATE_DTYPES, own_scale, store, take_scale, unscaled, zero_state
 
 MASTER = "master_param"
@@ -137,9 +148,12 @@ class FusedOptimizer(Optimizer):
             assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
-            if isinstance(param, QuantizedTensor):
-                param._get_quantizer().check_writable(param)
-                self._check_quantized(param)
+            own = local_part(param)
+            if isinstance(own, QuantizedTensor):
+                if is_sharded(param):
+                    own._stand_alone()
+                own._get_quantizer().check_writable(own)
+                self._check_quantized(own)
 
     def _check_quantized(self, param: QuantizedTensor) -> None:
         if self.master_weights:
@@ -186,7 +200,7 @@ class FusedOptimizer(Optimizer):
     # ---- states --------------------------------------------------------------------------------
 
     def _needs_master(self, param: Tensor) -> bool:
-        return self.master_weights and (isinstance(param, QuantizedTensor) or param.dtype != torch.float32)
+        return self.master_weights and (is_quantized(param) or param.dtype != torch.float32)
 
     def _keeps_remainder(self, param: Tensor) -> bool:
         state = self.state[param].get(MASTER)
@@ -196,19 +210,23 @@ class FusedOptimizer(Optimizer):
         """Make the states of ``param`` that do not exist yet: zero moments, and a master if it needs one."""
         for name in self._moments:
             if name not in self.state[param]:
-                self._add_state(param, name, zero_state(param.shape, self.name_to_dtype_map[name], param.device))
+                self._add_state(param, name, self._zero_state(param, name))
         if MASTER in self.state[param] or not self._needs_master(param):
             return
-        plain_bfloat16 = param.dtype == torch.bfloat16 and not isinstance(param, QuantizedTensor)
+        plain_bfloat16 = param.dtype == torch.bfloat16 and not is_quantized(param)
         if store_param_remainders and plain_bfloat16:
-            self.state[param][MASTER] = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
+            own = local_part(param)
+            self.state[param][MASTER] = torch.zeros(own.shape, dtype=torch.int16, device=own.device)
             return
         master = take_master(param)
         if self.master_weight_dtype == torch.float32:
             self.state[param][MASTER] = master
             return
-        self._add_state(param, MASTER, zero_state(param.shape, self.master_weight_dtype, param.device))
+        self._add_state(param, MASTER, self._zero_state(param, MASTER))
         self._store(param, MASTER, master)
+
+    def _zero_state(self, param: Tensor, name: str) -> Tensor:
+        return zero_state(local_part(param).shape, self.name_to_dtype_map[name], param.device)
 
     def _add_state(self, param: Tensor, name: str, state: Tensor) -> None:
         self.state[param][name] = state
@@ -222,8 +240,8 @@ class FusedOptimizer(Optimizer):
         """A state in float32, whatever it is stored as: the state itself if that is float32."""
         state = self.state[param][state_name]
         if state_name == MASTER and self._keeps_remainder(param):
-            return join_master(param.detach(), state)
-        return unscaled(state, self._scale(param, state_name)).view(param.shape)
+            return join_master(local_part(param).detach(), state)
+        return unscaled(state, self._scale(param, state_name)).view(local_part(param).shape)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Store a float32 value as the state of that name.
@@ -234,8 +252,7 @@ class FusedOptimizer(Optimizer):
             raise RuntimeError(f"an unscaled state is float32, not {unscaled_state.dtype}")
         self.initialize_state(param, self.store_param_remainders)
         if state_name not in self.state[param]:
-            dtype = self.name_to_dtype_map[state_name]
-            self._add_state(param, state_name, zero_state(param.shape, dtype, param.device))
+            self._add_state(param, state_name, self._zero_state(param, state_name))
         self._store(param, state_name, unscaled_state)
 
     def _store(self, param: Tensor, name: str, value: Tensor) -> None:
@@ -245,7 +262,7 @@ class FusedOptimizer(Optimizer):
         if name == MASTER and self._keeps_remainder(param):
             rounded, remainder = split_master(value.contiguous())
             state.copy_(remainder)
-            param.detach().copy_(rounded)
+            local_part(param).detach().copy_(rounded)
         else:
             store(value, state, self._scale(param, name))
 
@@ -255,13 +272,17 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._travelling}}
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any torch optimizer, with all states in unscaled float32; FP8 ones add their scale."""
+        """As of any torch optimizer, with all states in unscaled float32; FP8 ones add their scale.
+
+        Those of sharded parameters are sharded.
+        """
         packed = super().state_dict()
         params = self._all_params()
         for index, state in packed["state"].items():
+            param = params[index]
             scales = {f"{name}{_SCALE}": own_scale(value) for name, value in state.items()}
             packed["state"][index] = {
-                **{name: self.get_unscaled_state(params[index], name) for name in state},
+                **{name: sharded_like(self.get_unscaled_state(param, name), param) for name in state},
                 **{name: scale for name, scale in scales.items() if scale is not None},
             }
         return packed
@@ -278,7 +299,7 @@ class FusedOptimizer(Optimizer):
         for index, param in zip(saved, self._all_params(), strict=True):
             loaded = states.get(index, {})
             for name, value in loaded.items():
-                value = torch.as_tensor(value)
+                value = local_part(torch.as_tensor(value))
                 if self._needs_master(param) if name == MASTER else name in self.name_to_dtype_map:
                     self.set_scaled_state(param, name, value.to(device=param.device, dtype=torch.float32, copy=True))
                     if f"{name}{_SCALE}" in loaded:
@@ -304,7 +325,8 @@ def _as_float32(grad: Tensor | None) -> Tensor:
 
 def _is_same(param: Tensor, master: Tensor) -> bool:
     """Whether the kernel worked on the parameter itself."""
-    return not isinstance(param, QuantizedTensor) and param.data_ptr() == master.data_ptr()
+    own = local_part(param)
+    return not isinstance(own, QuantizedTensor) and own.data_ptr() == master.data_ptr()
 
 
 def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor import QuantizedTensor
 from .base import FusedOptimizer
+from .masters import is_quantized
 
 
 class FusedSGD(FusedOptimizer):
@@ -56,7 +56,7 @@ class FusedSGD(FusedOptimizer):
         self._begin(self.defaults)
 
     def _needs_master(self, param: Tensor) -> bool:
-        return super()._needs_master(param) and (self._masters_of_plain or isinstance(param, QuantizedTensor))
+        return super()._needs_master(param) and (self._masters_of_plain or is_quantized(param))
 
     def _begin(self, group: dict[str, Any]) -> None:
         self._moments = ("momentum_buffer",) if group["momentum"] else ()

@@ -16,10 +16,14 @@ from torch.optim import Optimizer
 
 from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import is_sharded, local_part, write_shard
 
 
 def take_master(param: Tensor) -> Tensor:
-    """A float32 copy of what ``param`` stands for: the preserved initial value, which is let go, or its numbers."""
+    """A float32 copy of what ``param`` stands for: the preserved initial value, which is let go, or its numbers.
+
+    Of a sharded parameter: of what this rank has.
+    """
     value: Tensor | None = None
     if isinstance(param, QuantizedTensor):
         value = preserved_value(param)
@@ -27,6 +31,11 @@ def take_master(param: Tensor) -> Tensor:
     if value is None:
         value = as_plain(param)
     return value.to(device=param.device, dtype=torch.float32, copy=True).contiguous()
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Whether ``param``, or what this rank has of it, is quantized."""
+    return isinstance(local_part(param), QuantizedTensor)
 
 
 def check_in_use(groups: Iterable[dict[str, Any]]) -> None:
@@ -47,16 +56,19 @@ def check_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Ite
     for index, param in zip(saved, params, strict=False):  # torch says if these are not as many
         state = state_dict["state"].get(index, {})
         for name in names:
-            if name in state and torch.as_tensor(state[name]).shape != param.shape:
+            if name not in state:
+                continue
+            shape, expected = local_part(torch.as_tensor(state[name])).shape, local_part(param).shape
+            if shape != expected:
                 raise ValueError(
-                    f"{type(optimizer).__name__}: {name} of parameter {index} is {list(state[name].shape)}, and the "
-                    f"parameter is {list(param.shape)}; this is the state of another model"
+                    f"{type(optimizer).__name__}: {name} of parameter {index} is {list(shape)}, and the parameter is "
+                    f"{list(expected)}; this is the state of another model"
                 )
 
 
 def as_plain(param: Tensor) -> Tensor:
-    """The numbers of ``param``, in float32 if it is quantized."""
-    param = param.detach()
+    """The numbers of ``param``, or of what this rank has of it; in float32 if it is quantized."""
+    param = local_part(param).detach()
     return param.dequantize(dtype=torch.float32) if isinstance(param, QuantizedTensor) else param
 
 
@@ -64,12 +76,25 @@ def write_params(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Round ``values`` to ``params``: every plane that a quantized one holds, in place."""
     plain = []
     for param, value in zip(params, values, strict=True):
-        if isinstance(param, QuantizedTensor):
-            param.quantize_(value)
+        own, value = local_part(param), local_part(value)
+        if isinstance(own, QuantizedTensor):
+            write_shard(param, value)
         else:
-            plain.append((param, value))
+            plain.append((own, value))
     if plain:
         torch._foreach_copy_([param for param, _ in plain], [value for _, value in plain])
+
+
+def sharded_like(value: Tensor, param: Tensor) -> Tensor:
+    """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
+    if not is_sharded(param):
+        return value
+    from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
+
+    sharded: Any = param
+    return DTensor.from_local(
+        value, sharded.device_mesh, sharded.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..tensor import QuantizedTensor
 from .base import MASTER
-from .masters import as_plain, check_in_use, check_shapes, take_master, write_params
+from .masters import as_plain, check_in_use, check_shapes, is_quantized, sharded_like, take_master, write_params
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its master
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -65,7 +64,7 @@ class _WithMasters(Optimizer):
         return _blank_with_masters, (_made_from(type(self)),), self.__getstate__()
 
     def _wants_master(self, param: Tensor) -> bool:
-        if not isinstance(param, QuantizedTensor) and param.dtype == torch.float32:
+        if not is_quantized(param) and param.dtype == torch.float32:
             return False
         return param.requires_grad or param.grad is not None or param in self.state
 
@@ -83,7 +82,7 @@ class _WithMasters(Optimizer):
                 state = self.state.pop(param, {})
                 master = state.pop(MASTER, None)  # optimizers take an empty state for the first step
                 if master is None:
-                    master = take_master(param)
+                    master = sharded_like(take_master(param), param)
                     state = _in_float32(state, param)  # some optimizers make it along with themselves
                 if state:
                     self.state[master] = state
@@ -140,7 +139,8 @@ def _apart(pairs: Sequence[Pair]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _hand_gradients(pairs: Sequence[Pair]) -> None:
     for param, master in pairs:
-        master.grad = None if param.grad is None else as_plain(param.grad).to(torch.float32)
+        grad = None if param.grad is None else as_plain(param.grad).to(torch.float32)
+        master.grad = None if grad is None else sharded_like(grad, param)
 
 
 def _unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:

@@ -270,6 +270,7 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
         scale, known = mine.scale_across((0, 1)), theirs.scale_across((0, 1))
         if scale is not None and known is not None and scale.shape == known.shape:
             scale.copy_(known)
+    new._note_zeros()  # type: ignore[attr-defined]
     return new
 
 

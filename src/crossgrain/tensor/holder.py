@@ -68,6 +68,8 @@ class PlaneHolder:
     _quantizer: Quantizer | None = None
     _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
     _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
+    _shard: Any = None  # of a parameter that FSDP2 gathered: what this rank keeps of it
+    _made_of_zeros: bool = False  # for FSDP2 to fill the first rows of: what is cut off may be part of a block
 
     def __init__(self, *args: Any, alias_of: PlaneHolder | None = None, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
@@ -161,9 +163,9 @@ class PlaneHolder:
         return self._epochs[direction].number < self._epochs[direction.other].number
 
     def _check_fresh(self) -> None:
-        """Raise rather than let old numbers travel on."""
+        """Raise rather than let old numbers travel on, or memory that is not there."""
         for plane in self.planes():
-            plane.check_fresh()
+            plane.check_readable()
 
     def planes(self) -> list[Plane]:
         """The planes that are present, rowwise first."""
@@ -245,6 +247,7 @@ class PlaneHolder:
         changed, so that what was saved for backward does not go stale unseen.
         """
         number = next_write_number() if number is None else number
+        self._made_of_zeros = False
         if not self._plane_buffers:
             for epoch in self._whole_epochs().values():
                 epoch.number = number
@@ -305,6 +308,8 @@ class PlaneHolder:
         new._matrix = self._matrix if matrix is None else matrix
         new._cut_axes = self._cut_axes if cut_axes is None else cut_axes
         new._epochs = {direction: Epoch() for direction in Direction} if fresh else self._epochs
+        if self._shard is not None and not fresh:
+            new._shard = self._shard
         return new
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
@@ -381,7 +386,8 @@ class PlaneHolder:
                 f"{type(self).__name__} of shape {list(self._shape)} with planes of {list(self._matrix)} can be cut "
                 f"along the first and the last dimension of its planes, not along dimension {dim}"
             )
-        planes = {plane.direction: slice_plane(plane, self._shape, dim, start, stop) for plane in self.planes()}
+        ragged = self._made_of_zeros and dim == start == 0
+        planes = {plane.direction: slice_plane(plane, self._shape, dim, start, stop, ragged) for plane in self.planes()}
         shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
         axis = 1 if dim == len(self._shape) - 1 else 0
         return self._with_planes(planes, shape=shape, cut_axes=tuple({*self._cut_axes, axis}))

@@ -10,10 +10,11 @@ from torch import Tensor
 from ..plane import ROWWISE, Plane, scale_grid
 
 
-def slice_plane(plane: Plane, shape: Sequence[int], dim: int, start: int, stop: int) -> Plane:
+def slice_plane(plane: Plane, shape: Sequence[int], dim: int, start: int, stop: int, ragged_end: bool = False) -> Plane:
     """The part ``start:stop`` of tensor dimension ``dim`` (the first or the last), sharing the buffers.
 
-    ``shape`` is the whole tensor's. A cut inside a block is refused, naming the boundary.
+    ``shape`` is the whole tensor's. A cut inside a block is refused, naming the boundary; ``ragged_end``: not if the
+    format has partial blocks, for what is cut off does not count.
     """
     if (start, stop) == (0, shape[dim]):
         return plane
@@ -21,7 +22,8 @@ def slice_plane(plane: Plane, shape: Sequence[int], dim: int, start: int, stop: 
     rows, cols = plane.shape
     unit = 1 if along_k else rows // shape[0]  # matrix rows (or columns) per step of the dimension
     new_shape = (rows, stop - start) if along_k else ((stop - start) * unit, cols)
-    _check_boundary(plane, shape, dim, (start, stop), unit)
+    if not (ragged_end and plane.format.ragged):
+        _check_boundary(plane, shape, dim, (start, stop), unit)
 
     operand_axis = int(along_k == (plane.direction is ROWWISE))  # 1: along the blocks
     first, count = start * unit, (stop - start) * unit

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from ..quantizer import Quantizer
 
 
+def copy_plane(mine: Plane, theirs: Plane) -> None:
+    """Copy the bytes of a plane into another of the same format and shape."""
+    mine.operand_codes().copy_(theirs.operand_codes())
+    if mine.scale is not None and theirs.scale is not None:
+        mine.operand_scales().copy_(theirs.operand_scales())
+    if mine.amax is not None and theirs.amax is not None:
+        mine.amax.copy_(theirs.amax)
+
+
 class QuantizedTensorStorage(PlaneHolder):
     """Up to two planes of one logical tensor, and the quantizer that can make them again."""
 
@@ -100,13 +109,9 @@ class QuantizedTensorStorage(PlaneHolder):
         """Copy bytes between planes of equal formats, into this tensor."""
         self._check_scales_shared(pairs)
         for _, theirs in pairs:
-            theirs.check_fresh()
+            theirs.check_readable()
         for mine, theirs in pairs:
-            mine.operand_codes().copy_(theirs.operand_codes())
-            if mine.scale is not None and theirs.scale is not None:
-                mine.operand_scales().copy_(theirs.operand_scales())
-            if mine.amax is not None and theirs.amax is not None:
-                mine.amax.copy_(theirs.amax)
+            copy_plane(mine, theirs)
         self._mark_written()
 
     def _check_scales_shared(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
@@ -214,6 +219,47 @@ class QuantizedTensorStorage(PlaneHolder):
     def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
         """Become the whole: take planes from the concatenated buffers of all shards."""
         assign_gathered(self, buffers, meta)
+
+    def _planes_that_travel(self, directions: Sequence[Direction]) -> list[Plane]:
+        """The planes from which all that serve ``directions`` can be had: not those that follow from another."""
+        own = {plane.direction: plane for plane in self.planes()}
+        if len(own) == 2 and len(directions) == 2 and self._derivable_formats():
+            return [own[ROWWISE]]
+        return self._planes_of(directions)
+
+    def _planes_of(self, directions: Sequence[Direction]) -> list[Plane]:
+        """The planes, with buffers of their own, that ``directions`` are read from."""
+        own = {plane.direction: plane for plane in self.planes()}
+        found = []
+        for direction in directions:
+            plane = own.get(direction)
+            if plane is None and self.plane(direction) is not None:
+                plane = own[direction.other]  # which serves both
+            if plane is not None and plane not in found:
+                found.append(plane)
+        return found
+
+    def _derivable_formats(self) -> bool:
+        """Whether the bytes of one direction follow from those of the other."""
+        row, column = (self._formats[direction] for direction in Direction)
+        return row == column and row.is_symmetric and not row.is_identity
+
+    def _derive_planes(self, directions: Sequence[Direction]) -> None:
+        """Fill what serves ``directions`` and did not travel."""
+        travelled = self._planes_that_travel(directions)
+        for plane in self._planes_of(directions):
+            if all(plane.data is not other.data for other in travelled):
+                made = kernels.transposed_plane(travelled[0], self._plane_tensor_shape(), plane.transposed)
+                if plane.scale is not None:
+                    plane.scale.zero_()  # its padding: the memory may be new
+                copy_plane(plane, made)
+
+    def _note_zeros(self) -> None:
+        self._made_of_zeros = True
+
+    def _stand_alone(self) -> None:
+        """Be a tensor of its own: what it was cut from is gone, or was only padding."""
+        self._cut_axes = ()
 
     # ---- the quantizer -------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..plane import Direction
-from . import dispatch
+from . import dispatch, sharding
 from .autograd import DequantizeFunction
 from .holder import Epoch
 from .storage import QuantizedTensorStorage
@@ -241,6 +241,18 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             f"{type(self).__name__} has no single storage to share between processes; share the tensors of "
             "get_data_tensors(), or send the tensor itself, which is pickled"
         )
+
+    # ---- FSDP2 ---------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], sharding.Gather]:
+        """The bytes of this shard, in one buffer."""
+        return sharding.pre_all_gather(self, mesh)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: sharding.Gather, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[QuantizedTensor, list[Tensor]]:
+        """The whole parameter from the bytes of all shards, and its buffers; ``out`` is filled again."""
+        return sharding.post_all_gather(self, outputs[0], metadata, param_dtype, out)
 
     # ---- tracing -------------------------------------------------------------------------------
 

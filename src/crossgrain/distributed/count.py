@@ -1,0 +1,33 @@
+"""How many bytes FSDP2 gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+
+class GatheredBytes(DefaultAllGather):
+    """The gathers of a model since `count_gathered_bytes`: ``sizes`` of what arrived, in bytes, and their sum."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.sizes.append(output_tensor.numel() * output_tensor.element_size())
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def count_gathered_bytes(model: nn.Module) -> GatheredBytes:
+    """Count what the sharded modules of ``model`` gather from now on, all parameters together."""
+    count = GatheredBytes()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(count)
+    return count

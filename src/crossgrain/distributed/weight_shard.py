@@ -1,0 +1,205 @@
+"""High-precision weights whose shards are quantized before FSDP2 gathers them.
+
+A layer quantizes its weight before every use. Where FSDP2 keeps the weight in shards, each rank can do that for its
+own rows, under amaxes of all, and the quantized bytes travel: what arrives is, bit for bit, what the layer would have
+made of the whole weight. The shards themselves, gradients and optimizers stay in high precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..nn.gathered_weight import GatheredWeight
+from ..nn.padding import known_format, padded_matrix
+from ..plane import ROWWISE, Direction
+from ..quantizer import Quantizer
+from ..tensor import QuantizedTensorStorage
+from ..tensor.sharding import Gather, buffers_of, fill, gathered_directions, reduce_over
+from ..tensor.transport import Rows, Shipment, kind_of, packed
+from .split_blocks import quantized_window
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPlan:
+    """What the layer does with the weight.
+
+    ``shape``       of the whole weight; ``padded``: as it is quantized
+    ``directions``  that the layer's GEMMs read
+    """
+
+    layer: str
+    quantizer: Quantizer
+    shape: tuple[int, int]
+    padded: tuple[int, int]
+    directions: tuple[Direction, ...]
+
+    def block_rows(self) -> int:
+        """What rows have to be a multiple of to be cut between blocks, in every direction."""
+        formats = [(direction, known_format(self.quantizer, direction)) for direction in self.directions]
+        along_m = [fmt.block_rows if d is ROWWISE else fmt.block_length for d, fmt in formats if fmt is not None]
+        return math.lcm(*along_m)
+
+    def own_rows(self, ranks: int) -> list[Rows]:
+        """The rows of each rank, as FSDP2 cuts them."""
+        rows = self.shape[0]
+        each = -(-rows // ranks)
+        return [(min(rank * each, rows), min((rank + 1) * each, rows)) for rank in range(ranks)]
+
+    def cuts_between_blocks(self, own: Sequence[Rows]) -> bool:
+        block = self.block_rows()
+        return all(stop % block == 0 or stop == self.shape[0] for _, stop in own)
+
+    def with_padding(self, own: Sequence[Rows]) -> list[Rows]:
+        """The same with the rows of padding, which belong to whoever has the last rows."""
+        return [(start, self.padded[0] if start < stop == self.shape[0] else stop) for start, stop in own]
+
+    def windows(self, ranks: int) -> list[Rows]:
+        """The rows that each rank sends: whole blocks around its own. The last ones are followed by padding."""
+        block, found = self.block_rows(), []
+        for start, stop in self.own_rows(ranks):
+            if start == stop:
+                found.append((self.padded[0], self.padded[0]))
+            else:
+                end = self.padded[0] if stop == self.shape[0] else -(-stop // block) * block
+                found.append((start // block * block, min(end, self.padded[0])))
+        return found
+
+
+class WeightShard(Tensor):
+    """A plain tensor with a plan for the gather. All operations are those of ``_plain``, and aliases stay aliases."""
+
+    _plain: Tensor
+    plan: WeightPlan
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[WeightShard], values: Tensor, plan: WeightPlan) -> WeightShard:
+        new = Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=int(values.storage_offset()),
+            dtype=values.dtype,
+            device=values.device,
+        )
+        new._plain, new.plan = values.detach(), plan
+        return new
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        owners: dict[int, WeightShard] = {}
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, cls):
+                return value
+            owners[id(value._plain)] = value
+            return value._plain
+
+        result = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        if func._schema.is_mutable:
+            return tree_map(lambda value: owners.get(id(value), value), result)
+        if func not in _STAY_SHARDS:
+            return result
+        plan = next(iter(owners.values())).plan
+        return tree_map(lambda value: cls(value, plan) if isinstance(value, Tensor) else value, result)
+
+    # ---- FSDP2 ---------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Gather]:
+        """The bytes of this shard, quantized."""
+        plan, ranks, rank, group = self.plan, mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        wanted = gathered_directions()
+        directions = tuple(direction for direction in plan.directions if direction in wanted) or plan.directions
+        own, windows = plan.own_rows(ranks), plan.windows(ranks)
+        start, stop = own[rank]
+        if tuple(self.shape) != (stop - start, plan.shape[1]):
+            raise RuntimeError(
+                f"{plan.layer}: this rank has {list(self.shape)} of the weight {list(plan.shape)}, and rows {start} to "
+                f"{stop} of it by its place among {ranks}: shard the weight along its first dimension"
+            )
+        with torch.no_grad():
+            shard = self._quantized(own, windows, rank, group, directions)
+        planes = shard._planes_that_travel(directions)
+        known = None if plan.cuts_between_blocks(own) else tuple(plan.with_padding(own))
+        shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), known)
+        return (packed(planes, shipment, rank),), Gather(shipment, directions)
+
+    def _quantized(
+        self, own: Sequence[Rows], windows: Sequence[Rows], rank: int, group: Any, directions: Sequence[Direction]
+    ) -> QuantizedTensorStorage:
+        plan, (first, last), (start, stop) = self.plan, windows[rank], own[rank]
+        before = torch.nn.functional.pad(self._plain, (0, 0, start - first if stop > start else 0, 0))
+        matrix = padded_matrix(before, last - first, plan.padded[1])
+        quantizer = plan.quantizer.storing(**{direction.value: direction in directions for direction in Direction})
+        if len(own) > 1:
+            reduce_over(quantizer, group)
+        if plan.cuts_between_blocks(own):
+            made: QuantizedTensorStorage = quantizer.quantize(matrix)
+            return made
+        return quantized_window(matrix, quantizer, own, first, rank, group, plan.layer)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: Gather, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[GatheredWeight, list[Tensor]]:
+        """The whole weight, quantized, and its buffers; ``out`` is filled again."""
+        plan = self.plan
+        if out is None:
+            make = plan.quantizer.storing(**{direction.value: direction in plan.directions for direction in Direction})
+            with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
+                quantized = make._made(plan.padded, self._plain.dtype, self._plain.device)
+                weight = GatheredWeight(plan.shape, param_dtype, quantized, plan.quantizer)
+        else:
+            weight = getattr(out, "_local_tensor", out)
+        fill(weight.quantized, outputs[0], metadata.shipment, metadata.directions)
+        return weight, buffers_of(weight.quantized)
+
+    # ---- a tensor like others ------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self)(self._plain.clone(), self.plan)
+        if getattr(self, "_is_param", False):
+            new = torch.nn.Parameter(new, self.requires_grad)  # type: ignore[assignment]
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Saved as the plain tensor that it is."""
+        plain: Any = self._plain
+        if getattr(self, "_is_param", False):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        reduced: tuple[Any, ...] = plain.__reduce_ex__(protocol)
+        return reduced
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._plain!r}, layer={self.plan.layer!r})"
+
+
+_STAY_SHARDS = frozenset(
+    (
+        aten.detach.default,
+        aten.alias.default,
+        aten.view.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.as_strided.default,
+        aten.new_zeros.default,
+        aten.new_empty.default,
+        aten.empty_like.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten._pin_memory.default,
+    )
+)

@@ -1,0 +1,26 @@
+"""What a large run costs, on paper: memory, bytes on the wire, GEMM time, and the assumptions behind them.
+
+print(crossgrain.plan("llama3-70b", "mxfp8-fwd-nvfp4-bwd", gpus=64, device="b200"))
+"""
+
+from .cost import plan
+from .devices import DEVICES, Device, device_of
+from .models import MODELS, Transformer, model_names
+from .planes import Gathered, gathered_bytes
+from .result import Memory, Plan, Traffic, Work
+
+__all__ = [
+    "DEVICES",
+    "MODELS",
+    "Device",
+    "Gathered",
+    "Memory",
+    "Plan",
+    "Traffic",
+    "Transformer",
+    "Work",
+    "device_of",
+    "gathered_bytes",
+    "model_names",
+    "plan",
+]

@@ -1,0 +1,203 @@
+"""What one linear layer costs: bytes that it keeps, GEMMs that it runs, numbers that it quantizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..nn.padding import Sizes, padding_for
+from ..operands import GEMMS, scaling_family
+from ..plane import COLUMNWISE, ROWWISE, Direction
+from ..recipe.base import BackwardOverride
+from ..recipe.format_spec import FormatSpec
+from ..recipe.plan import LayerPlan
+from .devices import HIGH_PRECISION
+from .planes import buffer_bytes, plane_bytes, planes_of, quantizer_for
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_KINDS = {4: "fp4", 6: "fp6", 8: "fp8"}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """``format`` is what the operands are, ``kind`` their elements (the wider of two) and ``scaling`` their family."""
+
+    name: str
+    format: str
+    kind: str
+    scaling: str
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Of one weight and one micro batch.
+
+    ``saved_input``, ``saved_weight``  handed to autograd, parameters themselves aside
+    ``keeps_input_itself``             what is saved of the input is the tensor that came
+    ``operands``                       the most that exists for a moment of what is not saved
+    ``quantized_forward``              bytes read and written to quantize x and W; ``quantized_backward``: dy
+    """
+
+    gemms: tuple[Gemm, ...]
+    saved_input: int
+    saved_weight: int
+    keeps_input_itself: bool
+    operands: int
+    quantized_forward: int
+    quantized_backward: int
+
+
+@lru_cache(maxsize=4096)
+def layer_cost(
+    plan: LayerPlan,
+    override: BackwardOverride,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    weight_is_kept: bool,
+) -> LayerCost:
+    """``weight_is_kept``: the weight comes quantized, so that the layer neither quantizes nor saves it."""
+    shapes = padded_shapes(plan, override, Sizes(tokens, inputs, outputs))
+
+    def size(tensor: str, *directions: Direction) -> int:
+        return plane_bytes(plan, tensor, shapes[tensor], dtype, directions)
+
+    backward = override is None
+    made_in_forward = (ROWWISE, COLUMNWISE) if backward else (ROWWISE,)
+    gradient = size("grad_output", ROWWISE, COLUMNWISE) if backward else 0
+    weight = 0 if weight_is_kept else size("weight", *made_in_forward)
+
+    def traffic(tensor: str, directions: tuple[Direction, ...]) -> int:
+        return _traffic(plan, tensor, shapes[tensor], dtype, directions)
+
+    return LayerCost(
+        gemms=tuple(_gemm(name, plan, override, Sizes(tokens, inputs, outputs), shapes, dtype) for name in GEMMS),
+        saved_input=_saved(plan, override, "input", tokens * inputs, shapes, dtype),
+        saved_weight=0 if weight_is_kept else _saved(plan, override, "weight", 0, shapes, dtype),
+        keeps_input_itself=_saves_itself(plan, override, "input", dtype),
+        operands=max(size("input", *made_in_forward) + weight, gradient),
+        quantized_forward=traffic("input", made_in_forward)
+        + (0 if weight_is_kept else traffic("weight", made_in_forward)),
+        quantized_backward=traffic("grad_output", (ROWWISE, COLUMNWISE)) if backward else 0,
+    )
+
+
+def padded_shapes(plan: LayerPlan, override: BackwardOverride, sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """Of x, W and dy, in whole blocks."""
+    gradient = quantizer_for(plan, "grad_output") if override is None else None
+    padding = padding_for(quantizer_for(plan, "input"), quantizer_for(plan, "weight"), gradient)
+    m, k, n = padding.padded(sizes, backward=True)
+    return {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
+
+
+def _saved(
+    plan: LayerPlan,
+    override: BackwardOverride,
+    tensor: str,
+    plain: int,
+    shapes: dict[str, tuple[int, int]],
+    dtype: torch.dtype,
+) -> int:
+    """``plain``: numbers to save where the tensor is saved as it is; a weight is a parameter and costs nothing."""
+    if _saves_itself(plan, override, tensor, dtype):
+        return plain * dtype.itemsize
+    return plane_bytes(plan, tensor, shapes[tensor], dtype, (_saved_direction(override),))
+
+
+def _saved_direction(override: BackwardOverride) -> Direction:
+    return ROWWISE if override == "dequantized" else COLUMNWISE
+
+
+def _saves_itself(plan: LayerPlan, override: BackwardOverride, tensor: str, dtype: torch.dtype) -> bool:
+    return override == "high_precision" or _is_itself(plan, tensor, _saved_direction(override), dtype)
+
+
+def _is_itself(plan: LayerPlan, tensor: str, direction: Direction, dtype: torch.dtype) -> bool:
+    """Whether a direction is the tensor as it came: in high precision, and not made from decoded numbers."""
+    spec: FormatSpec = plan.format_in(tensor, direction).value
+    if spec.format != "hp" or (spec.dtype is not None and spec.dtype != _DTYPE_NAMES[dtype]):
+        return False
+    rowwise: FormatSpec = plan.format_in(tensor, ROWWISE).value
+    return direction is ROWWISE or plan.source(tensor).value == "original" or rowwise.format == "hp"
+
+
+def _traffic(
+    plan: LayerPlan, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
+) -> int:
+    """Memory read and written to quantize a tensor: read once, and once more where an amax of all comes first."""
+    made = tuple(d for d in directions if not _is_itself(plan, tensor, d, dtype))
+    if not made:
+        return 0
+    planes = planes_of(plan, tensor, shape, dtype, made)
+    measured = any(p.format.global_amax or (p.format.block is None and not p.format.is_identity) for p in planes)
+    return shape[0] * shape[1] * dtype.itemsize * (2 if measured else 1) + buffer_bytes(planes)
+
+
+# ---- GEMMs -----------------------------------------------------------------------------------------
+
+
+def _gemm(
+    name: str,
+    plan: LayerPlan,
+    override: BackwardOverride,
+    sizes: Sizes,
+    shapes: dict[str, tuple[int, int]],
+    dtype: torch.dtype,
+) -> Gemm:
+    m, k, n = sizes
+    flops = 2 * m * k * n
+    results = {"fprop": m * n, "dgrad": m * k, "wgrad": n * k}
+    written = results[name] * dtype.itemsize
+    if override is not None and name != "fprop":
+        read = sum(rows * columns for rows, columns in (shapes[tensor] for tensor in GEMMS[name])) * dtype.itemsize
+        return Gemm(name, _DTYPE_NAMES[dtype], *_plain_kind(dtype), flops, read + written)
+    read = sum(plane_bytes(plan, t, shapes[t], dtype, (direction,)) for t, direction in GEMMS[name].items())
+    specs: list[FormatSpec] = [plan.format(name, tensor).value for tensor in GEMMS[name]]
+    kind = _kind_and_scaling(specs, list(GEMMS[name].values()), dtype)
+    return Gemm(name, _format_name(specs, dtype), *kind, flops, read + written)
+
+
+def _format_name(specs: list[FormatSpec], dtype: torch.dtype) -> str:
+    """``mxfp8``, or ``mxfp8 x mxfp4`` where the operands differ."""
+    names = [spec.format if spec.format != "hp" else spec.dtype or _DTYPE_NAMES[dtype] for spec in specs]
+    return " x ".join(dict.fromkeys(names))
+
+
+def _kind_and_scaling(specs: list[FormatSpec], directions: list[Direction], dtype: torch.dtype) -> tuple[str, str]:
+    """What the hardware is asked to multiply; operands that are not scaled alike are decoded before."""
+    formats = [spec.stored_format(direction) for spec, direction in zip(specs, directions, strict=True)]
+    families = {scaling_family(fmt) for fmt in formats}
+    bits = [fmt.element.bits for fmt in formats if fmt.element is not None]
+    if not bits or len(families) > 1:
+        return _plain_kind(dtype)
+    return _KINDS[max(bits)], families.pop()
+
+
+def _plain_kind(dtype: torch.dtype) -> tuple[str, str]:
+    return "tf32" if dtype == torch.float32 else "bf16", HIGH_PRECISION
+
+
+# ---- attention -------------------------------------------------------------------------------------
+
+
+def attention_cost(
+    plan: LayerPlan, tokens: int, sequence: int, heads: int, kv_heads: int, channels: int, dtype: torch.dtype
+) -> tuple[list[Gemm], int]:
+    """The products of a causal attention core, and the bytes that it keeps: q, k, v, its output, a sum per head.
+
+    Forward multiplies twice (scores and output), backward five times, of which the first makes the scores again.
+    """
+    product = tokens * sequence * heads * channels  # 2 FLOPs for half of the pairs of tokens
+    moved = tokens * (2 * heads + 2 * kv_heads) * channels * dtype.itemsize
+    gemms = []
+    for name, tensor, count, passes in (("attention forward", "qkv", 2, 1), ("attention backward", "do", 5, 3)):
+        specs: list[FormatSpec] = [plan.format("attention", tensor).value]
+        kind = _kind_and_scaling(specs, [ROWWISE], dtype)
+        gemms.append(Gemm(name, _format_name(specs, dtype), *kind, count * product, passes * moved))
+    kept = plane_bytes(plan, "qkv", (tokens, (heads + 2 * kv_heads) * channels), dtype, (ROWWISE,))
+    return gemms, kept + plane_bytes(plan, "o", (tokens, heads * channels), dtype, (ROWWISE,)) + tokens * heads * 4

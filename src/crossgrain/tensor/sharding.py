@@ -1,0 +1,218 @@
+"""Sharded parameters: what FSDP2 (`torch.distributed.fsdp.fully_shard`) asks of a quantized tensor.
+
+Each rank keeps some rows of a parameter as a quantized tensor of its own. Before a layer runs, FSDP2 calls
+`pre_all_gather` on the shard, gathers the bytes it returns, and calls `post_all_gather`, which fills the whole
+parameter: the same object and the same buffers every time, because autograd may have saved them. In between their
+memory is free.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ..formats import Format
+from ..plane import Direction
+from .transport import Shipment, kind_of, packed, rows_of_chunks, unpack
+
+if TYPE_CHECKING:
+    from .storage import QuantizedTensorStorage
+    from .tensor import QuantizedTensor
+
+_BOTH = tuple(Direction)
+_directions: ContextVar[tuple[Direction, ...]] = ContextVar("directions that a gather has to bring", default=_BOTH)
+
+
+@contextmanager
+def gathering(directions: Sequence[Direction]) -> Iterator[None]:
+    """Gathers inside bring these directions only."""
+    token = _directions.set(tuple(directions))
+    try:
+        yield
+    finally:
+        _directions.reset(token)
+
+
+def gathered_directions() -> tuple[Direction, ...]:
+    return _directions.get()
+
+
+class Gather(NamedTuple):
+    """What `post_all_gather` has to know."""
+
+    shipment: Shipment
+    directions: tuple[Direction, ...]
+
+
+def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Gather]:
+    """This rank's bytes, and what the others need to know about them."""
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+    shard._check_fresh()
+    rows = rows_of_chunks(_agreed_counts(shard, group, mesh.size()))
+    share_scales(shard, group)
+    directions = gathered_directions()
+    planes = shard._planes_that_travel(directions)
+    shipment = Shipment((rows[-1][1], *shard.shape[1:]), rows, tuple(kind_of(plane) for plane in planes))
+    return (packed(planes, shipment, rank),), Gather(shipment, directions)
+
+
+def post_all_gather(
+    shard: QuantizedTensor, gathered: Tensor, gather: Gather, dtype: torch.dtype, out: Any
+) -> tuple[QuantizedTensor, list[Tensor]]:
+    """The whole tensor, of nominal ``dtype``, and its buffers; ``out``, if given, is filled again."""
+    if out is None:
+        with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
+            whole = shard._empty_like(gather.shipment.shape, dtype)
+        whole._get_quantizer()._leave_group()
+    else:
+        whole = local_part(out)
+    whole._shard = shard
+    fill(whole, gathered, gather.shipment, gather.directions)
+    return whole, buffers_of(whole)
+
+
+def fill(whole: QuantizedTensorStorage, gathered: Tensor, shipment: Shipment, directions: Sequence[Direction]) -> None:
+    """Write the planes that ``directions`` need; the memory of all others, and of ``gathered``, is let go."""
+    buffers = tuple(buffer for buffer in buffers_of(whole) if not buffer.is_inference())
+    with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
+        unpack(gathered, shipment, whole._planes_that_travel(directions))
+        whole._derive_planes(directions)
+    kept = {id(buffer) for plane in whole._planes_of(directions) for buffer in plane.buffers()}
+    for buffer in buffers:
+        if id(buffer) not in kept:
+            buffer.untyped_storage().resize_(0)
+    gathered.untyped_storage().resize_(0)
+
+
+def buffers_of(whole: QuantizedTensorStorage) -> list[Tensor]:
+    """Each once."""
+    return list({id(buffer): buffer for _, buffer in whole._buffers()}.values())
+
+
+# ---- shards that belong together -------------------------------------------------------------------------
+
+
+def share_scales(shard: QuantizedTensor, group: Any) -> None:
+    """From now on, what is written to ``shard`` is scaled by the amaxes of all shards."""
+    shard._quantizer = shard._get_quantizer()
+    reduce_over(shard._quantizer, group)
+    shard._stand_alone()
+
+
+def reduce_over(quantizer: Any, group: Any) -> None:
+    """Make ``quantizer`` maximise amaxes over ``group``, in every direction."""
+    for own in _plain_quantizers(quantizer):
+        if not own.with_amax_reduction or own.amax_reduction_group is not group:  # options that change cost a memory
+            own.with_amax_reduction = True
+            own.amax_reduction_group = group
+
+
+def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
+    """``weight`` is written by ``quantizer`` from now on, and so is the shard that it was gathered from."""
+    weight._quantizer = quantizer
+    if weight._shard is not None:
+        group = _plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
+        weight._shard._quantizer = quantizer.copy()
+        reduce_over(weight._shard._quantizer, group)
+
+
+def local_part(tensor: Any) -> Any:
+    """What this rank has of a DTensor, as the tensor that holds the numbers; other tensors are whole."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    return getattr(part, "_plain", part)
+
+
+def is_sharded(param: Any) -> bool:
+    """Whether this rank may have only a part of ``param``: a DTensor."""
+    return hasattr(param, "_local_tensor")
+
+
+def own_rows(whole: Tensor, param: Any) -> Tensor:
+    """The part of ``whole`` that this rank has of the DTensor ``param``."""
+    from torch.distributed.tensor import distribute_tensor  # which takes long to import
+
+    mine = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
+    return local_part(mine)  # type: ignore[no-any-return]
+
+
+def write_shard(param: Any, values: Tensor) -> None:
+    """Requantize what this rank has of ``param`` under the scales of all ranks, who have to do the same."""
+    shard = local_part(param)
+    if is_sharded(param):
+        share_scales(shard, _shard_group(param))
+    shard.quantize_(values)
+
+
+def _shard_group(param: Any) -> Any:
+    """The ranks that have the other shards of a DTensor."""
+    dims = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+    if len(dims) != 1:
+        raise NotImplementedError(f"a quantized parameter is sharded over one dimension of its mesh, not {dims}")
+    return param.device_mesh.get_group(dims[0])
+
+
+def _plain_quantizers(quantizer: Any) -> list[Any]:
+    """The children of a hybrid, or the quantizer itself."""
+    if not hasattr(quantizer, "columnwise_quantizer"):
+        return [quantizer]
+    return [quantizer.rowwise_quantizer, quantizer.columnwise_quantizer]
+
+
+def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
+    """Rows of each rank's shard. All ranks raise if one cannot be gathered, or has other planes.
+
+    Asked of the others once for each shard, and again when it is replaced.
+    """
+    kinds = [kind_of(plane) for plane in shard.planes()]
+    asked = (shard.shape, kinds)
+    known: tuple[Any, list[int]] | None = shard.__dict__.get("_known_shards")
+    if known is not None and known[0] == asked:
+        return known[1]
+    problem = why_not_sharded(shard._get_quantizer(), [kind.format for kind in kinds])
+    held = str([(kind.format, kind.direction, kind.transposed) for kind in kinds])
+    found = exchanged([shard.shape[0], problem is not None, zlib.crc32(held.encode())], group, ranks, shard.device)
+    if problem is not None:
+        raise NotImplementedError(problem)
+    if any(refused for _, refused, _ in found):
+        raise RuntimeError(f"another rank refused to gather its shard of a {type(shard).__name__}")
+    if any(other != found[0][2] for _, _, other in found):
+        raise RuntimeError(
+            f"the shards of a {type(shard).__name__} hold different planes on different ranks; here: {held}"
+        )
+    counts = [count for count, _, _ in found]
+    shard.__dict__["_known_shards"] = (asked, counts)
+    return counts
+
+
+def exchanged(numbers: Sequence[int], group: Any, ranks: int, device: torch.device) -> list[list[int]]:
+    """The numbers of every rank."""
+    mine = torch.tensor([int(number) for number in numbers], device=device)
+    if ranks == 1:
+        return [mine.tolist()]
+    theirs = [torch.empty_like(mine) for _ in range(ranks)]
+    torch.distributed.all_gather(theirs, mine, group=group)
+    return [other.tolist() for other in theirs]
+
+
+def why_not_sharded(quantizer: Any, formats: Sequence[Format]) -> str | None:
+    """Why shards of a weight would not be what they would be in the whole; None if they are."""
+    if not formats:
+        return "a sharded weight has to be made of planes, and this one holds none"
+    for fmt in formats:
+        if fmt.global_amax == "row":
+            return f"a sharded weight cannot be {fmt.name}: the amaxes of its rows are of one shard or of all"
+    for own in _plain_quantizers(quantizer):
+        directions = [direction for direction, used in own.get_usages().items() if used]
+        if any(own.encoding(Direction(direction)).stochastic for direction in directions):
+            return (
+                f"a sharded weight cannot be rounded stochastically ({type(own).__name__}): ranks and passes would "
+                "not agree on the numbers"
+            )
+    return None
