@@ -10,8 +10,10 @@ appears whole or not at all (see `durable`), and it is read only by ``torch.load
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +28,12 @@ from ..tensor import QuantizedTensor
 from .bound import RecipeChoice, recipe_text
 from .durable import make_directory, remove_directory, remove_remains, whole_directory
 from .loading import load_in_place
-from .manifest import DamagedFileError, check_files, read_manifest, write_manifest
+from .manifest import DamagedFileError, check_files, is_described, read_manifest, write_manifest
 from .random_state import get_random_state, set_random_state
 from .undo import all_or_nothing
 
 _PREFIX = "step-"
+_NAME = re.compile(f"{_PREFIX}[0-9]+")
 _RANDOM, _EXTRAS = "random", "extras"
 _INIT_VALUES = "init_values_of_"  # followed by the name of a model
 
@@ -69,7 +72,7 @@ def save_checkpoint(
 
     Steps in one directory go up: it is an error if a checkpoint of this step or a later one is there.
     """
-    root = Path(root)
+    root, step = Path(root), _checked_step(step)
     _check_request(objects, keep)
     text = recipe_text(recipe, objects.values())
     contents = {**_contents(objects), _EXTRAS: dict(extras or {}), _RANDOM: get_random_state()}
@@ -109,7 +112,7 @@ def load_checkpoint(
     generators as they are.
     """
     path = _chosen(Path(path))
-    manifest = read_manifest(path)
+    manifest = _manifest_of(path)
     missing = sorted(objects.keys() - set(manifest["objects"]))
     if missing:
         there = ", ".join(manifest["objects"]) or "nothing"
@@ -133,7 +136,7 @@ def load_checkpoint(
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise `DamagedFileError` if a checkpoint, or the latest of a directory of them, was cut off or changed."""
     path = _chosen(Path(path))
-    check_files(path, read_manifest(path))
+    check_files(path, _manifest_of(path))
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -144,7 +147,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 def _complete(root: Path) -> list[Path]:
     """Checkpoints by step; what is still being written has another name."""
-    found = [path for path in root.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    found = [path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step_of)
 
 
@@ -153,13 +156,37 @@ def _step_of(path: Path) -> int:
 
 
 def _chosen(path: Path) -> Path:
-    """A checkpoint itself, or the latest in a directory."""
-    if path.name.startswith(_PREFIX) and path.is_dir():
+    """A checkpoint itself, by whatever name, or the latest in a directory."""
+    if is_described(path) or (_NAME.fullmatch(path.name) and path.is_dir()):
         return path
     latest = latest_checkpoint(path)
     if latest is None:
         raise FileNotFoundError(f"there is no checkpoint in {path}")
     return latest
+
+
+def _checked_step(step: Any) -> int:
+    """Any kind of integer, but only those that can be found again."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step is an integer, not {step!r}") from None
+    if number < 0:
+        raise ValueError(f"steps are counted from 0; {number} is none")
+    return number
+
+
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; one that lacks anything is refused before anything is loaded."""
+    manifest = read_manifest(path)
+    kinds: dict[str, Any] = {"step": int, "recipe": str | None, "objects": list, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]
+    if not wrong:
+        needed = [f"{name}.pt" for name in (*manifest["objects"], _EXTRAS, _RANDOM)]
+        wrong = [name for name in needed if name not in manifest["files"]]
+    if wrong:
+        raise DamagedFileError(f"{path}: the manifest does not tell {', '.join(wrong)}")
+    return manifest
 
 
 def _check_request(objects: Mapping[str, Any], keep: int | None) -> None:
@@ -168,6 +195,8 @@ def _check_request(objects: Mapping[str, Any], keep: int | None) -> None:
     for name, value in objects.items():
         if name in (_RANDOM, _EXTRAS) or name.startswith(_INIT_VALUES):
             raise ValueError(f"{name!r} is a name that checkpoints use themselves")
+        if not name or name != Path(name).name or name.startswith("."):
+            raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise TypeError(f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict")
 

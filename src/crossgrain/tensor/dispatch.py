@@ -2,7 +2,7 @@
 
 Operations on the bytes themselves (views, copies, allocation) are in the table below. Everything else
 decodes its arguments and runs in high precision; what it wrote to is then requantized, every plane that
-is present. Collectives never take that path: ranks would end up with different bytes (`collectives`).
+is present. Collectives never take that path: ranks would end up with different bytes (`torch_collectives`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    from . import collectives
+    from . import torch_collectives
 
     quantized = [value for value in tree_leaves((args, kwargs)) if _is_quantized(value)]
     if func is torch.ops.c10d.broadcast_.default and len(quantized) == len(args[0]):
-        return collectives.broadcast_(func, *args, **kwargs)
-    raise collectives.refusal(str(func), quantized[0])
+        return torch_collectives.broadcast_(func, *args, **kwargs)
+    raise torch_collectives.refusal(str(func), quantized[0])
 
 
 def _is_quantized(value: Any) -> bool:
