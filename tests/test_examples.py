@@ -127,3 +127,10 @@ def test_code_in_the_documentation_runs(page, monkeypatch):
     scope = {"cg": crossgrain, "x": torch.randn(256, 512)}
     for block in blocks:
         exec(block, scope)
+
+
+def test_mixture_of_experts_has_an_expert_without_tokens(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    printed = run("examples/moe.py", "--steps", "2", monkeypatch=monkeypatch, capsys=capsys)
+    assert len(re.findall(r"step \d: loss 0\.\d{6}\n", printed)) == 2
+    assert re.search(r"first rank: \[\d+, 0, ", printed)
