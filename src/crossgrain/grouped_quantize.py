@@ -39,7 +39,8 @@ def can_quantize_groups(quantizers: Sequence[Quantizer]) -> bool:
         hybrids: Sequence[Any] = quantizers
         return all(can_quantize_groups([hybrid.child(direction) for hybrid in hybrids]) for direction in Direction)
     group = first.amax_reduction_group
-    return not first.custom and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
+    known = not (first.custom or isinstance(first, IdentityQuantizer))
+    return known and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
 
 
 def quantize_groups(
