@@ -181,17 +181,17 @@ class QuantizedModule(nn.Module):
         return new
 
     def _device(self) -> torch.device | None:
-        for parameter in self._parameters.values():  # `parameters()` takes microseconds
-            if parameter is not None:
-                return parameter.device
-        return next((parameter.device for parameter in self.parameters()), None)
+        """Where scales and histories belong: with the parameters, unless these are on the meta device."""
+        first = next((p for p in self._parameters.values() if p is not None), None)  # `parameters()` takes microseconds
+        if first is None:
+            first = next(self.parameters(), None)
+        return None if first is None or first.is_meta else first.device
 
     def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
 
     def _made_for(self, recipe: Recipe) -> Built:
         device = self._device()
-        device = None if device is not None and device.type == "meta" else device
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
