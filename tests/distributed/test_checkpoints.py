@@ -315,6 +315,35 @@ def test_ranks_have_to_agree_about_what_only_one_of_them_writes(tmp_path):
         assert not exists
 
 
+def _refused_late(rank, root):
+    model = sharded("nvfp4", 2)
+    checkpoint.save(root, 1, model=model)
+    other = sharded("nvfp4", 2)
+    train(other, fused(other), 1)
+    other.extra = nn.Parameter(torch.zeros(1))
+    before = digest(other)
+    return error_of(lambda: checkpoint.load(root, model=other)), digest(other) == before, digest(model) != before
+
+
+def test_a_model_that_refuses_its_state_is_as_before(tmp_path):
+    for error, unchanged, differs in run(_refused_late, 2, tmp_path, tmp_path / "run"):
+        assert 'Missing key(s) in state_dict: "extra"' in error[1]
+        assert unchanged
+        assert differs
+
+
+def _fp8_moments(rank, root):
+    model = sharded("mxfp8", 2)
+    optimizer = cg.optim.FusedAdam(model.parameters(), lr=1e-2, master_weights=True, exp_avg_dtype=torch.uint8)
+    train(model, optimizer, 1)
+    return error_of(lambda: checkpoint.save(root, 1, optimizer=optimizer))
+
+
+def test_moments_with_scales_of_their_shards_are_refused(tmp_path):
+    for error in run(_fp8_moments, 2, tmp_path, tmp_path / "run"):
+        assert "exp_avg_scale_inv is not sharded, but rank 1 holds something else" in error[1]
+
+
 # ---- torch's own functions ---------------------------------------------------------------------------------
 
 
