@@ -166,6 +166,40 @@ def test_a_call_that_fails_is_no_step(error):
     assert history(model)[:, 0].tolist() == [0, 0, 100, 200]
 
 
+def test_a_call_whose_other_hooks_fail_is_no_step():
+    model, x = Recurrent(), torch.ones(32, 32)
+    failing = [False]
+
+    def hook(module, args, output):
+        if failing[0]:
+            raise ValueError("a hook")
+
+    model.register_forward_hook(hook)
+    cg.convert(model, "all: fp8(e5m2, delayed(history=4))")
+    model(x)
+    failing[0] = True
+    with pytest.raises(ValueError, match="a hook"):
+        model(x * 7)
+    assert history(model)[:, 0].tolist() == [0, 0, 0, 100]
+
+
+class Silent(Recurrent):
+    """Returns nothing."""
+
+    def forward(self, x):
+        super().forward(x)
+
+
+def test_a_call_while_an_error_is_handled_is_a_step():
+    model, x = Silent(), torch.ones(32, 32)
+    cg.convert(model, "all: fp8(e5m2, delayed(history=4))")
+    try:
+        raise KeyError
+    except KeyError:
+        model(x)
+    assert history(model)[:, 0].tolist() == [0, 0, 0, 100]
+
+
 def test_only_delayed_scaling_needs_hooks_on_the_model():
     model = Recurrent()
     cg.convert(model, "all: fp8(e5m2, delayed)")

@@ -30,6 +30,18 @@ def rounded_columns(role):
     return cg.HybridQuantizer(rowwise_quantizer=cg.MXFP8Quantizer(cg.DType.kFloat8E4M3), columnwise_quantizer=rounded)
 
 
+def delayed_columns_of_rows(role):
+    """Histories of what the rows decode to, which no_grad leaves out."""
+    delayed = cg.DelayedScalingRequest(amax_history_len=3)
+    if role is not None and role.tensor_type.startswith("grad"):
+        return delayed
+    return cg.HybridQuantizer(
+        rowwise_quantizer=cg.MXFP8Quantizer(cg.DType.kFloat8E4M3),
+        columnwise_quantizer=delayed,
+        columnwise_source="rowwise_dequantized",
+    )
+
+
 RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling,
     "fp8_current": recipes.Float8CurrentScaling,
@@ -38,6 +50,8 @@ RECIPES = {
     "delayed_most_recent": lambda: recipes.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
     "hybrid": lambda: recipes.as_recipe("fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"),
     "rounded_columns": lambda: recipes.CustomRecipe(qfactory=rounded_columns),
+    "delayed_columns": lambda: recipes.as_recipe("fprop: mxfp8, dgrad: fp8(delayed), wgrad: fp8(delayed)"),
+    "delayed_columns_of_rows": lambda: recipes.CustomRecipe(qfactory=delayed_columns_of_rows),
     "delayed_in_a_hybrid": lambda: recipes.as_recipe("fprop: fp8(delayed), dgrad: mxfp8, wgrad: mxfp8"),
 }
 

@@ -39,7 +39,8 @@ def can_quantize_groups(quantizers: Sequence[Quantizer]) -> bool:
         hybrids: Sequence[Any] = quantizers
         return all(can_quantize_groups([hybrid.child(direction) for hybrid in hybrids]) for direction in Direction)
     group = first.amax_reduction_group
-    return not first.custom and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
+    known = not (first.custom or isinstance(first, IdentityQuantizer))
+    return known and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
 
 
 def quantize_groups(
@@ -78,13 +79,14 @@ def _hybrids(
         else:
             shares[direction] = _allocated(rows, sizes, quantizers)
     _write(rows, list(shares.values()))
-    for hybrid in hybrids:
-        hybrid._draw_for_what_is_left_out(wanted)
     children |= {direction: _storages(rows, share) for direction, share in shares.items()}
-    return [
-        hybrid._wrap({d: children[d][g] for d in wanted}, (size, rows.shape[1]), rows.dtype, rows.device)
-        for g, (hybrid, size) in enumerate(zip(hybrids, sizes, strict=True))
-    ]
+    made = []
+    for g, (hybrid, group) in enumerate(zip(hybrids, rows.split(list(sizes)), strict=True)):
+        own = {direction: children[direction][g] for direction in wanted}
+        hybrid._draw_for_what_is_left_out(wanted)
+        hybrid._show_to_what_is_left_out(group, own)
+        made.append(hybrid._wrap(own, group.shape, rows.dtype, rows.device))
+    return made
 
 
 def _allocated(rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer]) -> _Share:

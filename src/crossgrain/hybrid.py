@@ -21,6 +21,7 @@ from .kernels import Target
 from .nvfp4 import NVFP4Quantizer
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantizer import Quantizer, draw_seed
+from .replay import current_pass
 from .request import QuantizerRequest
 from .settings import settings
 from .tensor import QuantizedTensorStorage
@@ -134,6 +135,7 @@ class HybridQuantizer(Quantizer):
         else:
             children = self._made_together(tensor, wanted)
             self._draw_for_what_is_left_out(wanted)
+        self._show_to_what_is_left_out(tensor, children)
         return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
 
     def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
@@ -142,6 +144,16 @@ class HybridQuantizer(Quantizer):
         drawn = any(direction in wanted for direction in rounded)
         if any(direction not in wanted for direction in rounded) and (self._derives_columns() or not drawn):
             draw_seed()
+
+    def _show_to_what_is_left_out(self, tensor: Tensor, children: Mapping[Direction, Any]) -> None:
+        """Histories learn in the first pass of a checkpoint, also of planes that only its recomputation makes."""
+        if not current_pass().hides_gradients:
+            return
+        for direction in Direction:
+            child = self._quantizer_of(direction)
+            if direction in children or type(child).calibrate is Quantizer.calibrate:
+                continue
+            child.calibrate(_decoded_like(children[ROWWISE], tensor) if self._derives_columns() else tensor)
 
     def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
         """Children of the same input: their planes are written by one call."""
@@ -319,6 +331,12 @@ class HybridQuantizer(Quantizer):
     def _reducing_children(self) -> list[Any]:
         """Those that can: they have the attribute of their own."""
         return [child for direction in Direction if "amax_reduction_group" in vars(child := self.child(direction))]
+
+    def reducing(self, group: Any, *, axis: int) -> Self:
+        new = self.copy()
+        for direction in Direction:
+            setattr(new, _name(direction), new._quantizer_of(direction).reducing(group, axis=axis))
+        return new
 
     def _leave_group(self) -> None:
         for direction in Direction:

@@ -59,6 +59,7 @@ class Quantizer:
     optimize_for_gemm: bool
     with_amax_reduction: bool = False
     amax_reduction_group: Any = None
+    amax_reduction_axis: int | None = None  # ranks hold parts of a tensor that was cut along it; None: they share all
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self._memo = {}
@@ -157,6 +158,7 @@ class Quantizer:
         if self.with_amax_reduction or self.amax_reduction_group is not None:
             self.amax_reduction_group = None
             self.with_amax_reduction = False
+            self.amax_reduction_axis = None
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """The hook that custom quantizers override."""
@@ -248,13 +250,36 @@ class Quantizer:
         """Targets with their amaxes maximised over the reduction group, in one collective."""
         if not self.with_amax_reduction:
             return targets
-        amaxes = [target.amax for target in targets if target.amax is not None]
+        shared = [self._shares_amax(target) for target in targets]
+        amaxes = [
+            target.amax for target, share in zip(targets, shared, strict=True) if share and target.amax is not None
+        ]
         if not amaxes:
             return targets
         packed = torch.cat(amaxes)
         torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
         pieces = iter(packed.split([amax.numel() for amax in amaxes]))
-        return [target.with_amax(next(pieces)) if target.amax is not None else target for target in targets]
+        return [
+            target.with_amax(next(pieces)) if share and target.amax is not None else target
+            for target, share in zip(targets, shared, strict=True)
+        ]
+
+    def _shares_amax(self, target: Target | GroupedTarget) -> bool:
+        """Whether all ranks have the same amaxes: one per row belongs to the rank that has the row."""
+        axis = self.amax_reduction_axis
+        planes = target.planes.planes if isinstance(target, GroupedTarget) else [target.plane]
+        return axis is None or any(plane.scale_across((axis,)) is not None for plane in planes)
+
+    def reducing(self, group: Any, *, axis: int) -> Self:
+        """The quantizer of a part of a tensor that the ranks of ``group`` have cut along ``axis`` (0: M, 1: K).
+
+        A part is quantized as in the whole. What reduces its amaxes already is left as it is.
+        """
+        if self.custom or self.with_amax_reduction:
+            return self
+        new = self.copy()
+        new.with_amax_reduction, new.amax_reduction_group, new.amax_reduction_axis = True, group, axis
+        return new
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """Shape of the scale buffer of one direction, padding included."""
@@ -434,6 +459,7 @@ class Quantizer:
         if state.get("amax_reduction_group") is not None:  # process groups do not travel
             state["amax_reduction_group"] = None
             state["with_amax_reduction"] = False  # without it, no group would mean all ranks
+            state["amax_reduction_axis"] = None
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:

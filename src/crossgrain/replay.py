@@ -64,6 +64,11 @@ class Pass:
         """Whether a backward pass may follow."""
         return torch.is_grad_enabled() or self._trains
 
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether they are off only because this is the first pass of a reentrant checkpoint."""
+        return self._trains and not self.recomputes
+
     def beyond(self, outer: Pass) -> Pass:
         """Without what ``outer``, which this is inside of, is part of as well."""
         rest = copy(self)

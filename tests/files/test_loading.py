@@ -304,6 +304,18 @@ def test_preserved_values_are_put_back():
     assert preserved is not None and preserved_value(model[0].weight) is preserved
 
 
+def test_random_numbers_that_were_drawn_are_put_back():
+    recipe = recipes.CustomRecipe(qfactory=lambda role: cg.NVFP4Quantizer(stochastic_rounding=True))
+    with cg.quantized_model_init(recipe=recipe):
+        model = nn.Sequential(cg.Linear(32, 32), cg.Linear(32, 32))
+    state = {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+    state["1.weight"] = torch.randn(3, 3)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        files.load_state_dict(model, state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_plane_that_was_stale_is_stale_again(x):
     model = holder_of("mxfp8", x)
     alias = model.weight.detach()

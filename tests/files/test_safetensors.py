@@ -107,6 +107,14 @@ def test_shared_tensors_are_kept_once(tmp_path):
     assert torch.equal(state["head.weight"], model["head"].weight)
 
 
+def test_the_same_memory_with_other_signs_is_another_tensor(tmp_path):
+    real, complex_ = torch.tensor([1.0, 2.0]), torch.tensor([1 + 2j, 3 - 1j])
+    state = {"a": real, "b": torch._neg_view(real), "c": complex_, "d": complex_.conj()}
+    files.save_safetensors(state, tmp_path / "signs.safetensors")
+    loaded = files.read_safetensors(tmp_path / "signs.safetensors").state_dict
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
 def test_plain_files_of_others_are_read(tmp_path):
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     safetensors.torch.save_file(plain.state_dict(), tmp_path / "file")
@@ -114,6 +122,15 @@ def test_plain_files_of_others_are_read(tmp_path):
     files.load_safetensors(tmp_path / "file", model)
     expected = cg.quantize(plain[0].weight.detach(), "mxfp8")
     assert_same_bytes(model[0].weight.detach(), expected)
+
+
+def test_names_like_paths_are_only_names_and_the_header_keeps_its_own(tmp_path):
+    path = tmp_path / "names.safetensors"
+    files.save_safetensors({"../../weight": torch.ones(1), "": torch.zeros(2)}, path)
+    assert sorted(files.read_safetensors(path).state_dict) == ["", "../../weight"]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(ValueError, match="__metadata__ could not be read again"):
+        files.save_safetensors({"__metadata__": torch.ones(1)}, path)
 
 
 def test_names_that_would_collide_are_refused(x, tmp_path):

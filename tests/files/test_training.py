@@ -1,5 +1,6 @@
 """Training checkpoints: a run that is resumed is the run that was not interrupted, bit for bit."""
 
+import hashlib
 import json
 import os
 import random
@@ -186,6 +187,37 @@ class Payload:
         return print, ("code ran",)
 
 
+@pytest.mark.parametrize("root", ["step-run", "step-7x", "ü ☃"])
+def test_directories_may_have_any_name(root, tmp_path):
+    model = nn.Linear(2, 2)
+    saved = files.save_checkpoint(tmp_path / root, 3, model=model)
+    (tmp_path / root / "step-²").mkdir()
+    (tmp_path / root / "step-00000009").write_text("no directory")
+    os.symlink(saved.name, tmp_path / root / "best")
+    for path in (tmp_path / root, saved, tmp_path / root / "best"):
+        assert files.load_checkpoint(path, model=model).step == 3
+
+
+@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.0, TypeError), ("3", TypeError)])
+def test_steps_that_could_not_be_found_again_are_refused(step, error, tmp_path):
+    with pytest.raises(error, match="step"):
+        files.save_checkpoint(tmp_path / "run", step, model=nn.Linear(2, 2))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)])
+def test_steps_of_any_kind_of_integer(step, tmp_path):
+    files.save_checkpoint(tmp_path, step, model=nn.Linear(2, 2))
+    assert files.load_checkpoint(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", "/outside", ""])
+def test_objects_stay_in_their_checkpoint(name, tmp_path):
+    with pytest.raises(ValueError, match="cannot be the name of a file"):
+        files.save_checkpoint(tmp_path / "run", 0, **{name: nn.Linear(2, 2)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_could_not_be_loaded_safely_is_not_saved(tmp_path, capsys):
     for extras in ({"x": Payload()}, {"lr": np.float64(1.0)}, {"f": print}):
         with pytest.raises(TypeError, match="extras cannot be saved: .* neither a tensor nor plain data"):
@@ -249,6 +281,10 @@ def test_a_damaged_manifest(saved):
         refuses(saved, match="manifest.json is damaged")
     manifest.unlink()
     refuses(saved, FileNotFoundError, "is not a checkpoint: it has no manifest.json")
+    for text in ("x", "[1]"):
+        manifest.write_text(text)
+        (saved / "manifest.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  manifest.json\n")
+        refuses(saved, match="is no manifest")
 
 
 def reseal(path, **changes):
@@ -264,6 +300,13 @@ def reseal(path, **changes):
 def test_versions_of_tomorrow(saved):
     reseal(saved, version=2)
     refuses(saved, match="version 2 is unknown; this crossgrain reads 1")
+
+
+@pytest.mark.parametrize("changes", [{"step": None}, {"recipe": 7}, {"objects": None}, {"files": {}}, {"files": None}])
+def test_manifests_that_lack_something_with_the_right_checksum(saved, changes):
+    reseal(saved, **changes)
+    missing = "model.pt, .*, extras.pt, random.pt" if changes == {"files": {}} else next(iter(changes))
+    refuses(saved, match=f"the manifest does not tell {missing}")
 
 
 def test_payloads_with_the_right_checksum_are_not_run(saved, capsys):

@@ -184,7 +184,7 @@ def test_recomputation_is_bitwise_the_same(tracked):
     [
         ({"cp_group": object()}, NotImplementedError, "cp_group"),
         ({"softmax_type": "learnable"}, NotImplementedError, "softmax_type"),
-        ({"tp_size": 2}, NotImplementedError, "tp_size"),
+        ({"tp_size": 3}, ValueError, "tp_size"),
         ({"attn_mask_type": "casual"}, ValueError, "attn_mask_type is one of"),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format is one of"),
         ({"num_gqa_groups": 3}, ValueError, "evenly"),

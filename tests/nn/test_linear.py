@@ -434,5 +434,5 @@ def test_options_of_other_hardware_are_refused_when_they_are_on():
         cg.Linear(4, 4, ub_overlap_ag=True)
     with pytest.raises(TypeError, match="no option 'sequential'"):
         cg.Linear(4, 4, sequential=True)
-    with pytest.raises(NotImplementedError, match="tp_size"):
+    with pytest.raises(ValueError, match="tp_size=2 needs a parallel_mode"):
         cg.Linear(4, 4, tp_size=2)

@@ -426,11 +426,14 @@ def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unp
 
 
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling])
-def test_quantizers_follow_the_layer_to_another_device(recipe):
+def test_quantizers_follow_the_layer_to_another_device_but_not_to_meta(recipe, monkeypatch):
     layer = cg.Linear(32, 32)
     first = layer._build_quantizers(recipe())
     assert layer._build_quantizers(recipe()) is first
-    moved = layer.to("meta")._build_quantizers(recipe())
+    assert layer.to("meta")._build_quantizers(recipe()) is first
+    assert {q.scale.device.type for slots in first.quantizers.values() for q in slots} == {"cpu"}
+    monkeypatch.setattr(cg.Linear, "_device", lambda self: torch.device("meta"))  # the only other one everywhere
+    moved = layer._build_quantizers(recipe())
     assert {q.scale.device.type for slots in moved.quantizers.values() for q in slots} == {"meta"}
 
 

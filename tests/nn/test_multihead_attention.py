@@ -174,7 +174,7 @@ def test_errors():
         layer(qk_norm_type="BatchNorm")
     with pytest.raises(ValueError, match="evenly"):
         cg.MultiheadAttention(16, 3)
-    with pytest.raises(NotImplementedError, match="tp_size"):
+    with pytest.raises(ValueError, match="tp_size=2 needs set_parallel_mode=True"):
         layer(tp_size=2)
     with pytest.raises(TypeError, match="no option 'window'"):
         layer(window=3)

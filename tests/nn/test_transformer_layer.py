@@ -147,7 +147,7 @@ def test_errors():
         layer(parallel_attention_mlp=True, layer_type="decoder")
     with pytest.raises(NotImplementedError, match="thd"):
         layer(drop_path_rate=0.1, attn_input_format="thd")
-    with pytest.raises(NotImplementedError, match="sequence_parallel"):
-        layer(sequence_parallel=True)
+    with pytest.raises(ValueError, match="tp_size=2 needs set_parallel_mode=True"):
+        layer(tp_size=2, sequence_parallel=True)
     with pytest.raises(NotImplementedError, match="ub_overlap"):
         layer(ub_overlap_ag=True)

@@ -35,8 +35,8 @@ def _rank(rank: int, store: str) -> None:
         _check(ops.ReduceScatter(), xs, rank, (xs[0] + xs[1]).chunk(RANKS)[rank])
         with pytest.raises(ValueError, match="3 rows cannot be divided evenly among 2 ranks"):
             ops.ReduceScatter()(torch.ones(3, 2))
-        with pytest.raises(NotImplementedError, match="one process holds the whole layer"):
-            ops.Linear(4, 4, tensor_parallel_mode="column")
+        with pytest.raises(ValueError, match="out_features=3 cannot be divided evenly among tp_size=2 ranks"):
+            ops.Linear(4, 3, tensor_parallel_mode="column")
     finally:
         dist.destroy_process_group()
 

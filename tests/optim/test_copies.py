@@ -101,3 +101,22 @@ def test_a_scheduler_is_not_copied_along():
     opt = FusedAdam([nn.Parameter(torch.zeros(2))])
     torch.optim.lr_scheduler.StepLR(opt, 1)
     assert "step" not in vars(through_pickle(opt))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_another_shape_are_not_spread_out(name):
+    """[4, 1] could be copied to [4, 4]."""
+    dicts = []
+    for width in (1, 4):
+        weight = nn.Parameter(torch.ones(4, width, dtype=torch.bfloat16))
+        optimizer = OPTIMIZERS[name]([weight])
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        dicts.append(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"parameter 0 is \[4, 1\], and the parameter is \[4, 4\]"):
+        optimizer.load_state_dict(dicts[0])
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, value in before["state"][0].items():
+        assert torch.equal(torch.as_tensor(after["state"][0][key]), torch.as_tensor(value)), key

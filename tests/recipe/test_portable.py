@@ -72,7 +72,9 @@ class Factory:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda role: None, functools.partial(my_factory), Factory(), Factory().method], ids=str
+    "function",
+    [lambda role: None, functools.partial(my_factory), Factory(), Factory().method],
+    ids=["lambda", "partial", "object", "method"],
 )
 def test_other_functions_are_refused_by_name_of_the_option(function):
     with pytest.raises(ValueError, match="CustomRecipe: qfactory is .* at module scope"):

@@ -1,7 +1,32 @@
-"""Training over several ranks with FSDP2."""
+"""Training over several ranks: FSDP2, tensor and sequence parallelism."""
 
 from .by_pass import gather_by_pass
 from .count import GatheredBytes, count_gathered_bytes
 from .gather_quantized import GatherReport, gather_quantized
+from .styles import ColwiseParallel, RowwiseParallel
+from .tensor_parallel import (
+    allreduce,
+    gather_along_first_dim,
+    get_distributed_rank,
+    get_distributed_world_size,
+    reduce_scatter_along_first_dim,
+    reduce_sequence_parallel_gradients,
+    set_tensor_model_parallel_attributes,
+)
 
-__all__ = ["GatherReport", "GatheredBytes", "count_gathered_bytes", "gather_by_pass", "gather_quantized"]
+__all__ = [
+    "ColwiseParallel",
+    "GatherReport",
+    "GatheredBytes",
+    "RowwiseParallel",
+    "allreduce",
+    "count_gathered_bytes",
+    "gather_along_first_dim",
+    "gather_by_pass",
+    "gather_quantized",
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "reduce_scatter_along_first_dim",
+    "reduce_sequence_parallel_gradients",
+    "set_tensor_model_parallel_attributes",
+]

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ..files.bound import RecipeChoice, recipe_text
 from ..files.durable import publish_directory, temporary_beside
-from ..files.manifest import check_files, read_manifest, write_manifest
-from ..files.steps import chosen_checkpoint, keep_newest, path_of_new_step
-from ..files.training import Checkpoint
+from ..files.manifest import check_files, write_manifest
+from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
+from ..files.training import Checkpoint, check_request, manifest_of
 from ..files.undo import all_or_nothing
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded, local_part
@@ -163,7 +163,7 @@ def _prepared(
         problem = error
     _raise_together(problem)
     _check_agreement(tensors, content)
-    temporary, destination = _on_first_rank(lambda: _begun(Path(root), step))
+    temporary, destination = _on_first_rank(lambda: _begun(Path(root), content["step"]))
     return tensors, _Writer(temporary, destination, content, keep)
 
 
@@ -176,13 +176,8 @@ def _described(
     tensors: Tensors,
 ) -> dict[str, Any]:
     """The content of the manifest; all tensors are added to ``tensors``."""
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is the number of checkpoints to keep, at least 1, not {keep}")
-    for name, value in objects.items():
-        if name == _EXTRAS:
-            raise ValueError(f"{name!r} is a name that checkpoints use themselves")
-        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-            raise TypeError(f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict")
+    check_request(objects, keep)
+    step = checked_step(step)
     text = recipe_text(recipe, objects.values())
     states = {**{name: value.state_dict() for name, value in objects.items()}, _EXTRAS: dict(extras or {})}
     shards = {name: taken_apart(state, (name,), tensors) for name, state in states.items()}
@@ -227,7 +222,7 @@ def _checksum(tensor: Tensor) -> int:
 
 def _checked(path: Path, verify: bool, objects: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     path = chosen_checkpoint(path)
-    manifest = read_manifest(path)
+    manifest = manifest_of(path)
     if "shards" not in manifest:
         raise ValueError(f"{path} was not saved in shards: crossgrain.files.load_checkpoint reads it")
     missing = sorted(objects.keys() - set(manifest["objects"]))

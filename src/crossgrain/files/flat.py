@@ -38,6 +38,7 @@ _CLASSES: dict[str, type[QuantizedTensor]] = {
     for cls in (FormatTensor, Float8Tensor, Float8BlockwiseQTensor, IdentityTensor, MXFP8Tensor, NVFP4Tensor)
 }
 _HYBRID = HybridQuantizedTensor.__name__
+_RESERVED = "__metadata__"
 _PARTS = ("data", "scale", "amax")
 
 
@@ -57,6 +58,8 @@ class Flat:
     def add_buffer(self, name: str, buffer: Tensor) -> None:
         if name in self.buffers:
             raise ValueError(f"two tensors would be called {name} in the file")
+        if name == _RESERVED:
+            raise ValueError(f"a tensor called {name} could not be read again: safetensors files have that name inside")
         self.buffers[name] = buffer.detach().to("cpu", copy=True).contiguous()
 
     def format_name(self, fmt: Format) -> str:
@@ -93,7 +96,10 @@ def flatten(state_dict: Mapping[str, Any]) -> Flat:
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same numbers in the same memory, and not empty."""
     buffers = [buffer for _, buffer in tensor._buffers()] if isinstance(tensor, QuantizedTensor) else [tensor]
-    places = [(buffer.data_ptr(), buffer.dtype, tuple(buffer.shape), buffer.stride()) for buffer in buffers]
+    places = [
+        (buffer.data_ptr(), buffer.dtype, tuple(buffer.shape), buffer.stride(), buffer.is_neg(), buffer.is_conj())
+        for buffer in buffers
+    ]
     return (type(tensor), tuple(tensor.shape), *places) if tensor.numel() else (id(tensor),)
 
 

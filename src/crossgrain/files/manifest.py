@@ -29,14 +29,21 @@ def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
     (directory / _SEAL).write_text(f"{digest_of(directory / _NAME)}  {_NAME}\n", encoding="utf-8")
 
 
+def is_described(directory: Path) -> bool:
+    return (directory / _NAME).is_file()
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The content of an undamaged manifest of a known version; files are not looked at yet."""
     path = directory / _NAME
-    if not path.is_file():
+    if not is_described(directory):
         raise FileNotFoundError(f"{directory} is not a checkpoint: it has no {_NAME}")
     if not (directory / _SEAL).is_file() or (directory / _SEAL).read_bytes()[:64] != digest_of(path).encode():
         raise DamagedFileError(f"{path} is damaged: its checksum is not that of {_SEAL}")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content: dict[str, Any] = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DamagedFileError(f"{path} is no manifest: {error}") from error
     if content.get("version") != VERSION:
         raise DamagedFileError(
             f"{path}: version {content.get('version')!r} is unknown; this crossgrain reads {VERSION}"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 from .durable import make_directory, remove_directory, remove_remains
+from .manifest import is_described
 
 _PREFIX = "step-"
+_NAME = re.compile(f"{_PREFIX}[0-9]+")
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -29,6 +34,17 @@ def path_of_new_step(root: Path, step: int) -> Path:
     return root / f"{_PREFIX}{step:08d}"
 
 
+def checked_step(step: Any) -> int:
+    """Any kind of integer, but only those that can be found again."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step is an integer, not {step!r}") from None
+    if number < 0:
+        raise ValueError(f"steps are counted from 0; {number} is none")
+    return number
+
+
 def keep_newest(root: Path, count: int) -> None:
     """Remove all checkpoints but the newest."""
     for old in _complete(root)[:-count]:
@@ -36,8 +52,8 @@ def keep_newest(root: Path, count: int) -> None:
 
 
 def chosen_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or the latest in a directory."""
-    if path.name.startswith(_PREFIX) and path.is_dir():
+    """A checkpoint itself, by whatever name, or the latest in a directory."""
+    if is_described(path) or (_NAME.fullmatch(path.name) and path.is_dir()):
         return path
     latest = latest_checkpoint(path)
     if latest is None:
@@ -47,7 +63,7 @@ def chosen_checkpoint(path: Path) -> Path:
 
 def _complete(root: Path) -> list[Path]:
     """Checkpoints by step; what is still being written has another name."""
-    found = [path for path in root.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    found = [path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step_of)
 
 

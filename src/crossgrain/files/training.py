@@ -28,7 +28,7 @@ from .durable import whole_directory
 from .loading import load_in_place
 from .manifest import DamagedFileError, check_files, read_manifest, write_manifest
 from .random_state import get_random_state, set_random_state
-from .steps import chosen_checkpoint, keep_newest, path_of_new_step
+from .steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
 from .undo import all_or_nothing
 
 _RANDOM, _EXTRAS = "random", "extras"
@@ -69,8 +69,8 @@ def save_checkpoint(
 
     Steps in one directory go up: it is an error if a checkpoint of this step or a later one is there.
     """
-    root = Path(root)
-    _check_request(objects, keep)
+    root, step = Path(root), checked_step(step)
+    check_request(objects, keep)
     text = recipe_text(recipe, objects.values())
     contents = {**_contents(objects), _EXTRAS: dict(extras or {}), _RANDOM: get_random_state()}
     path = path_of_new_step(root, step)
@@ -100,7 +100,7 @@ def load_checkpoint(
     generators as they are.
     """
     path = chosen_checkpoint(Path(path))
-    manifest = read_manifest(path)
+    manifest = manifest_of(path)
     if "shards" in manifest:
         raise ValueError(f"{path} was saved in shards: crossgrain.distributed.checkpoint.load reads it")
     missing = sorted(objects.keys() - set(manifest["objects"]))
@@ -126,15 +126,30 @@ def load_checkpoint(
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise `DamagedFileError` if a checkpoint, or the latest of a directory of them, was cut off or changed."""
     path = chosen_checkpoint(Path(path))
-    check_files(path, read_manifest(path))
+    check_files(path, manifest_of(path))
 
 
-def _check_request(objects: Mapping[str, Any], keep: int | None) -> None:
+def manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; one that lacks anything is refused before anything is loaded."""
+    manifest = read_manifest(path)
+    kinds: dict[str, Any] = {"step": int, "recipe": str | None, "objects": list, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]
+    if not wrong and "shards" not in manifest:
+        needed = [f"{name}.pt" for name in (*manifest["objects"], _EXTRAS, _RANDOM)]
+        wrong = [name for name in needed if name not in manifest["files"]]
+    if wrong:
+        raise DamagedFileError(f"{path}: the manifest does not tell {', '.join(wrong)}")
+    return manifest
+
+
+def check_request(objects: Mapping[str, Any], keep: int | None) -> None:
     if keep is not None and keep < 1:
         raise ValueError(f"keep is the number of checkpoints to keep, at least 1, not {keep}")
     for name, value in objects.items():
         if name in (_RANDOM, _EXTRAS) or name.startswith(_INIT_VALUES):
             raise ValueError(f"{name!r} is a name that checkpoints use themselves")
+        if not name or name != Path(name).name or name.startswith("."):
+            raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise TypeError(f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict")
 

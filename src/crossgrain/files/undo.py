@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,19 @@ from ..hybrid_tensor import HybridQuantizedTensorStorage
 from ..ops.op import FusedOperation
 from ..quantizer import Quantizer
 from ..tensor import QuantizedTensorStorage
+from .random_state import get_random_state, set_random_state
 
 Restore = Callable[[], None]
 
 
 @contextmanager
 def all_or_nothing(*objects: Any) -> Iterator[None]:
-    """If the block raises, ``objects`` (modules, optimizers, whatever has a state dict) are as they were before it."""
+    """If the block raises, ``objects`` (modules, optimizers, whatever has a state dict) are as they were before it.
+
+    So are random states: what is loaded may be rounded stochastically.
+    """
     restores = [_restore(value) for value in objects]
+    restores.append(partial(set_random_state, get_random_state()))
     try:
         yield
     except BaseException:

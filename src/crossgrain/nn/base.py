@@ -87,6 +87,7 @@ class QuantizedModule(nn.Module):
         self._grad_input_role: QuantizerRole | None = None
         self._wgrads: list[Callable[[], None]] = []
         self._wgrad_hooks: list[Callable[[], None]] = []
+        self.tp_group: Any = None
         context = active()
         self._parameter_init = (
             ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
@@ -180,17 +181,17 @@ class QuantizedModule(nn.Module):
         return new
 
     def _device(self) -> torch.device | None:
-        for parameter in self._parameters.values():  # `parameters()` takes microseconds
-            if parameter is not None:
-                return parameter.device
-        return next((parameter.device for parameter in self.parameters()), None)
+        """Where scales and histories belong: with the parameters, unless these are on the meta device."""
+        first = next((p for p in self._parameters.values() if p is not None), None)  # `parameters()` takes microseconds
+        if first is None:
+            first = next(self.parameters(), None)
+        return None if first is None or first.is_meta else first.device
 
     def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
 
     def _made_for(self, recipe: Recipe) -> Built:
         device = self._device()
-        device = None if device is not None and device.type == "meta" else device
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
@@ -258,9 +259,12 @@ class QuantizedModule(nn.Module):
         self._prepare(self._recipe_in_force())
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """One process holds the whole layer."""
-        if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
-            raise NotImplementedError(f"{self.layer}: one process holds the whole layer")
+        """For modules that ranks can share; others are whole on each of them."""
+
+    def _forget_quantizers(self) -> None:
+        """The next forward builds them again; histories stay."""
+        self._built = _nothing_built()
+        self._weight_cache.clear()
 
     def _backward_noted(self, built: Built) -> Callable[[], None] | None:
         """What backward calls before it quantizes, so that delayed scaling is updated when backward ends."""
@@ -436,6 +440,7 @@ class QuantizedModule(nn.Module):
             _unloaded=self.get_extra_state() or None,
             _weight_cache=WeightCache(),
             _wgrads=[],
+            tp_group=None,  # process groups do not travel
             _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
             fp8_meta={name: value for name, value in self.fp8_meta.items() if name != "recipe"},
         )

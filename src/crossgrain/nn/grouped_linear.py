@@ -70,6 +70,8 @@ class GroupedLinear(LinearModule):
             save_original_input=save_original_input,
             **gpu_options,
         )
+        if self.tp_size > 1:
+            raise NotImplementedError(f"{self.layer}: each rank holds whole experts: tp_size=1, not {self.tp_size}")
         if num_gemms < 1:
             raise ValueError(f"{self.layer}: there is at least one group, not {num_gemms}")
         if use_grouped_tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .linear_module import InitMethod
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
+from .tensor_parallel import ParallelMode
 
 
 class LayerNormLinear(NormFirst, SingleLinear):
@@ -21,7 +22,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
 
     ``normalization``            "LayerNorm", or "RMSNorm", which has no bias
     ``zero_centered_gamma``      ``layer_norm_weight`` is stored as its difference from one
-    ``return_layernorm_output``  norm(x) is returned as well, as the last result
+    ``return_layernorm_output``  norm(x) is returned as well, as the last result; ``..._gathered``: of all ranks' rows
 
     Everything else is as in `Linear`.
     """
@@ -42,7 +43,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
         normalization: Normalization = "LayerNorm",
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        parallel_mode: Literal["row", "column"] | None = None,
+        parallel_mode: ParallelMode | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
         parameters_split: ParametersSplit = None,
@@ -66,8 +67,10 @@ class LayerNormLinear(NormFirst, SingleLinear):
             save_original_input=save_original_input,
             **gpu_options,
         )
-        # With one process the gathered output is the output.
+        if parallel_mode == "row" and self.tp_size > 1:
+            raise ValueError(f"{self.layer}: a norm needs whole rows, which ranks that share the inputs do not have")
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         factory = parameter_options(params_dtype, device)
         self._make_norm(in_features, eps, normalization, zero_centered_gamma, factory)
         self._make_linear(
@@ -88,7 +91,9 @@ class LayerNormLinear(NormFirst, SingleLinear):
         with self._forward_pass(inp, is_first_microbatch) as this:
             x = self._normalized(inp, this)
             y, bias = self._projected(x, this, quantized_output=fp8_output, quantized_grad_input=fp8_grad)
-        extras = [bias] * self.return_bias + [x] * self.return_layernorm_output
+        extras = [bias] * self.return_bias
+        if self.return_layernorm_output:
+            extras.append(self._normalized_for_caller(x))
         return (y, *extras) if extras else y
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
 from .replay import recomputed
+from .tensor_parallel import ParallelMode, share
 
 _FC1 = LinearSlots(input=0, weight=1, output=2, grad_output=0, grad_input=1)
 _FC2 = LinearSlots(input=3, weight=4, output=5, grad_output=2, grad_input=3)
@@ -30,7 +31,9 @@ class LayerNormMLP(NormFirst):
     ``activation_params``        its options, such as ``{"limit": 7.0}`` of clamped_swiglu
     ``checkpoint``               keep only the input for backward and compute the rest again there, bit for bit
     ``return_bias``              b₂ is returned beside y, not added
-    ``return_layernorm_output``  norm(x) is returned as well, as the last result
+    ``return_layernorm_output``  norm(x) is returned as well, as the last result; ``..._gathered``: of all ranks' rows
+    ``set_parallel_mode``        the ranks of ``tp_group`` share W₁ by its rows and W₂ by its columns. Of a gated
+                                 activation each rank has its part of either half of W₁
 
     Everything else is as in `Linear`.
     """
@@ -80,23 +83,32 @@ class LayerNormMLP(NormFirst):
             delay_wgrad_compute=delay_wgrad_compute,
             **gpu_options,
         )
+        self.set_parallel_mode = set_parallel_mode
+        if self.tp_size > 1 and not set_parallel_mode:
+            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs set_parallel_mode=True")
         self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
+        ffn_hidden_size = self.ffn_hidden_size = share(self.layer, "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         self.activation = activation
         self.activation_params = dict(activation_params or {})
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
         fc1_rows = ffn_hidden_size * (2 if self._activation().gated else 1)
         factory = parameter_options(params_dtype, device)
         self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, factory)
-        self._add_weight("fc1_weight", (fc1_rows, hidden_size), init_method or default_init, factory)
-        self._add_bias("fc1_bias", fc1_rows, factory, present=bias)
+        self._add_weight("fc1_weight", (fc1_rows, hidden_size), init_method or default_init, factory, self._mode(0))
+        self._add_bias("fc1_bias", fc1_rows, factory, present=bias, mode=self._mode(0))
         init_output = output_layer_init_method or init_method or default_init
-        self._add_weight("fc2_weight", (hidden_size, ffn_hidden_size), init_output, factory)
-        self._add_bias("fc2_bias", hidden_size, factory, present=bias)
+        self._add_weight("fc2_weight", (hidden_size, ffn_hidden_size), init_output, factory, self._mode(1))
+        self._add_bias("fc2_bias", hidden_size, factory, present=bias, mode=self._mode(1))
+
+    def _mode(self, index: int) -> ParallelMode | None:
+        if not self.set_parallel_mode:
+            return None
+        return "column" if index == 0 else "row"
 
     def _activation(self) -> Activation:
         return activation(self.activation, **self.activation_params)
@@ -144,7 +156,9 @@ class LayerNormMLP(NormFirst):
                 y, x = self._recomputed(inp, this)
             else:
                 y, x = self._computed(inp, this)
-        extras = [self.fc2_bias] * self.return_bias + [x] * self.return_layernorm_output
+        extras: list[Any] = [self.fc2_bias] * self.return_bias
+        if self.return_layernorm_output:
+            extras.append(self._normalized_for_caller(x))
         return (y, *extras) if extras else y
 
     def _computed(self, inp: Tensor, this: ForwardPass | TracedPass) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import InitMethod, LinearModule, default_init
 from .options import parameter_options
+from .tensor_parallel import ParallelMode, local, share
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None
 
@@ -37,18 +38,26 @@ class SingleLinear(LinearModule):
         parameters_split: ParametersSplit,
         factory: Mapping[str, Any],
     ) -> None:
-        self.in_features = in_features
-        self.out_features = out_features
+        mode = self.parallel_mode
+        if self.tp_size > 1 and mode is None:
+            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+        columns = self.tp_size if mode == "column" else 1
+        splits = _resolved_splits(parameters_split, out_features)
+        self._splits = {
+            name: share(self.layer, f"rows of {name}weight", rows, columns) for name, rows in splits.items()
+        }
+        rows = self.tp_size if mode == "row" else 1
+        in_features = self.in_features = share(self.layer, "in_features", in_features, rows)
+        self.out_features = sum(self._splits.values())
         self.return_bias = return_bias
         self.use_bias = bias
         self.apply_bias = bias and not return_bias
         self.init_method = init_method or default_init
-        self._splits = _resolved_splits(parameters_split, out_features)
         if len(self._splits) > 1 and self._parameter_init is not None:
             raise NotImplementedError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
         for split, rows in self._splits.items():
-            self._add_weight(f"{split}weight", (rows, in_features), self.init_method, factory)
-            self._add_bias(f"{split}bias", rows, factory, present=bias)
+            self._add_weight(f"{split}weight", (rows, in_features), self.init_method, factory, mode)
+            self._add_bias(f"{split}bias", rows, factory, present=bias, mode=mode)
 
     @property
     def weight_names(self) -> list[str]:
@@ -98,13 +107,14 @@ class SingleLinear(LinearModule):
 
     def _weight(self, weights: Sequence[Tensor]) -> Tensor:
         if len(weights) == 1:
-            return weights[0]
+            only: Tensor = local(weights[0])
+            return only
         if any(isinstance(weight, QuantizedTensor) for weight in weights):
             raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
-        return torch.cat(list(weights))
+        return torch.cat([local(weight) for weight in weights])
 
     def _bias(self) -> Tensor | None:
-        biases = [getattr(self, name) for name in self.bias_names]
+        biases = [local(getattr(self, name)) for name in self.bias_names]
         if biases[0] is None:
             return None
         return biases[0] if len(biases) == 1 else torch.cat(biases)
@@ -122,6 +132,9 @@ class Linear(SingleLinear):
     ``return_bias``              the bias is returned beside y, not added
     ``parameters_split``         several weights, ``{name: rows}``, that form one GEMM
     ``name``                     the layer's name for recipes
+    ``parallel_mode``            "column", "row": the ranks of ``tp_group`` share the outputs, the inputs. Sizes are
+                                 given for the whole; ``in_features``, ``out_features`` are those of the rank
+    ``sequence_parallel``        they share the rows of x (column) or of y (row) as well
     """
 
     def __init__(
@@ -138,7 +151,7 @@ class Linear(SingleLinear):
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        parallel_mode: Literal["row", "column"] | None = None,
+        parallel_mode: ParallelMode | None = None,
         parameters_split: ParametersSplit = None,
         device: torch.device | str | None = None,
         delay_wgrad_compute: bool = False,

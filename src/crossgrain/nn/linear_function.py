@@ -35,6 +35,8 @@ from ..tensor.sharding import local_part
 from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
 from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
+from .sequence_parallel import gathered_for_wgrad, gathered_gradient, gathered_input
+from .tensor_parallel import TensorParallel
 
 Quantized = QuantizedTensorStorage | Tensor
 
@@ -63,6 +65,7 @@ class LinearCall:
     ``wgrad_queue``                         where to put off wgrad to, instead of computing it in backward
     ``accumulate_main_grad``                add dW to ``weight.main_grad``
     ``weight_parts``                        the parameters that W was put together from, if it was
+    ``parallel``                            how ranks share the layer, if they do
     """
 
     dtype: torch.dtype
@@ -82,6 +85,7 @@ class LinearCall:
     wgrad_queue: list[Callable[[], None]] | None = None
     on_backward: Callable[[], None] | None = None
     weight_parts: Sequence[Tensor] | None = None
+    parallel: TensorParallel | None = None
     layer: str = "Linear"
 
     @property
@@ -167,7 +171,9 @@ def empty_forward(ctx: Any, x: Tensor, weight: Tensor, call: LinearCall, needs: 
     for_w = call.weight.storing(rowwise=True, columnwise=columnwise and needs.dx)
     x_used = for_x.make_empty((padded.m, padded.k), dtype=call.dtype, device=x.device)
     w_used = for_w.make_empty((padded.n, padded.k), dtype=weight.dtype, device=weight.device)
-    done = _Forward(y, *_operands_for_backward(x, x_used, weight, w_used, call, needs), sizes, padded)
+    x_saved = _input_for_backward(x, x_used, call) if needs.dw else None
+    w_saved = _weight_for_backward(weight, w_used, call) if needs.dx else None
+    done = _Forward(y, x_saved, w_saved, sizes, padded)
     _save(ctx, done, x, weight, None, call, needs)
     return y
 
@@ -184,6 +190,7 @@ def _save(
     call.quantized_input = None
     ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, done.sizes, done.padded
     ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+    ctx.x_is_part = done.x_is_part
     ctx.weight = None
     if needs.dw:  # of a weight that was put together backward asks the shape alone
         ctx.weight = weight if call.weight_parts is None else dummy_weight_gradient(weight)
@@ -204,7 +211,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     if not _is_quantized_gradient(dy, ctx):
         if isinstance(dy, QuantizedTensor):
             dy = dy.dequantize()
-        dy = dy.reshape(sizes.m, sizes.n).to(call.dtype)
+        dy = dy.reshape(math.prod(dy.shape[:-1]), sizes.n).to(call.dtype)
     if needs.db:
         db = dy.sum(0, dtype=_sum_dtype(dy)).to(ctx.bias_dtype)
     if needs.dx or needs.dw:
@@ -216,7 +223,9 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         if call.on_backward is not None:
             call.on_backward()
         dy_used: Quantized = dy
-        if not isinstance(dy, QuantizedTensor):
+        if call.parallel is not None and call.parallel.gathers_gradient:
+            dy_used = gathered_gradient(dy, call, padded, rowwise=needs.dx, columnwise=needs.dw)
+        elif not isinstance(dy, QuantizedTensor):
             dy_used = _quantized_gradient(padded_matrix(dy, padded.m, padded.n), call, needs)
         if needs.dx:
             dx = _input_gradient(dy_used, w, ctx)
@@ -238,41 +247,58 @@ class _Forward(NamedTuple):
     w_saved: Operand | None
     sizes: Sizes
     padded: Sizes
+    x_is_part: bool = False  # what is saved of x: this rank's rows
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> _Forward:
     check_dtypes(weight, call)
     sizes, padded = _sizes(x, weight, call, needs)
-    x_used = _quantized_input(x, call, sizes, padded, columnwise=needs.dw and not call.keep_input)
+    parallel = call.parallel
+    sums = parallel is not None and parallel.sums_output  # the bias is added once, to the sum over ranks
+    x_used, x_saved, x_is_part = _input_operands(x, call, needs, sizes, padded)
     w_used = _quantized_weight(weight, call, padded, columnwise=needs.dx)
     y = gemm(
         "fprop",
         _operand(x_used, ROWWISE, "input", call),
         _operand(w_used, ROWWISE, "weight", call),
         out_dtype=call.dtype,
-        bias=padded_vector(bias, padded.n),
+        bias=None if sums else padded_vector(bias, padded.n),
         allow_mixed=call.allow_mixed,
     )
-    saved = _operands_for_backward(x, x_used, weight, w_used, call, needs)
+    w_saved = _weight_for_backward(weight, w_used, call) if needs.dx else None
     if padded != sizes:
         y = y[: sizes.m, : sizes.n].contiguous()
+    shape: Sequence[int] = (*x.shape[:-1], sizes.n)
+    if parallel is not None:
+        shape = parallel.output_shape(x.shape, sizes.n)
+        if sums:
+            y = parallel.sum(y, call.layer)
+            y = y if bias is None else (y + bias.detach()).to(call.dtype)
     # Not a view: in-place operations on the output are fine, as they are for any layer.
-    y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], sizes.n))
-    return _Forward(y if call.output is None else call.output(y), *saved, sizes, padded)
+    y = torch.ops.aten._unsafe_view(y, shape)
+    y = y if call.output is None else call.output(y)
+    return _Forward(y, x_saved, w_saved, sizes, padded, x_is_part)
+
+
+def _input_operands(
+    x: Tensor, call: LinearCall, needs: Needs, sizes: Sizes, padded: Sizes
+) -> tuple[Quantized | Operand, Operand | None, bool]:
+    """x for fprop, what wgrad needs of it, and whether that is only this rank's part."""
+    if call.parallel is not None and call.parallel.gathers_input:
+        matrix = x.dequantize(dtype=call.dtype) if isinstance(x, QuantizedTensor) else x
+        return gathered_input(matrix.detach(), call, sizes, padded, wgrad=needs.dw)
+    used = _quantized_input(x, call, sizes, padded, columnwise=needs.dw and not call.keep_input)
+    return used, _input_for_backward(x, used, call) if needs.dw else None, False
 
 
 def _sizes(x: Tensor, weight: Tensor, call: LinearCall, needs: Needs) -> tuple[Sizes, Sizes]:
     """As they are, and padded."""
-    sizes = Sizes(math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0])
+    rows = math.prod(x.shape[:-1])
+    if call.parallel is not None:
+        call.parallel.check(x.shape, call.layer)
+        rows *= call.parallel.size if call.parallel.gathers_input else 1
+    sizes = Sizes(rows, x.shape[-1], weight.shape[0])
     return sizes, call.padding.padded(sizes, backward=needs.dx or needs.dw)
-
-
-def _operands_for_backward(
-    x: Tensor, x_used: Quantized, weight: Tensor, w_used: Quantized, call: LinearCall, needs: Needs
-) -> tuple[Operand | None, Operand | None]:
-    x_saved = _input_for_backward(x, x_used, call) if needs.dw else None
-    w_saved = _weight_for_backward(weight, w_used, call) if needs.dx else None
-    return x_saved, w_saved
 
 
 def quantized_storage(quantizer: Quantizer, tensor: Tensor, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
@@ -346,7 +372,7 @@ def _usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, col
     return weight
 
 
-def _operand(used: Quantized, direction: Direction, role: str, call: LinearCall) -> Operand:
+def _operand(used: Quantized | Operand, direction: Direction, role: str, call: LinearCall) -> Operand:
     if not isinstance(used, QuantizedTensorStorage):
         return used
     plane = used.plane(direction)
@@ -379,6 +405,7 @@ def _is_quantized_gradient(dy: Tensor, ctx: Any) -> bool:
         and call.quantizes_backward
         and not needs.db
         and ctx.padded == ctx.sizes
+        and not (call.parallel is not None and call.parallel.gathers_gradient)
         and _made_alike(dy, call.grad_output, needs.dx, needs.dw)
     )
 
@@ -412,7 +439,10 @@ def _input_gradient(dy: Quantized, w: Operand | None, ctx: Any) -> Tensor:
         out_dtype=call.dtype,
         allow_mixed=call.allow_mixed,
     )
-    dx = dx[: sizes.m, : sizes.k].reshape(ctx.x_shape).to(ctx.x_dtype)
+    dx = dx[: sizes.m, : sizes.k]
+    if call.parallel is not None and call.parallel.sums_input_gradient:
+        dx = call.parallel.sum(dx, call.layer)
+    dx = dx.reshape(ctx.x_shape).to(ctx.x_dtype)
     return dx if call.grad_input is None else call.grad_input(dx)
 
 
@@ -443,9 +473,11 @@ def _weight_gradient(dy: Quantized, x: Operand | None, ctx: Any) -> Tensor | Non
 
 def _wgrad(dy: Operand, x: Operand, ctx: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
+    if ctx.x_is_part:
+        x = gathered_for_wgrad(x, call, sizes, padded)
     x = _saved_operand(x, call, sizes.m, sizes.k, (padded.m, padded.k))
-    if call.keep_input and call.quantizes_backward:
-        assert isinstance(x, Tensor)
+    if call.quantizes_backward and isinstance(x, Tensor):
+        assert call.input is not None
         x = _operand(quantized_storage(call.input, x, False, True), COLUMNWISE, "input", call)
     dw = gemm("wgrad", dy, x, out_dtype=dtype, out=out, accumulate=out is not None, allow_mixed=call.allow_mixed)
     return dw if padded == sizes else dw[: sizes.n, : sizes.k]

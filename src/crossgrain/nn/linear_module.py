@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..collectives import group_size
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
@@ -26,8 +27,15 @@ from .compiled import constant_ticket, traced_linear
 from .forward_pass import ForwardPass, TracedPass
 from .gathered_weight import GatheredWeight
 from .linear_function import LinearCall, linear, quantize_weight
-from .options import activation_dtype, refuse_gpu_options, refuse_parallel_options
+from .options import activation_dtype, refuse_gpu_options
 from .padding import Padding, Sizes, known_format, padding_for
+from .tensor_parallel import (
+    ParallelMode,
+    TensorParallel,
+    resolved_group,
+    set_tensor_model_parallel_attributes,
+    shared_by,
+)
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -57,6 +65,8 @@ class ParameterPlan(NamedTuple):
     shape: tuple[int, ...]
     init: InitMethod
     is_weight: bool = False  # of a GEMM: quantized in a quantized_model_init
+    cut: int | None = None  # the dimension that ranks share, in tensor parallelism
+    sequence_parallel: bool | None = None  # whether its gradient is a rank's part of a sum over rows
 
 
 def default_init(weight: Tensor) -> None:
@@ -70,6 +80,9 @@ class LinearModule(QuantizedModule):
     ``delay_wgrad_compute``      dW is computed by `backward_dw`, not in backward
     ``save_original_input``      backward quantizes the input again instead of keeping its columnwise plane
     ``get_rng_state_tracker``    whose generator weights are initialised under
+    ``tp_group``, ``tp_size``    the ranks that share the layer, or how many there will be: `set_tensor_parallel_group`
+    ``parallel_mode``            "column": they share the outputs; "row": the inputs
+    ``sequence_parallel``        they share the rows of x (column) or of y (row)
     """
 
     def __init__(
@@ -82,7 +95,7 @@ class LinearModule(QuantizedModule):
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
-        parallel_mode: Literal["row", "column"] | None = None,
+        parallel_mode: ParallelMode | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         **gpu_options: Any,
@@ -90,7 +103,11 @@ class LinearModule(QuantizedModule):
         super().__init__(name)
         kind = type(self).__name__
         refuse_gpu_options(kind, gpu_options)
-        refuse_parallel_options(kind, tp_size, parallel_mode, sequence_parallel)
+        if parallel_mode not in (None, "row", "column"):
+            raise ValueError(f"{kind}: parallel_mode is None, 'row' or 'column', not {parallel_mode!r}")
+        self.tp_group, self.tp_size = resolved_group(kind, tp_group, tp_size)
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
@@ -99,16 +116,33 @@ class LinearModule(QuantizedModule):
 
     # ---- parameters ----------------------------------------------------------------------------
 
-    def _add_weight(self, name: str, shape: tuple[int, ...], init: InitMethod, factory: Mapping[str, Any]) -> None:
-        """The weight of a GEMM."""
-        self._make_parameter(name, ParameterPlan(shape, init, is_weight=True), factory)
+    def _add_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        init: InitMethod,
+        factory: Mapping[str, Any],
+        mode: ParallelMode | None = None,
+    ) -> None:
+        """The weight of a GEMM; of this rank's part, if ``mode`` says so."""
+        cut = None if mode is None else {"column": 0, "row": 1}[mode]
+        self._make_parameter(name, ParameterPlan(shape, init, is_weight=True, cut=cut), factory)
 
-    def _add_bias(self, name: str, size: int, factory: Mapping[str, Any], present: bool = True) -> None:
+    def _add_bias(
+        self,
+        name: str,
+        size: int,
+        factory: Mapping[str, Any],
+        present: bool = True,
+        mode: ParallelMode | None = None,
+    ) -> None:
         """Zeros; a name without parameter if there is to be none."""
-        if present:
-            self._make_parameter(name, ParameterPlan((size,), nn.init.zeros_), factory)
-        else:
+        if not present:
             self.register_parameter(name, None)
+            return
+        cut = 0 if mode == "column" else None
+        marked = self.sequence_parallel if mode == "row" else None
+        self._make_parameter(name, ParameterPlan((size,), nn.init.zeros_, cut=cut, sequence_parallel=marked), factory)
 
     def _make_parameter(self, name: str, plan: ParameterPlan, factory: Mapping[str, Any]) -> None:
         self._plans[name] = plan
@@ -119,6 +153,10 @@ class LinearModule(QuantizedModule):
             self._register_weight(name, value)
         else:
             self.register_parameter(name, nn.Parameter(value))
+        if plan.cut is not None:
+            set_tensor_model_parallel_attributes(getattr(self, name), True, plan.cut, 1)
+        if plan.sequence_parallel is not None:
+            getattr(self, name).sequence_parallel = plan.sequence_parallel
 
     def _initialise(self, value: Tensor, plan: ParameterPlan) -> None:
         tracker, tracker_name = self._rng_tracker
@@ -176,6 +214,23 @@ class LinearModule(QuantizedModule):
         if preserves or getattr(parameter, "get_high_precision_init_val", None) is not None:
             keep_high_precision_init_val(parameter, value)
 
+    # ---- tensor parallelism --------------------------------------------------------------------
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share the layer: ``tp_size`` of them."""
+        resolved_group(self.layer, tp_group, self.tp_size)
+        if tp_group is not None and self.tp_size == 1 and group_size(tp_group) > 1:
+            raise ValueError(f"{self.layer} was made for one rank, and tp_group has {group_size(tp_group)}")
+        self.tp_group = tp_group
+        self._forget_quantizers()  # which know the group
+
+    def _mode(self, index: int) -> ParallelMode | None:
+        """How ranks share linear layer ``index``."""
+        return self.parallel_mode
+
+    def _parallel(self, index: int) -> TensorParallel | None:
+        return shared_by(self.layer, self._mode(index), self.tp_group, self.tp_size, self.sequence_parallel)
+
     # ---- recipes -------------------------------------------------------------------------------
 
     def _linear_slots(self) -> Sequence[LinearSlots]:
@@ -192,7 +247,10 @@ class LinearModule(QuantizedModule):
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> list[LinearDetails]:
         quantizes_backward = recipe.backward_override is None
         made = []
-        for by_tensor in self._gemm_operands(quantizers):
+        for index, by_tensor in enumerate(self._gemm_operands(quantizers)):
+            parallel = self._parallel(index) if self.tp_group is not None else None
+            if parallel is not None:
+                by_tensor = {name: parallel.quantizer(name, quantizer) for name, quantizer in by_tensor.items()}
             x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
             padding = padding_for(x, weight, grad_output if quantizes_backward else None)
             made.append(LinearDetails(x, weight, grad_output, padding))
@@ -242,7 +300,7 @@ class LinearModule(QuantizedModule):
         """Whether the linear layers can be operators in a graph; options with effects of their own break graphs."""
         recipe = self._recipe_in_force()
         effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
-        if effects or self.primary_weights_in_fp8:
+        if self.tp_size > 1 or effects or self.primary_weights_in_fp8:
             return False
         if recipe is None or self._only_calibrates():
             return recipe is None
@@ -259,6 +317,7 @@ class LinearModule(QuantizedModule):
             accumulate_main_grad=self.fuse_wgrad_accumulation,
             wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
             weight_parts=parameters if len(parameters) > 1 else None,
+            parallel=self._parallel(index),
             layer=self.layer,
         )
         if gathered is not None and (this.recipe is None or this.calibrates):

@@ -18,11 +18,15 @@ from ..recipe import one_step
 
 
 class _Call(NamedTuple):
-    """Of a model: its step, and the frame that made it, by which an abandoned call is known."""
+    """Of a model: its step, and the frame that made it, by which an abandoned call is known.
+
+    ``handled``  the exception that was being handled around it, which is none of the call's
+    """
 
     model: nn.Module
     frame: FrameType
     step: AbstractContextManager[None]
+    handled: BaseException | None
 
 
 _calls: ContextVar[tuple[_Call, ...]] = ContextVar("crossgrain_model_calls", default=())
@@ -48,7 +52,7 @@ def _open(model: nn.Module, args: Any) -> None:
     _leave_abandoned()
     step = one_step()
     step.__enter__()
-    _calls.set((*_calls.get(), _Call(model, sys._getframe(1), step)))
+    _calls.set((*_calls.get(), _Call(model, sys._getframe(1), step, sys.exception())))
 
 
 def _end(model: nn.Module, args: Any, output: Any) -> None:
@@ -58,9 +62,9 @@ def _end(model: nn.Module, args: Any, output: Any) -> None:
     if not calls or calls[-1].model is not model:
         return
     _calls.set(calls[:-1])
-    # torch calls this hook for a call that failed as well, while it handles the error and without output.
-    error = sys.exc_info() if output is None else (None, None, None)
-    _leave(calls[-1], *error)
+    # torch calls this hook for a call that failed as well, in itself or in another hook, while it handles the error.
+    failed = sys.exception() is not calls[-1].handled
+    _leave(calls[-1], *(sys.exc_info() if failed else (None, None, None)))
 
 
 def _leave(call: _Call, *error: Any) -> None:

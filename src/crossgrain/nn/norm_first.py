@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..collectives import gathered_with_gradient
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import LinearModule, ParameterPlan
 from .norm import NORMALIZATIONS, normalized
+from .tensor_parallel import local
 
 
 class NormFirst(LinearModule):
@@ -17,6 +19,7 @@ class NormFirst(LinearModule):
 
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
+    return_layernorm_output_gathered: bool
 
     def _make_norm(
         self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, factory: Mapping[str, Any]
@@ -27,16 +30,27 @@ class NormFirst(LinearModule):
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         neutral = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        self._make_parameter("layer_norm_weight", ParameterPlan((size,), neutral), factory)
-        self._add_bias("layer_norm_bias", size, factory, present=normalization == "LayerNorm")
+        marked = self.sequence_parallel
+        self._make_parameter("layer_norm_weight", ParameterPlan((size,), neutral, sequence_parallel=marked), factory)
+        if normalization == "LayerNorm":
+            plan = ParameterPlan((size,), nn.init.zeros_, sequence_parallel=marked)
+            self._make_parameter("layer_norm_bias", plan, factory)
+        else:
+            self.register_parameter("layer_norm_bias", None)
 
     def _normalized(self, x: Tensor, this: ForwardPass | TracedPass) -> Tensor:
         """In high precision: the first linear layer quantizes it, in whatever formats it has."""
         return normalized(
             x,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
+            local(self.layer_norm_weight),
+            local(self.layer_norm_bias),
             eps=self.eps,
             zero_centered_gamma=self.zero_centered_gamma,
             dtype=this.dtype,
         )
+
+    def _normalized_for_caller(self, x: Tensor) -> Tensor:
+        """norm(x) as it is returned: of the rows of this rank, or gathered."""
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            return gathered_with_gradient(x, self.tp_group)
+        return x

@@ -34,12 +34,3 @@ def refuse_gpu_options(layer: str, options: Mapping[str, Any]) -> None:
             raise TypeError(f"{layer} has no option {name!r}")
         if value not in (None, False) and name != "ub_name":
             raise NotImplementedError(f"{layer}: {name} is an option of GPU communication; leave it off")
-
-
-def refuse_parallel_options(layer: str, tp_size: int, parallel_mode: str | None, sequence_parallel: bool) -> None:
-    """One process holds the whole layer."""
-    if tp_size != 1 or parallel_mode not in (None, "row", "column") or sequence_parallel:
-        raise NotImplementedError(
-            f"{layer}: one process holds the whole layer: tp_size=1, no sequence_parallel, not "
-            f"tp_size={tp_size}, parallel_mode={parallel_mode!r}, sequence_parallel={sequence_parallel}"
-        )

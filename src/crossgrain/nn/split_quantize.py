@@ -8,7 +8,8 @@ begin anew in each group, are quantized by kernels that know of groups (`grouped
 
 Only quantizers written by users, and columns that are made from quantized rows, go group by group. Bytes are the
 same either way. Where rounding is stochastic both directions decide which way it is, even if only one is made:
-what is drawn does not depend on whether there are gradients.
+what is drawn does not depend on whether there are gradients. So they do in the first pass of a reentrant
+checkpoint, where each group shows its quantizer also what only backward reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..grouped_quantize import can_quantize_groups, quantize_groups
 from ..hybrid import HybridQuantizer, rounds_stochastically
 from ..plane import COLUMNWISE, ROWWISE, Direction
 from ..quantizer import Quantizer
+from ..replay import current_pass
 from ..tensor import QuantizedTensorStorage
 from .linear_function import quantized_storage
 from .padding import known_format, padded_matrix
@@ -46,7 +48,7 @@ def split_quantize(
 
 
 def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction], sizes: Sequence[int]) -> bool:
-    if rounds_stochastically(quantizer):
+    if rounds_stochastically(quantizer) or current_pass().hides_gradients:
         directions = list(Direction)
     elif isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
         directions = [ROWWISE, *directions]  # the columns are made from the rows

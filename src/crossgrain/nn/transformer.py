@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ class TransformerLayer(nn.Module):
     ``parallel_attention_mlp``                    ``x + attention(norm(x)) + mlp(norm(x))``
     ``hidden_dropout``                            before each residual connection; ``drop_path_rate``: of whole samples
     ``attn_input_format``                         "sbhd" [sequence, batch, hidden], "bshd" or "thd"
+    ``set_parallel_mode``                         the ranks of ``tp_group`` share heads and hidden units, and with
+                                                  ``sequence_parallel`` the rows of everything in between
     ``name``                                      the layer's path for recipes: ``<name>.self_attention.qkv``, ...
     """
 
@@ -110,6 +113,7 @@ class TransformerLayer(nn.Module):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_bias": not parallel_attention_mlp,
+            "set_parallel_mode": set_parallel_mode,
             "device": device,
             **gpu_options,
         }
@@ -160,6 +164,8 @@ class TransformerLayer(nn.Module):
             name=self._name_of("layernorm_mlp"),
             **shared,
         )
+        self._sequence_parallel = self.layernorm_mlp.sequence_parallel
+        self._rng_tracker = get_rng_state_tracker
         if output_layernorm:
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
             self.layernorm = norm(
@@ -167,8 +173,15 @@ class TransformerLayer(nn.Module):
                 layernorm_epsilon,
                 params_dtype=params_dtype,
                 zero_centered_gamma=zero_centered_gamma,
+                sequence_parallel=self._sequence_parallel or None,
                 device=device,
             )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share the layer."""
+        for module in self.children():
+            if isinstance(module, MultiheadAttention | LayerNormMLP):
+                module.set_tensor_parallel_group(tp_group)
 
     @staticmethod
     def _check(layer_type: str, attn_input_format: str, drop_path_rate: float) -> None:
@@ -246,7 +259,10 @@ class TransformerLayer(nn.Module):
 
     def _added(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         x = x if bias is None else x + bias
-        x = nn.functional.dropout(x, self.hidden_dropout, self.training)
+        # Ranks that have other rows drop other numbers of them.
+        tracked = self._sequence_parallel and self._rng_tracker is not None and self.training
+        with self._rng_tracker().fork() if tracked and self._rng_tracker is not None else nullcontext():
+            x = nn.functional.dropout(x, self.hidden_dropout, self.training)
         return residual + self._with_dropped_samples(x)
 
     def _with_dropped_samples(self, x: Tensor) -> Tensor:

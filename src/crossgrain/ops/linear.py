@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..nn.base import Mode
+from ..nn.tensor_parallel import set_tensor_model_parallel_attributes
 from ..recipe import QuantizerRole, Recipe, renew_preserved_values
 from ..tensor.loading import check_formats
 from .basic.bias import Bias
@@ -56,13 +57,17 @@ class Linear(FusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if bias:
-            ops.append(added := Bias(out_features, device=device, dtype=linear.weight.dtype))
+            ops.append(added := Bias(linear.local_out_features, device=device, dtype=linear.weight.dtype))
             linear.take_bias(added)
         super().__init__(ops)
         self.in_features = in_features
         self.out_features = out_features
         self.register_parameter("weight", linear.weight)
         self.register_parameter("bias", ops[1].bias if bias else None)  # type: ignore[arg-type]
+        if self.bias is not None and linear.tensor_parallel_mode == "column":
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+        if self.bias is not None and linear.tensor_parallel_mode == "row":
+            self.bias.sequence_parallel = linear.sequence_parallel  # type: ignore[attr-defined]
 
     def _hold(self, basic_ops: list[BasicOperation]) -> None:
         # Not as submodules, whose parameters would be listed again under other names.

@@ -21,6 +21,7 @@ from ..tensor.sharding import is_sharded, local_part
 from .masters import (
     as_plain,
     check_in_use,
+    check_shapes,
     is_quantized,
     join_master,
     sharded_like,
@@ -290,6 +291,7 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes float32 states of `state_dict`; they are stored as this optimizer stores them."""
         states = state_dict["state"]
+        check_shapes(self, state_dict, self.name_to_dtype_map)
         # torch would cast states to the dtype of their parameter.
         super().load_state_dict({**state_dict, "state": {}})
         self._scales.clear()

@@ -7,11 +7,12 @@ written from the master after each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
@@ -45,6 +46,23 @@ def check_in_use(groups: Iterable[dict[str, Any]]) -> None:
                 raise RuntimeError(
                     f"the optimizer holds a {type(param).__name__} {list(param.shape)} that requantize_ has replaced "
                     "in its model; call requantize_(model, recipe, optimizer), or make a new optimizer"
+                )
+
+
+def check_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise if a state of these names is of another shape than its parameter: a copy might spread it out silently."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for index, param in zip(saved, params, strict=False):  # torch says if these are not as many
+        state = state_dict["state"].get(index, {})
+        for name in names:
+            if name not in state:
+                continue
+            shape, expected = local_part(torch.as_tensor(state[name])).shape, local_part(param).shape
+            if shape != expected:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: {name} of parameter {index} is {list(shape)}, and the parameter is "
+                    f"{list(expected)}; this is the state of another model"
                 )
 
 

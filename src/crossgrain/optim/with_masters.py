@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .base import MASTER
-from .masters import as_plain, check_in_use, is_quantized, sharded_like, take_master, write_params
+from .masters import as_plain, check_in_use, check_shapes, is_quantized, sharded_like, take_master, write_params
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its master
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
@@ -69,6 +69,7 @@ class _WithMasters(Optimizer):
         return param.requires_grad or param.grad is not None or param in self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_shapes(self, state_dict, [MASTER])
         with self._masters_in_place():  # torch casts states to the dtype of their parameter
             super().load_state_dict(dict(state_dict))
 

@@ -18,6 +18,7 @@ from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
 from ..base import Built, Mode, QuantizedModule
 from ..replay import recomputed
+from ..tensor_parallel import resolved_group, share
 from .kv_cache import InferenceParams
 from .layout import FORMATS, Layout, without_padding
 from .masks import Mask, Window, allowed_pairs, decoding_mask, make_mask
@@ -36,6 +37,7 @@ class DotProductAttention(QuantizedModule):
                          "padding_causal_bottom_right" or "arbitrary"
     ``window_size``      ``(left, right)``: how far from the diagonal a query sees; -1 is no limit
     ``softmax_scale``    by default ``1 / sqrt(channels)``
+    ``tp_size``          so many ranks share the heads; this one has its part of them
 
     With a recipe that asks for it (``fp8_dpa``, ``fp8_mha``, or ``attention: ...`` in a line) all operands are
     rounded to the formats of their roles, see `quantized_attention`.
@@ -67,19 +69,19 @@ class DotProductAttention(QuantizedModule):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self._refuse(sequence_parallel=sequence_parallel, cp_group=cp_group, return_max_logit=return_max_logit)
-        if tp_size != 1:
-            raise NotImplementedError(f"{self.layer}: one process holds the whole layer, not tp_size={tp_size}")
+        self._refuse(cp_group=cp_group, return_max_logit=return_max_logit)
+        self.tp_group, tp_size = resolved_group(self.layer, tp_group, tp_size)
         if softmax_type != "vanilla":
             raise NotImplementedError(f"{self.layer}: softmax_type is 'vanilla', not {softmax_type!r}")
         if attention_type not in ("self", "cross"):
             raise ValueError(f"{self.layer}: attention_type is 'self' or 'cross', not {attention_type!r}")
-        self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % self.num_gqa_groups:
             raise ValueError(
                 f"{self.layer}: {num_attention_heads} heads cannot share {self.num_gqa_groups} groups of keys evenly"
             )
+        self.num_attention_heads = share(self.layer, "num_attention_heads", num_attention_heads, tp_size)
+        self.num_gqa_groups = share(self.layer, "num_gqa_groups", self.num_gqa_groups, tp_size)
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
         self.attention_dropout = attention_dropout

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base import QuantizedModule
 from ..layernorm_linear import LayerNormLinear
 from ..linear import Linear
 from ..linear_module import InitMethod
 from ..norm import Normalization
+from ..tensor_parallel import resolved_group
 from .dot_product import DotProductAttention, MaskTensor
 from .kv_cache import InferenceParams
 from .masks import Window
@@ -30,6 +32,8 @@ class MultiheadAttention(nn.Module):
     ``qkv_weight_interleaved``  the rows of a fused weight are grouped by head, not q, k, v one after the other
     ``return_bias``             the bias of the last projection is returned beside the output, not added
     ``qk_norm_type``            queries and keys of each head are normalized, by default after they are rotated
+    ``set_parallel_mode``       the ranks of ``tp_group`` share the heads. Of a fused weight that is not interleaved, a
+                                rank has its part of the queries, then of the keys, then of the values
     ``name``                    the layer's path for recipes: ``<name>.qkv``, ``<name>.core_attention``, ``<name>.proj``
     """
 
@@ -81,6 +85,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"hidden_size={hidden_size} cannot be shared by {num_attention_heads} heads evenly")
         self.name = name
         self.hidden_size = hidden_size
+        tp_group, tp_size = resolved_group(type(self).__name__, tp_group, tp_size)
+        if tp_size > 1 and not set_parallel_mode:
+            raise ValueError(f"{type(self).__name__}: tp_size={tp_size} needs set_parallel_mode=True")
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.hidden_size_per_attention_head = kv_channels or hidden_size // num_attention_heads
@@ -103,6 +110,8 @@ class MultiheadAttention(nn.Module):
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+            tp_size=tp_size,
             layer_number=layer_number,
             attention_type=attention_type,
             name=self._name_of("core_attention"),
@@ -124,16 +133,21 @@ class MultiheadAttention(nn.Module):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        self._make_projections({"init_method": init_method, **shared}, norm_options if input_layernorm else None)
+        column = "column" if set_parallel_mode else None
+        projections = {"init_method": init_method, "parallel_mode": column, **shared}
+        self._make_projections(projections, norm_options if input_layernorm else None)
         self.proj = Linear(
             self._q_size,
             hidden_size,
             init_method=output_layer_init_method or init_method,
             return_bias=return_bias,
+            parallel_mode="row" if set_parallel_mode else None,
             name=self._name_of("proj"),
             **shared,
         )
-        parameters = {"params_dtype": params_dtype, "device": device}
+        # Shared by the heads of all ranks: each has a part of the gradient.
+        marked = True if tp_size > 1 else None
+        parameters = {"params_dtype": params_dtype, "device": device, "sequence_parallel": marked}
         for side in ("q_norm", "k_norm"):
             norm = make_head_norm(qk_norm_type, self.hidden_size_per_attention_head, qk_norm_eps, **parameters)
             self.add_module(side, norm)
@@ -167,6 +181,12 @@ class MultiheadAttention(nn.Module):
         split = None if self.fuse_qkv_params else sizes
         total = sum(sizes.values())
         return cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share the heads."""
+        for module in self.children():
+            if isinstance(module, QuantizedModule):
+                module.set_tensor_parallel_group(tp_group)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -220,13 +240,13 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v by heads, and the normalized input if it is to be returned."""
-        channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
+        channels, groups = self.hidden_size_per_attention_head, self.core_attention.num_gqa_groups
         names = ("layernorm_qkv", "qkv") if encoder_output is None else ("layernorm_query", "query_layer")
         projection = getattr(self, names[0] if self.input_layernorm else names[1])
         projected = projection(x, is_first_microbatch=is_first_microbatch)
         mixed, normalized = projected if self.return_layernorm_output else (projected, None)
         if encoder_output is None:
-            heads = self.num_attention_heads
+            heads = self.core_attention.num_attention_heads
             return *split_qkv(mixed, heads, groups, channels, self.qkv_weight_interleaved), normalized
         kv = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
         return by_heads(mixed, channels), *split_kv(kv, groups, channels, self.qkv_weight_interleaved), normalized

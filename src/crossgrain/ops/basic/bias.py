@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...activations import compute_dtype
+from ...collectives import group_size
+from ...nn.tensor_parallel import share
 from ...quantizer import Quantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
@@ -17,7 +19,10 @@ from .parameters import resolved_device
 
 
 class Bias(BasicOperation):
-    """``y = x + b`` for x [..., size], b [size]."""
+    """``y = x + b`` for x [..., size], b [size].
+
+    ``tensor_parallel``  the ranks of ``tensor_parallel_group`` share ``size``, and this one has its part
+    """
 
     added_by_gemm = False  # by the linear operation right before it (`BasicLinear.take_bias`)
 
@@ -31,9 +36,8 @@ class Bias(BasicOperation):
         tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
-        if tensor_parallel and torch.distributed.get_world_size(tensor_parallel_group) > 1:
-            raise NotImplementedError(f"{self.layer}: one process holds the whole bias")
-        self.size = size
+        ranks = group_size(tensor_parallel_group) if tensor_parallel else 1
+        size = self.size = share(self.layer, "size", size, ranks)
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=resolved_device(device)))
 
     def reset_parameters(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ...collectives import gathered_rows, group_size, scattered_sum, summed
 from ...quantizer import Quantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
@@ -24,7 +23,7 @@ class _Collective(BasicOperation):
 
     @property
     def process_group_size(self) -> int:
-        return dist.get_world_size(self.process_group) if dist.is_initialized() else 1
+        return group_size(self.process_group)
 
     def _run(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -52,52 +51,32 @@ class _Collective(BasicOperation):
         """Process groups do not travel."""
         return {**super().__getstate__(), "process_group": None}
 
-    # ---- along the first dimension -------------------------------------------------------------
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] * self.process_group_size, *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.detach().contiguous(), group=self.process_group)
-        return out
-
-    def _summed(self, x: Tensor) -> Tensor:
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.process_group)
-        return out
-
-    def _scattered(self, x: Tensor) -> Tensor:
-        ranks = self.process_group_size
-        if x.shape[0] % ranks:
-            raise ValueError(f"{self.layer}: {x.shape[0]} rows cannot be divided evenly among {ranks} ranks")
-        out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.detach().contiguous(), group=self.process_group)
-        return out
-
 
 class AllGather(_Collective):
     """The rows of all ranks, one after the other."""
 
     def _run(self, x: Tensor) -> Tensor:
-        return self._gathered(x)
+        return gathered_rows(x, self.process_group)
 
     def _run_backward(self, dy: Tensor) -> Tensor:
-        return self._scattered(dy)
+        return scattered_sum(dy, self.process_group, self.layer)
 
 
 class ReduceScatter(_Collective):
     """The sum over ranks, of which each keeps its share of the rows."""
 
     def _run(self, x: Tensor) -> Tensor:
-        return self._scattered(x)
+        return scattered_sum(x, self.process_group, self.layer)
 
     def _run_backward(self, dy: Tensor) -> Tensor:
-        return self._gathered(dy)
+        return gathered_rows(dy, self.process_group)
 
 
 class AllReduce(_Collective):
     """The sum over ranks. Its gradient is the same on all of them and is passed on."""
 
     def _run(self, x: Tensor) -> Tensor:
-        return self._summed(x)
+        return summed(x, self.process_group)
 
     def _run_backward(self, dy: Tensor) -> Tensor:
         return dy

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...nn.base import Mode
 from ...nn.linear_function import LinearCall, LinearFunction, Needs, check_input
 from ...nn.padding import NO_PADDING, Padding, padding_for
+from ...nn.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
 from ...quantizer import Quantizer
 from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
@@ -23,7 +24,7 @@ from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation, activation_dtype
 from .bias import Bias
-from .parameters import init_weight, refuse_parallel_options, resolved_device
+from .parameters import init_weight, resolved_device, tensor_parallel_ranks
 
 
 class LinearOperation(BasicOperation):
@@ -81,6 +82,9 @@ class BasicLinear(LinearOperation):
     """``y = x · Wᵀ`` for x [..., in_features], W [out_features, in_features].
 
     ``accumulate_into_main_grad``  dW is added to ``weight.main_grad``, which the caller provides
+    ``tensor_parallel_mode``       "column", "row": the ranks of ``tensor_parallel_group``, by default all, share the
+                                   outputs, the inputs. Sizes are those of the whole
+    ``sequence_parallel``          they share the rows of x (column) or of y (row)
     """
 
     weight: nn.Parameter
@@ -101,16 +105,24 @@ class BasicLinear(LinearOperation):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        refuse_parallel_options(self, tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        self.tp_group, ranks = tensor_parallel_ranks(
+            self, tensor_parallel_mode, tensor_parallel_group, sequence_parallel
+        )
+        self.tensor_parallel_mode = tensor_parallel_mode if ranks > 1 else None
+        self.tensor_parallel_size = ranks
+        self.sequence_parallel = sequence_parallel and ranks > 1
         if userbuffers_options:
             raise NotImplementedError(f"{self.layer}: userbuffers_options are for GPUs; leave them out")
         self.in_features = in_features
         self.out_features = out_features
+        column, row = (ranks if tensor_parallel_mode == mode else 1 for mode in ("column", "row"))
+        self.local_in_features = share(self.layer, "in_features", in_features, row)
+        self.local_out_features = share(self.layer, "out_features", out_features, column)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_tracker = rng_state_tracker_function
         self._bias: tuple[Bias, ...] = ()  # not as a submodule: it is an operation of its own
         factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
-        self._make_weight(torch.empty(out_features, in_features, **factory))
+        self._make_weight(torch.empty(self.local_out_features, self.local_in_features, **factory))
 
     def take_bias(self, bias: Bias) -> None:
         """The operation that always comes next: the GEMM adds its bias before it rounds, as a module's does."""
@@ -121,6 +133,10 @@ class BasicLinear(LinearOperation):
         if not weight.is_meta:
             init_weight(weight, self._rng_tracker)
         self._register_weight("weight", weight)
+        if self.tensor_parallel_mode is not None:
+            set_tensor_model_parallel_attributes(
+                self.weight, True, 0 if self.tensor_parallel_mode == "column" else 1, 1
+            )
 
     def reset_parameters(self) -> None:
         """Initialise the weight again; one on the meta device gets memory on the default device."""
@@ -138,6 +154,10 @@ class BasicLinear(LinearOperation):
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
             self.reset_parameters()
+
+    def _parallel(self) -> TensorParallel | None:
+        mode, size = self.tensor_parallel_mode, self.tensor_parallel_size
+        return shared_by(self.layer, mode, self.tp_group, size, self.sequence_parallel)  # type: ignore[arg-type]
 
     # ---- quantizers ----------------------------------------------------------------------------
 
@@ -162,20 +182,22 @@ class BasicLinear(LinearOperation):
     def get_input_quantizer(self) -> Quantizer | None:
         """None also where an input that comes quantized could not be used as it is."""
         recipe = self._recipe
-        if recipe is None or self._calibrates or recipe.backward_override == "high_precision" or self._pads:
+        if recipe is None or self._calibrates or recipe.backward_override == "high_precision" or self._quantizes_alone:
             return None
         return self.get_quantizer("forward", 0)
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         recipe = self._recipe
-        if recipe is None or self._calibrates or recipe.backward_override is not None or self._pads:
+        if recipe is None or self._calibrates or recipe.backward_override is not None or self._quantizes_alone:
             return None
         return self.get_quantizer("backward", 0)
 
     @property
-    def _pads(self) -> bool:
-        """Whether the weight's sizes ask for padding, or formats of other blocks may."""
+    def _quantizes_alone(self) -> bool:
+        """Whether neighbours cannot quantize for the layer, which pads, or takes the amaxes of all ranks."""
         assert self._recipe is not None
+        if self.tensor_parallel_mode is not None:
+            return True
         padding: Padding = self._built.details
         return self._recipe.allow_mixed or bool(self.in_features % padding.k or self.out_features % padding.n)
 
@@ -212,7 +234,11 @@ class BasicLinear(LinearOperation):
             calibrate(self._gemm_operands(self.quantizers)[0], x, self.weight)
         elif self._recipe is not None:
             operands = self._gemm_operands(self.quantizers)[0]
+        parallel = self._parallel()
+        if parallel is not None and operands is not None:
+            operands = {name: parallel.quantizer(name, quantizer) for name, quantizer in operands.items()}
         call = self._call(x, operands, NO_PADDING if operands is None else self._built.details)
+        call.parallel = parallel
         needs = Needs(ctx.input_requires_grad, ctx.requires_grad and self.weight.requires_grad, False)
         bias = self._bias[0].bias.detach() if self._bias else None
         y: Tensor = LinearFunction.forward(ctx, x, self.weight, bias, call, needs)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...collectives import group_size
 from ...nn.options import resolved_device
 
-__all__ = ["init_weight", "refuse_parallel_options", "resolved_device"]
+__all__ = ["init_weight", "resolved_device", "tensor_parallel_ranks"]
 
 
 def init_weight(weight: Tensor, rng_state_tracker_function: Callable[[], Any] | None) -> None:
@@ -24,13 +25,13 @@ def init_weight(weight: Tensor, rng_state_tracker_function: Callable[[], Any] | 
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
-def refuse_parallel_options(op: Any, mode: str | None, group: Any, sequence_parallel: bool) -> None:
-    """One process holds the whole layer."""
+def tensor_parallel_ranks(op: Any, mode: str | None, group: Any, sequence_parallel: bool) -> tuple[Any, int]:
+    """The group that shares an operation, by default all ranks, and its size; one without a mode."""
     if mode not in (None, "column", "row"):
         raise ValueError(f"{op.layer}: tensor_parallel_mode is None, 'column' or 'row', not {mode!r}")
-    ranks = torch.distributed.get_world_size(group) if mode is not None and torch.distributed.is_initialized() else 1
-    if sequence_parallel or ranks > 1:
-        raise NotImplementedError(
-            f"{op.layer}: one process holds the whole layer, so there is no tensor_parallel_mode={mode!r} over "
-            f"{ranks} ranks, sequence_parallel={sequence_parallel}; use AllGather and ReduceScatter around it"
-        )
+    if mode is None:
+        if sequence_parallel:
+            raise ValueError(f"{op.layer}: sequence_parallel needs a tensor_parallel_mode")
+        return None, 1
+    ranks = group_size(group)
+    return (None if ranks == 1 else group or torch.distributed.group.WORLD), ranks

@@ -1,0 +1,62 @@
+"""Collectives along the first dimension. A group of None is that of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def group_size(group: Any = None) -> int:
+    """How many ranks there are; one where nothing is distributed."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def group_rank(group: Any = None) -> int:
+    """This rank's place in the group."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def gathered_rows(x: Tensor, group: Any) -> Tensor:
+    """The rows of all ranks, one rank after the other; each has as many."""
+    x = x.detach().contiguous()
+    out = x.new_empty(x.shape[0] * group_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:
+    """This rank's share of the rows of the sum over ranks."""
+    ranks = group_size(group)
+    if x.dim() == 0 or x.shape[0] % ranks:
+        raise ValueError(f"{layer}: {x.shape[0] if x.dim() else 0} rows cannot be divided evenly among {ranks} ranks")
+    out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.detach().contiguous(), group=group)
+    return out
+
+
+def gathered_with_gradient(x: Tensor, group: Any) -> Tensor:
+    """`gathered_rows`; every rank's gradient of a row is added up on the rank that has it."""
+    out: Tensor = _Gather.apply(x, group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return gathered_rows(x, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return scattered_sum(dy, ctx.group, "gathered rows"), None

@@ -1,0 +1,104 @@
+"""Styles for torch's `parallelize_module`: linear layers of crossgrain whose parameters become DTensors.
+
+>>> parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..nn.converted import ConvertedConv1D
+from ..nn.layernorm_linear import LayerNormLinear
+from ..nn.linear import SingleLinear
+from ..nn.tensor_parallel import ParallelMode, set_tensor_model_parallel_attributes, share
+from ..tensor import QuantizedTensor
+
+
+class _LinearStyle(ParallelStyle):
+    """``sequence_parallel``: the ranks share the rows of the layer's input (colwise) or output (rowwise) as well."""
+
+    _mode: ParallelMode
+
+    def __init__(self, *, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layer = self._checked(module, device_mesh)
+        if device_mesh.size() == 1:
+            return layer
+        self._cut(layer, device_mesh)
+        layer.register_forward_pre_hook(self._with_local_input)
+        return layer
+
+    def _checked(self, module: nn.Module, mesh: DeviceMesh) -> SingleLinear:
+        name = f"{type(self).__name__} of {getattr(module, 'name', None) or type(module).__name__}"
+        if not isinstance(module, SingleLinear) or isinstance(module, ConvertedConv1D):
+            raise TypeError(f"{name}: this is for Linear and LayerNormLinear; convert an nn.Linear first")
+        if self._mode == "row" and isinstance(module, LayerNormLinear):
+            raise TypeError(f"{name}: a norm needs whole rows, which ranks that share the inputs do not have")
+        if mesh.ndim != 1:
+            raise ValueError(f"{name}: the mesh has {mesh.ndim} dimensions; give the one of tensor parallelism")
+        if module.tp_size > 1:
+            raise ValueError(f"{name}: {module.tp_size} ranks share it already")
+        if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
+            raise NotImplementedError(
+                f"{name}: the gradient of a DTensor comes through autograd: neither fuse_wgrad_accumulation nor "
+                "delay_wgrad_compute"
+            )
+        if any(isinstance(parameter, QuantizedTensor | DTensor) for parameter in module.parameters()):
+            raise NotImplementedError(f"{name}: only plain parameters can be cut, none that is kept quantized or cut")
+        ranks = mesh.size()
+        for split, rows in module._splits.items():
+            share(name, f"rows of {split}weight", rows, ranks if self._mode == "column" else 1)
+        share(name, "in_features", module.in_features, ranks if self._mode == "row" else 1)
+        return module
+
+    def _cut(self, layer: SingleLinear, mesh: DeviceMesh) -> None:
+        ranks = mesh.size()
+        layer.parallel_mode, layer.tp_size, layer.sequence_parallel = self._mode, ranks, self.sequence_parallel
+        layer.set_tensor_parallel_group(mesh.get_group())
+        for name, old in list(layer.named_parameters(recurse=False)):
+            placement = self._placement(name, layer)
+            whole = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
+            new: Any = nn.Parameter(whole, requires_grad=old.requires_grad)
+            if isinstance(placement, Shard):
+                set_tensor_model_parallel_attributes(new, True, placement.dim, 1)
+            else:
+                new.sequence_parallel = self.sequence_parallel
+            layer.register_parameter(name, new)
+        if self._mode == "column":
+            layer._splits = {name: rows // ranks for name, rows in layer._splits.items()}
+            layer.out_features //= ranks
+        else:
+            layer.in_features //= ranks
+
+    def _placement(self, name: str, layer: SingleLinear) -> Placement:
+        if name in layer.weight_names:
+            return Shard(0 if self._mode == "column" else 1)
+        return Shard(0) if name in layer.bias_names and self._mode == "column" else Replicate()
+
+    def _with_local_input(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = inputs
+        if not isinstance(x, DTensor):
+            return inputs
+        row = self._mode == "row"
+        wanted = Shard(x.dim() - 1) if row else Shard(0) if self.sequence_parallel else Replicate()
+        return (x.redistribute(placements=[wanted]).to_local(), *rest)
+
+
+class ColwiseParallel(_LinearStyle):
+    """Each rank has some outputs. The input is whole on each, or its rows; the output is this rank's features."""
+
+    _mode = "column"
+
+
+class RowwiseParallel(_LinearStyle):
+    """Each rank has some inputs: the last dimension of x is its part. The output is whole on each, or its rows."""
+
+    _mode = "row"

@@ -1,0 +1,100 @@
+"""Functions for models that ranks share, under the names that the field knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives import gathered_rows, group_rank, group_size, scattered_sum
+from ..nn.tensor_parallel import set_tensor_model_parallel_attributes
+from ..quantized_gather import gather_quantized_rows
+from ..quantizer import Quantizer
+from ..tensor import QuantizedTensorStorage
+from ..tensor.sharding import local_part
+
+__all__ = [
+    "allreduce",
+    "gather_along_first_dim",
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "reduce_scatter_along_first_dim",
+    "reduce_sequence_parallel_gradients",
+    "set_tensor_model_parallel_attributes",
+]
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """How many ranks there are; one where nothing is distributed."""
+    return group_size(group)
+
+
+def get_distributed_rank(group: Any = None) -> int:
+    """This rank's place in the group."""
+    return group_rank(group)
+
+
+def gather_along_first_dim(
+    inp: Any,
+    process_group: Any,
+    async_op: bool = False,
+    quantizer: Quantizer | None = None,
+    output_tensor: Tensor | None = None,
+) -> tuple[Any, Any]:
+    """The rows of all ranks, and None for a handle: it is done.
+
+    With a ``quantizer``: what that makes of them, bit for bit. Planes travel where they may, else the numbers.
+    """
+    _refuse_async(async_op)
+    if output_tensor is not None:
+        raise NotImplementedError("gather_along_first_dim makes its output; leave output_tensor out")
+    ranks = group_size(process_group)
+    if isinstance(inp, QuantizedTensorStorage):
+        inp = inp.dequantize()
+    if quantizer is None:
+        return (inp if ranks == 1 else gathered_rows(inp, process_group)), None
+    if ranks == 1:
+        return quantizer.quantize(inp), None
+    if inp.dim() != 2:
+        raise ValueError(f"gather_along_first_dim quantizes matrices, not a tensor of shape {list(inp.shape)}")
+    return gather_quantized_rows(inp.detach(), quantizer, process_group), None
+
+
+def reduce_scatter_along_first_dim(
+    inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """This rank's share of the rows of the sum over ranks, and None for a handle: it is done."""
+    _refuse_async(async_op)
+    result = inp if group_size(tp_group) == 1 else scattered_sum(inp, tp_group, "reduce_scatter_along_first_dim")
+    return (result if output is None else output.copy_(result)), None
+
+
+def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
+    """The sum over ranks, written to ``inp``, and None for a handle: it is done."""
+    _refuse_async(async_op)
+    if group_size(tp_group) > 1:
+        dist.all_reduce(inp, group=tp_group)
+    return inp, None
+
+
+def _refuse_async(async_op: bool) -> None:
+    if async_op:
+        raise NotImplementedError("collectives are done when they return: leave async_op off")
+
+
+def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> None:
+    """Add up gradients of which every rank has a part. To be called after backward, once, before the optimizer.
+
+    These are the gradients of parameters that all ranks have and use for other rows or heads, marked
+    ``sequence_parallel=True``: of norms, and of biases after a row-parallel layer. Both ``grad`` and ``main_grad``
+    are summed, if there are any.
+    """
+    if group_size(group) == 1:
+        return
+    for parameter in model.parameters():
+        if not getattr(parameter, "sequence_parallel", False):
+            continue
+        for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
+            if gradient is not None:
+                dist.all_reduce(local_part(gradient), group=group)
