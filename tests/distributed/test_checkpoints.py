@@ -10,11 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing.spawn import ProcessExitedException
 
 import crossgrain as cg
 from crossgrain import files
-from crossgrain.distributed import checkpoint, gather_quantized
+from crossgrain.distributed import ColwiseParallel, RowwiseParallel, checkpoint, gather_quantized
 from crossgrain.tensor.sharding import local_part
 
 from ..planes import normal
@@ -158,6 +159,27 @@ def test_weights_that_are_gathered_quantized(tmp_path):
     root = tmp_path / "run"
     saved = run(_in_high_precision, 2, tmp_path, root, 2, True)
     assert run(_in_high_precision, 1, tmp_path, root, 1, False) == saved[:1]
+
+
+def _tensor_parallel(rank, root, ranks, saves):
+    model = converted_model("mxfp8-fwd-nvfp4-bwd", **SIZES)[:3]
+    parallelize_module(model, mesh_of(ranks), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if saves:
+        train(model, optimizer, 2)
+        checkpoint.save(root, 2, model=model, optimizer=optimizer)
+    else:
+        checkpoint.load(root, model=model, optimizer=optimizer)
+    state = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
+    tensors = [*model.parameters(), *(value for value in state if value.dim())]
+    return [(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).tolist() for tensor in tensors]
+
+
+def test_tensor_parallel_layers(tmp_path):
+    root = tmp_path / "run"
+    saved = run(_tensor_parallel, 2, tmp_path, root, 2, True)
+    for ranks in (1, 4):
+        assert run(_tensor_parallel, ranks, tmp_path, root, ranks, False) == saved[:1] * ranks
 
 
 def _in_the_background(rank, root):
