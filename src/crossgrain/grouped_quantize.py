@@ -37,10 +37,13 @@ def can_quantize_groups(quantizers: Sequence[Quantizer]) -> bool:
         if first.columnwise_source != "original":
             return False
         hybrids: Sequence[Any] = quantizers
-        return all(can_quantize_groups([hybrid.child(direction) for hybrid in hybrids]) for direction in Direction)
-    group = first.amax_reduction_group
-    known = not (first.custom or isinstance(first, IdentityQuantizer))
-    return known and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
+        return all(_are_alike([hybrid.child(direction) for hybrid in hybrids]) for direction in Direction)
+    return _are_alike(quantizers) and not isinstance(first, IdentityQuantizer)
+
+
+def _are_alike(quantizers: Sequence[Quantizer]) -> bool:
+    group = quantizers[0].amax_reduction_group
+    return not quantizers[0].custom and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
 
 
 def quantize_groups(

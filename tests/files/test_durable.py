@@ -185,6 +185,7 @@ def test_remains_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path):
 # ---- the kill test -----------------------------------------------------------------------------------
 
 KILLS = 50
+MOST_KILLS = 400
 RECIPE = "mxfp8-fwd-nvfp4-bwd"  # with stochastic rounding: random states count
 
 
@@ -218,13 +219,15 @@ def test_fifty_kills_lose_nothing(tmp_path):
     start = time.perf_counter()
     files.save_checkpoint(tmp_path, 0, model=reference.model, optimizer=reference.optimizer)
     reference.train()
-    duration = min(time.perf_counter() - start, 0.2)  # of a step and its checkpoint, on this machine as it is now
+    duration = min(time.perf_counter() - start, 0.2)  # of a step and its checkpoint, as a first guess
     state = torch.get_rng_state()
     history = [contents(Run().model), contents(reference.model)]
     delays, interrupted = random.Random(5), 0
     step, run = 0, Run()
     files.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
-    for _ in range(KILLS):
+    for kill in range(MOST_KILLS):
+        if kill >= KILLS and step > 5 and interrupted > 5:  # it got on, and was caught in the act
+            break
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -240,6 +243,7 @@ def test_fifty_kills_lose_nothing(tmp_path):
             _, status = os.waitpid(child, 0)
             reported = (begun + pipe.read()).count(b"+")
         assert os.WIFSIGNALED(status), "the child failed by itself"
+        duration *= 0.9 if reported else 1.2  # however busy the machine is, about one checkpoint is written
         interrupted += any(name.startswith(".writing-") for name in os.listdir(tmp_path))
 
         newest = int(files.latest_checkpoint(tmp_path).name[5:])
@@ -252,4 +256,5 @@ def test_fifty_kills_lose_nothing(tmp_path):
         state = torch.get_rng_state()
         assert files.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer).step == step
         assert_same_contents(contents(run.model), history[step])
-    assert step > 5 and interrupted > 5, "it got on, and was caught in the act"
+    else:
+        pytest.fail(f"after {MOST_KILLS} kills only {step} checkpoints were written, {interrupted} interrupted")
