@@ -169,7 +169,7 @@ def test_a_file_is_replaced_whole(tmp_path):
 
 
 def test_remains_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path):
-    beside = durable._beside(tmp_path / "step-1").name
+    beside = durable.temporary_beside(tmp_path / "step-1").name
     own = str(os.getpid())
     mine, elsewhere = tmp_path / beside, tmp_path / beside.replace(durable._host(), "another0")
     before_me = tmp_path / beside.replace(durable._token(), "00000000")

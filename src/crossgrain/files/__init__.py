@@ -4,7 +4,8 @@ from ..recipe.portable import recipe_from_text, recipe_to_text
 from .loading import load_state_dict
 from .manifest import DamagedFileError
 from .safetensors_file import ModelFile, export_plain, load_safetensors, read_safetensors, save_safetensors
-from .training import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
+from .steps import latest_checkpoint
+from .training import Checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 
 __all__ = [
     "Checkpoint",

@@ -24,7 +24,7 @@ _TEMPORARY = ".writing-"
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path to write to. After the block it takes the place of ``path``; if the block fails, it goes."""
     path = Path(path)
-    temporary = _beside(path)
+    temporary = temporary_beside(path)
     try:
         yield temporary
         _sync(temporary)
@@ -40,17 +40,22 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """The same with a directory. There must be no ``path`` yet: a directory cannot be replaced in one piece."""
     path = Path(path)
-    temporary = _beside(path)
+    temporary = temporary_beside(path)
     try:
         temporary.mkdir()
         yield temporary
-        for file in temporary.iterdir():
-            _sync(file)
-        _sync(temporary)
-        os.rename(temporary, path)
+        publish_directory(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def publish_directory(temporary: Path, path: Path) -> None:
+    """Bring a directory to the disk and give it its name."""
+    for file in temporary.iterdir():
+        _sync(file)
+    _sync(temporary)
+    os.rename(temporary, path)
     _sync(path.parent)
 
 
@@ -64,7 +69,7 @@ def make_directory(path: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Remove a directory so that it is never seen half empty under its name."""
-    temporary = _beside(path)
+    temporary = temporary_beside(path)
     os.rename(path, temporary)
     shutil.rmtree(temporary)
 
@@ -77,7 +82,8 @@ def remove_remains(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _beside(path: Path) -> Path:
+def temporary_beside(path: Path) -> Path:
+    """A name that nobody reads, and that tells which process writes there."""
     return path.with_name(f"{_TEMPORARY}{_host()}-{os.getpid()}-{_token()}-{path.name}")
 
 

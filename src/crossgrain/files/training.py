@@ -10,10 +10,8 @@ appears whole or not at all (see `durable`), and it is read only by ``torch.load
 
 from __future__ import annotations
 
-import operator
 import os
 import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +24,13 @@ from ..recipe import Recipe, keep_high_precision_init_val, preserved_value
 from ..recipe.portable import recipe_from_text
 from ..tensor import QuantizedTensor
 from .bound import RecipeChoice, recipe_text
-from .durable import make_directory, remove_directory, remove_remains, whole_directory
+from .durable import whole_directory
 from .loading import load_in_place
-from .manifest import DamagedFileError, check_files, is_described, read_manifest, write_manifest
+from .manifest import DamagedFileError, check_files, read_manifest, write_manifest
 from .random_state import get_random_state, set_random_state
+from .steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
 from .undo import all_or_nothing
 
-_PREFIX = "step-"
-_NAME = re.compile(f"{_PREFIX}[0-9]+")
 _RANDOM, _EXTRAS = "random", "extras"
 _INIT_VALUES = "init_values_of_"  # followed by the name of a model
 
@@ -72,26 +69,17 @@ def save_checkpoint(
 
     Steps in one directory go up: it is an error if a checkpoint of this step or a later one is there.
     """
-    root, step = Path(root), _checked_step(step)
-    _check_request(objects, keep)
+    root, step = Path(root), checked_step(step)
+    check_request(objects, keep)
     text = recipe_text(recipe, objects.values())
     contents = {**_contents(objects), _EXTRAS: dict(extras or {}), _RANDOM: get_random_state()}
-    make_directory(root)
-    remove_remains(root)
-    latest = latest_checkpoint(root)
-    if latest is not None and _step_of(latest) >= step:
-        raise FileExistsError(
-            f"{root} has a checkpoint of step {_step_of(latest)} already, so step {step} cannot be saved there: go on "
-            "from that one, remove it, or save to another directory"
-        )
-    path = root / f"{_PREFIX}{step:08d}"
+    path = path_of_new_step(root, step)
     with whole_directory(path) as directory:
         for name, content in contents.items():
             _write(directory / f"{name}.pt", content)
         write_manifest(directory, {"step": step, "recipe": text, "objects": sorted(objects)})
     if keep is not None:
-        for old in _complete(root)[:-keep]:
-            remove_directory(old)
+        keep_newest(root, keep)
     return path
 
 
@@ -111,8 +99,10 @@ def load_checkpoint(
     ``requantize`` are those of `load_state_dict` for modules, ``random_state=False`` leaves the random number
     generators as they are.
     """
-    path = _chosen(Path(path))
-    manifest = _manifest_of(path)
+    path = chosen_checkpoint(Path(path))
+    manifest = manifest_of(path)
+    if "shards" in manifest:
+        raise ValueError(f"{path} was saved in shards: crossgrain.distributed.checkpoint.load reads it")
     missing = sorted(objects.keys() - set(manifest["objects"]))
     if missing:
         there = ", ".join(manifest["objects"]) or "nothing"
@@ -135,53 +125,16 @@ def load_checkpoint(
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise `DamagedFileError` if a checkpoint, or the latest of a directory of them, was cut off or changed."""
-    path = _chosen(Path(path))
-    check_files(path, _manifest_of(path))
+    path = chosen_checkpoint(Path(path))
+    check_files(path, manifest_of(path))
 
 
-def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step, if there is any."""
-    found = _complete(Path(root))
-    return found[-1] if found else None
-
-
-def _complete(root: Path) -> list[Path]:
-    """Checkpoints by step; what is still being written has another name."""
-    found = [path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
-
-
-def _chosen(path: Path) -> Path:
-    """A checkpoint itself, by whatever name, or the latest in a directory."""
-    if is_described(path) or (_NAME.fullmatch(path.name) and path.is_dir()):
-        return path
-    latest = latest_checkpoint(path)
-    if latest is None:
-        raise FileNotFoundError(f"there is no checkpoint in {path}")
-    return latest
-
-
-def _checked_step(step: Any) -> int:
-    """Any kind of integer, but only those that can be found again."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step is an integer, not {step!r}") from None
-    if number < 0:
-        raise ValueError(f"steps are counted from 0; {number} is none")
-    return number
-
-
-def _manifest_of(path: Path) -> dict[str, Any]:
+def manifest_of(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint; one that lacks anything is refused before anything is loaded."""
     manifest = read_manifest(path)
     kinds: dict[str, Any] = {"step": int, "recipe": str | None, "objects": list, "files": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]
-    if not wrong:
+    if not wrong and "shards" not in manifest:
         needed = [f"{name}.pt" for name in (*manifest["objects"], _EXTRAS, _RANDOM)]
         wrong = [name for name in needed if name not in manifest["files"]]
     if wrong:
@@ -189,7 +142,7 @@ def _manifest_of(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_request(objects: Mapping[str, Any], keep: int | None) -> None:
+def check_request(objects: Mapping[str, Any], keep: int | None) -> None:
     if keep is not None and keep < 1:
         raise ValueError(f"keep is the number of checkpoints to keep, at least 1, not {keep}")
     for name, value in objects.items():

@@ -1,0 +1,302 @@
+"""Checkpoints of sharded training, with torch.distributed.checkpoint: saved on some ranks, loaded on any other number.
+
+    checkpoint.save("run", step, model=model, optimizer=optimizer)
+    pending = checkpoint.async_save("run", step, model=model, optimizer=optimizer)
+    done = checkpoint.load("run", model=model, optimizer=optimizer)
+
+Every rank calls these. A checkpoint is a directory ``step-00000042`` as torch writes it, with a manifest; it appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from ..files.bound import RecipeChoice, recipe_text
+from ..files.durable import publish_directory, temporary_beside
+from ..files.manifest import check_files, write_manifest
+from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
+from ..files.training import Checkpoint, check_request, manifest_of
+from ..files.undo import all_or_nothing
+from ..tensor import QuantizedTensor
+from ..tensor.sharding import is_sharded, local_part
+from .state_tree import Tensors, put_together, taken_apart
+
+_EXTRAS = "extras"
+
+
+def save(
+    root: str | os.PathLike[str],
+    step: int,
+    *,
+    recipe: RecipeChoice = "bound",
+    extras: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    **objects: Any,
+) -> Path:
+    """Save ``objects`` (``model=``, ``optimizer=``, ...: whatever has a ``state_dict``); options as in
+    `crossgrain.files.save_checkpoint`. Returns when the checkpoint is there."""
+    tensors, writer = _prepared(root, step, recipe, extras, keep, objects)
+    with _clear_errors(writer):
+        save_shards(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    return writer.destination
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written while training goes on."""
+
+    def __init__(self, future: Any, writer: _Writer, group: Any) -> None:
+        self._future, self._writer, self._group = future, writer, group
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._future.done())
+
+    def wait(self) -> Path:
+        """Return when the checkpoint is there, or raise what went wrong. Every rank has to call it."""
+        try:
+            with _clear_errors(self._writer):
+                self._future.result()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+        return self._writer.destination
+
+
+def async_save(
+    root: str | os.PathLike[str],
+    step: int,
+    *,
+    recipe: RecipeChoice = "bound",
+    extras: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    **objects: Any,
+) -> PendingCheckpoint:
+    """`save` that copies all states, returns, and writes them in the background: training may go on at once."""
+    tensors, writer = _prepared(root, step, recipe, extras, keep, objects)
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # training goes on using the others
+    future = async_save_shards(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    return PendingCheckpoint(future, writer, group)
+
+
+@torch.no_grad()
+def load(path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True, **objects: Any) -> Checkpoint:
+    """Load a checkpoint, or the latest of a directory of them, into ``objects``, on any number of ranks.
+
+    Everything is read and checked before anything changes. Quantized parameters have to be of the formats that were
+    saved. ``verify=False`` does not compare checksums, for which the first rank reads all files.
+    """
+    found, manifest = _on_first_rank(lambda: _checked(Path(path), verify, objects))
+    tensors: Tensors = {}
+    problems: list[str] = []
+    finishes = {
+        name: put_together(plain, (name,), tensors, _layout_of(name, objects.get(name)), problems)
+        for name, plain in manifest["shards"].items()
+        if name in objects or name == _EXTRAS
+    }
+    _raise_together(ValueError(f"{found} does not fit: {'; '.join(problems)}") if problems else None)
+    with _clear_errors(None):
+        load_shards(tensors, storage_reader=FileSystemReader(found), no_dist=not dist.is_initialized())
+    states = {name: finish() for name, finish in finishes.items()}
+    with all_or_nothing(*objects.values()):
+        # Optimizers look at parameters, so these come first.
+        for name, value in sorted(objects.items(), key=lambda item: not isinstance(item[1], nn.Module)):
+            if isinstance(value, nn.Module):
+                _shards_stand_alone(value)
+                value.load_state_dict(states[name], strict=strict)
+            else:
+                value.load_state_dict(states[name])
+    return Checkpoint(found, manifest["step"], manifest["recipe"], states[_EXTRAS])
+
+
+# ---- saving ----------------------------------------------------------------------------------------------
+
+
+class _Writer(FileSystemWriter):
+    """Writes under a temporary name. The first rank finishes when all have written, and gives the directory its own."""
+
+    def __init__(self, temporary: Path, destination: Path, content: Mapping[str, Any], keep: int | None) -> None:
+        super().__init__(temporary)
+        self.temporary, self.destination = temporary, destination
+        self._content, self._keep = content, keep
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        write_manifest(self.temporary, self._content)
+        publish_directory(self.temporary, self.destination)
+        if self._keep is not None:
+            keep_newest(self.destination.parent, self._keep)
+
+
+@torch.no_grad()
+def _prepared(
+    root: str | os.PathLike[str],
+    step: int,
+    recipe: RecipeChoice,
+    extras: Mapping[str, Any] | None,
+    keep: int | None,
+    objects: Mapping[str, Any],
+) -> tuple[Tensors, _Writer]:
+    """What will be written, checked on all ranks, and who writes it."""
+    tensors: Tensors = {}
+    problem, content = None, {}
+    try:
+        content = _described(step, recipe, extras, keep, objects, tensors)
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = error
+    _raise_together(problem)
+    _check_agreement(tensors, content)
+    temporary, destination = _on_first_rank(lambda: _begun(Path(root), content["step"]))
+    return tensors, _Writer(temporary, destination, content, keep)
+
+
+def _described(
+    step: int,
+    recipe: RecipeChoice,
+    extras: Mapping[str, Any] | None,
+    keep: int | None,
+    objects: Mapping[str, Any],
+    tensors: Tensors,
+) -> dict[str, Any]:
+    """The content of the manifest; all tensors are added to ``tensors``."""
+    check_request(objects, keep)
+    step = checked_step(step)
+    text = recipe_text(recipe, objects.values())
+    states = {**{name: value.state_dict() for name, value in objects.items()}, _EXTRAS: dict(extras or {})}
+    shards = {name: taken_apart(state, (name,), tensors) for name, state in states.items()}
+    return {"step": step, "recipe": text, "objects": sorted(objects), "shards": shards}
+
+
+def _begun(root: Path, step: int) -> tuple[Path, Path]:
+    destination = path_of_new_step(root, step)
+    temporary = temporary_beside(destination)
+    temporary.mkdir()
+    return temporary, destination
+
+
+def _check_agreement(tensors: Tensors, content: Mapping[str, Any]) -> None:
+    """Only one rank writes what is not sharded, so all have to hold the same."""
+    if not dist.is_initialized():
+        return
+    mine = {name: _checksum(tensor) for name, tensor in tensors.items() if _is_the_same_everywhere(tensor)}
+    mine["what is to be saved"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    for rank, other in enumerate(theirs):
+        different = [name for name in theirs[0] if other.get(name) != theirs[0][name]]
+        if different:
+            raise ValueError(
+                f"{different[0]} is not sharded, but rank {rank} holds something else than rank 0; a checkpoint has "
+                f"one value for all ranks ({len(different)} such)"
+            )
+
+
+def _is_the_same_everywhere(tensor: Any) -> bool:
+    return not is_sharded(tensor) or not any(placement.is_shard() for placement in tensor.placements)
+
+
+def _checksum(tensor: Tensor) -> int:
+    data = local_part(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy().data)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------
+
+
+def _checked(path: Path, verify: bool, objects: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    path = chosen_checkpoint(path)
+    manifest = manifest_of(path)
+    if "shards" not in manifest:
+        raise ValueError(f"{path} was not saved in shards: crossgrain.files.load_checkpoint reads it")
+    missing = sorted(objects.keys() - set(manifest["objects"]))
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}; it has {', '.join(manifest['objects']) or 'nothing'}")
+    if verify:
+        check_files(path, manifest)
+    return path, manifest
+
+
+def _layout_of(name: str, value: Any) -> Callable[[tuple[Any, ...]], Any]:
+    """Tensors of ``value``, by the path of a tensor in its state, that have the layout it is to be loaded in."""
+    if isinstance(value, nn.Module):
+        state = value.state_dict()
+        return lambda path: state.get(path[1]) if len(path) == 2 else None
+    if isinstance(value, torch.optim.Optimizer):
+        params = dict(enumerate(param for group in value.param_groups for param in group["params"]))
+        return lambda path: _plain_layout(params.get(path[2])) if path[1] == "state" else None
+    return lambda path: None
+
+
+def _plain_layout(param: Any) -> Any:
+    """A plain tensor that is sharded like a parameter: states of quantized ones are not quantized."""
+    if param is None or not isinstance(local_part(param), QuantizedTensor):
+        return param
+    return torch.zeros_like(param)
+
+
+def _shards_stand_alone(model: nn.Module) -> None:
+    """Shards that were cut from a whole do not share its scales any more: those of the checkpoint replace them."""
+    for param in model.parameters():
+        if is_sharded(param) and isinstance(local_part(param), QuantizedTensor):
+            local_part(param)._stand_alone()
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------
+
+
+def _on_first_rank(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns on the first rank; what it raises there is raised on all."""
+    if not dist.is_initialized():
+        return work()
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = work()
+        except Exception as error:
+            told[1] = error
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def _raise_together(problem: Exception | None) -> None:
+    """Raise on all ranks if one has a problem: those who go on would wait for it."""
+    if dist.is_initialized():
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, None if problem is None else str(problem))
+        for rank, other in enumerate(problems):
+            if other is not None and problem is None:
+                problem = RuntimeError(f"rank {rank}: {other}")
+    if problem is not None:
+        raise problem
+
+
+@contextmanager
+def _clear_errors(writer: _Writer | None) -> Iterator[None]:
+    """Torch raises a BaseException with the errors of all ranks: raise the first. Nothing is left half written."""
+    try:
+        yield
+    except CheckpointException as failed:
+        if writer is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            shutil.rmtree(writer.temporary, ignore_errors=True)
+        rank, (error, _) = next(iter(failed.failures.items()))
+        kind = OSError if isinstance(error, OSError) else RuntimeError
+        raise kind(f"rank {rank}: {type(error).__name__}: {error}") from failed

@@ -1,0 +1,94 @@
+"""Planes as plain matrices that are sharded like the tensor, so that torch can put shards of any sizes together.
+
+Every buffer of a plane is seen as a matrix whose rows run along M and whose columns run along K, without padding: codes
+and block scales are cut wherever the tensor is, and what the whole tensor shares is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..hybrid_tensor import HybridQuantizedTensorStorage
+from ..plane import ROWWISE, Direction, Plane
+from ..tensor import QuantizedTensorStorage
+from ..tensor.gather import m_major_buffers
+from ..tensor.sharding import is_sharded, local_part
+from ..tensor.transport import kind_of
+
+
+class _Matrix(NamedTuple):
+    buffer: Tensor  # a view of the plane
+    cut_along: tuple[int, ...]  # the axes of the matrix along which it is cut with the tensor
+
+
+def named_planes(tensor: QuantizedTensorStorage) -> dict[Direction, Plane]:
+    """The planes from which all others follow, by the direction that they serve."""
+    if isinstance(tensor, HybridQuantizedTensorStorage):
+        return {direction: plane for direction in Direction for plane in tensor._planes_that_travel([direction])}
+    return {plane.direction: plane for plane in tensor._planes_that_travel(tuple(Direction))}
+
+
+def plane_matrices(tensor: Any) -> Iterator[tuple[str, Tensor]]:
+    """``rowwise.data`` and so on of a quantized tensor or of a DTensor of such: views, sharded as it is."""
+    local: QuantizedTensorStorage = local_part(tensor)
+    local._check_fresh()
+    for direction, plane in named_planes(local).items():
+        whole = _matrices(kind_of(plane).empty(tensor.shape, torch.device("meta"))) if is_sharded(tensor) else {}
+        for part, matrix in _matrices(plane).items():
+            name = f"{direction.value}.{part}"
+            yield name, _sharded(name, matrix, whole[part].buffer, tensor) if whole else matrix.buffer
+
+
+def _matrices(plane: Plane) -> dict[str, _Matrix]:
+    found = {
+        part: _Matrix(buffer.view(-1, 1), (0,)) if buffer.dim() == 1 else _Matrix(buffer, (0, 1))
+        for part, buffer in m_major_buffers(plane)
+    }
+    shared = plane.scale_across((0,))
+    if shared is not None:
+        of_columns = plane.format.global_amax == "row" and plane.direction is not ROWWISE
+        part = "scale" if plane.format.block is None else "amax"
+        found[part] = _Matrix(shared.view(1, -1), (1,) if of_columns else ())
+    return found
+
+
+def _sharded(name: str, matrix: _Matrix, whole: Tensor, tensor: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = []
+    for placement in tensor.placements:
+        axis = None
+        if placement.is_shard():
+            axis = {0: 0, tensor.dim() - 1: 1}.get(placement.dim)
+            if axis is None:
+                raise NotImplementedError(
+                    f"a quantized tensor of shape {list(tensor.shape)} that is sharded along dimension {placement.dim} "
+                    "cannot be saved: its planes can be cut along the first and the last"
+                )
+        placements.append(_along(placement, axis) if axis in matrix.cut_along else Replicate())
+    expected, _ = compute_local_shape_and_global_offset(whole.shape, tensor.device_mesh, placements)
+    if tuple(expected) != tuple(matrix.buffer.shape):
+        raise ValueError(
+            f"the shards of a quantized tensor of shape {list(tensor.shape)} do not end where torch cuts its {name}: "
+            f"this rank has {list(matrix.buffer.shape)} of {list(whole.shape)}, torch would give it {list(expected)}"
+        )
+    return DTensor.from_local(
+        matrix.buffer, tensor.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _along(placement: Any, axis: int | None) -> Any:
+    """The same placement of another dimension."""
+    from torch.distributed.tensor import Shard
+
+    if placement.dim == axis:
+        return placement
+    if type(placement) is not Shard:
+        raise NotImplementedError(f"{placement} of a quantized tensor cannot be saved")
+    assert axis is not None
+    return Shard(axis)
