@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from ..tensor import QuantizedTensor
-from .linear_function import (
-    LinearCall,
-    LinearFunction,
-    Needs,
-    check_dtypes,
-    check_has_main_grad,
-    check_input,
-    check_takes_gradient,
-    dummy_weight_gradient,
-)
+from .gradient_places import check_has_main_grad, dummy_weight_gradient
+from .linear_function import LinearCall, LinearFunction, Needs, check_dtypes, check_input, check_takes_gradient
 from .padding import Sizes
 from .saved_operand import BUFFERS_PER_OPERAND
 from .split_quantize import padded_groups, split_quantize

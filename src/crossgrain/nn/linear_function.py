@@ -33,6 +33,13 @@ from ..recipe.base import BackwardOverride
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.sharding import local_part
 from .gathered_weight import GatheredWeight
+from .gradient_places import (
+    add_to_grads,
+    added_to_main_grad,
+    check_has_main_grad,
+    dummy_weight_gradient,
+    parts_of_weight,
+)
 from .padding import NO_PADDING, Padding, Sizes, padded_matrix, padded_vector
 from .saved_operand import BUFFERS_PER_OPERAND, Operand, Unchanged, buffers_and_note, restored_operand
 from .sequence_parallel import gathered_for_wgrad, gathered_gradient, gathered_input
@@ -451,27 +458,29 @@ def _weight_gradient(dy: Quantized, x: Operand | None, ctx: Any) -> Tensor | Non
     call, weight = ctx.call, ctx.weight
     dy_operand = _operand(dy, COLUMNWISE, "grad_output", call)
     assert x is not None
+
+    def compute(dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        return _wgrad(dy_operand, x, ctx, dtype, out)
+
+    def delivered() -> Tensor | None:
+        return added_to_main_grad(compute, ctx) if call.accumulate_main_grad else compute(weight.dtype, None)
+
     if call.wgrad_queue is None:
-        if call.accumulate_main_grad:
-            return _added_to_main_grad(dy_operand, x, ctx)
-        return _wgrad(dy_operand, x, ctx, weight.dtype)
+        return delivered()
     unchanged = Unchanged(dy_operand, x)
 
     def later() -> None:
         unchanged.check(call.layer)
         with torch.no_grad():
-            if call.accumulate_main_grad:
-                dw = _added_to_main_grad(dy_operand, x, ctx)
-            else:
-                dw = _wgrad(dy_operand, x, ctx, weight.dtype)
+            dw = delivered()
             if dw is not None:
-                _add_to_grads(_parts(ctx), dw)
+                add_to_grads(parts_of_weight(ctx), dw)
 
     call.wgrad_queue.append(later)
     return None
 
 
-def _wgrad(dy: Operand, x: Operand, ctx: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def _wgrad(dy: Operand, x: Operand, ctx: Any, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
     if ctx.x_is_part:
         x = gathered_for_wgrad(x, call, sizes, padded)
@@ -481,45 +490,3 @@ def _wgrad(dy: Operand, x: Operand, ctx: Any, dtype: torch.dtype, out: Tensor | 
         x = _operand(quantized_storage(call.input, x, False, True), COLUMNWISE, "input", call)
     dw = gemm("wgrad", dy, x, out_dtype=dtype, out=out, accumulate=out is not None, allow_mixed=call.allow_mixed)
     return dw if padded == sizes else dw[: sizes.n, : sizes.k]
-
-
-def _parts(ctx: Any) -> Sequence[Tensor]:
-    """The parameters that the gradient of the weight belongs to, from the top down."""
-    return ctx.call.weight_parts or [ctx.weight]
-
-
-def check_has_main_grad(ctx: Any) -> None:
-    """Raise rather than fail halfway through backward."""
-    if not all(isinstance(getattr(part, "main_grad", None), Tensor) for part in _parts(ctx)):
-        raise RuntimeError(f"{ctx.call.layer}: fuse_wgrad_accumulation adds to weight.main_grad, and there is none")
-
-
-def _added_to_main_grad(dy: Operand, x: Operand, ctx: Any) -> Tensor | None:
-    """Add dW to ``main_grad``; for those who wait for a gradient, returns one without content."""
-    parts: Any = _parts(ctx)
-    if len(parts) == 1 and ctx.padded[1:] == ctx.sizes[1:]:
-        _wgrad(dy, x, ctx, torch.float32, out=parts[0].main_grad)
-    else:
-        dw = _wgrad(dy, x, ctx, torch.float32)
-        for part, rows in zip(parts, dw.split([len(part) for part in parts]), strict=True):
-            part.main_grad.add_(rows)
-    waiting = [part for part in parts if hasattr(part, "grad_added_to_main_grad")]
-    for part in waiting:
-        part.grad_added_to_main_grad = True
-    return dummy_weight_gradient(ctx.weight) if waiting else None
-
-
-def _add_to_grads(parts: Sequence[Tensor], dw: Tensor) -> None:
-    """As autograd does it: the first gradient is kept, later ones are added in place."""
-    pieces = [dw] if len(parts) == 1 else [piece.clone() for piece in dw.split([len(part) for part in parts])]
-    for part, piece in zip(parts, pieces, strict=True):
-        if part.grad is None:
-            part.grad = piece
-        else:
-            part.grad.add_(piece)
-
-
-def dummy_weight_gradient(weight: Tensor) -> Tensor:
-    """A gradient without memory, for those who wait for one while the real one is in ``main_grad``."""
-    zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
-    return zero.expand(weight.shape)
