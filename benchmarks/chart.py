@@ -64,7 +64,7 @@ def _draw_layers(axes: Axes, names: Sequence[tuple[str, str]], layers: Sequence[
         axes.barh(1, 0, color=SHADES["torchao"][1], label="torchao (emulated), the same sizes")
     labels = [name if library == "crossgrain" else f"{library}: {name}" for library, name in names]
     _finish(axes, labels, "one linear layer, forward + backward: multiples of fp32 nn.Linear", "fp32")
-    axes.set_xlim(0, 1.15 * max(t.ratio for t in layers))
+    axes.set_xlim(0, 1.55 * max(t.ratio for t in layers))  # the legend stands to the right
 
 
 def _draw_kernels(axes: Axes, timings: Sequence[kernels.Timing]) -> None:
