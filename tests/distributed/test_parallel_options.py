@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import crossgrain as cg
 from crossgrain import recipe as recipes
+from crossgrain.distributed import reduce_sequence_parallel_gradients
+from crossgrain.tensor.sharding import local_part
 
 from ..quantizers import E4M3
 from .ranks import error_of, run
@@ -318,3 +322,21 @@ def test_sizes_and_marks():
         cg.MultiheadAttention(8, 2, num_gqa_groups=1, set_parallel_mode=True, tp_size=2)
     with pytest.raises(NotImplementedError, match="whole experts"):
         cg.GroupedLinear(2, 8, 8, tp_size=2)
+
+
+def with_lost_marks(rank):
+    """Of ranks that share rows, and that FSDP2 shards over a mesh of one."""
+    layer = cg.Linear(64, 64, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
+    meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    fully_shard(layer, mesh=meshes["data"])
+    lost = error_of(lambda: reduce_sequence_parallel_gradients(layer))
+    layer.bias.grad = torch.full_like(layer.bias, rank + 1.0)
+    layer.bias.sequence_parallel = True
+    reduce_sequence_parallel_gradients(layer)
+    return lost, local_part(layer.bias.grad).tolist()
+
+
+def test_marks_that_fsdp2_has_lost_are_missed(tmp_path):
+    for lost, gradient in run(with_lost_marks, 2, tmp_path):
+        assert lost[0] == "RuntimeError" and "mark the parameters" in lost[1]
+        assert gradient == [3.0] * 64

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..collectives import gathered_rows, group_rank, group_size, scattered_sum
 from ..nn.tensor_parallel import set_tensor_model_parallel_attributes
@@ -88,13 +89,24 @@ def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> N
 
     These are the gradients of parameters that all ranks have and use for other rows or heads, marked
     ``sequence_parallel=True``: of norms, and of biases after a row-parallel layer. Both ``grad`` and ``main_grad``
-    are summed, if there are any.
+    are summed, if there are any. FSDP2 replaces parameters by others without marks, which have to be set again.
     """
+    marked = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
+    if not marked and _lost_marks(model):
+        raise RuntimeError(
+            "reduce_sequence_parallel_gradients: no parameter is marked sequence_parallel=True, since fully_shard has "
+            "replaced those that were; mark the parameters of norms and of biases after row-parallel layers again"
+        )
     if group_size(group) == 1:
         return
-    for parameter in model.parameters():
-        if not getattr(parameter, "sequence_parallel", False):
-            continue
+    for parameter in marked:
         for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
             if gradient is not None:
                 dist.all_reduce(local_part(gradient), group=group)
+
+
+def _lost_marks(model: nn.Module) -> bool:
+    """Whether layers share rows that FSDP2 shards, so that there should be marks."""
+    modules = list(model.modules())
+    shared = any(getattr(module, "sequence_parallel", False) is True for module in modules)
+    return shared and any(isinstance(module, FSDPModule) for module in modules)
