@@ -19,7 +19,7 @@ from .identity import IdentityQuantizer
 from .kernels import GroupedTarget
 from .plane import Direction
 from .plane_groups import PlaneGroups, empty_groups
-from .quantizer import Quantizer, draw_seeds
+from .quantizer import Quantizer, draw_seed
 from .tensor import QuantizedTensorStorage
 
 
@@ -117,7 +117,7 @@ def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
             settled.extend(own)
         return settled
 
-    kernels.write_groups(rows, [target for targets in asked for target in targets], settle, draw_seeds)
+    kernels.write_groups(rows, [target for targets in asked for target in targets], settle, draw_seed)
 
 
 def _targets(share: _Share) -> list[GroupedTarget]:

@@ -490,8 +490,3 @@ def draw_seed() -> int:
 
 def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
-
-
-def draw_seeds(count: int) -> list[int]:
-    """What ``count`` calls of `draw_seed` would draw."""
-    return [draw_seed() for _ in range(count)]

@@ -89,11 +89,11 @@ def write_groups(
     x: Tensor,
     targets: Sequence[GroupedTarget],
     settle: Callable[[list[GroupedTarget]], list[GroupedTarget]],
-    draw_seeds: Callable[[int], list[int]],
+    draw_seed: Callable[[], int],
 ) -> None:
     """`write` of groups of rows, to planes that were made for them: the bytes that each group would get alone.
 
-    ``draw_seeds`` is asked for a seed of each group.
+    A seed is drawn for each group, if a target rounds stochastically.
     """
     _refuse_flush_to_zero()
     backend = _backend(x)
@@ -101,7 +101,7 @@ def write_groups(
     found = dict(zip(map(id, missing), backend.measure_groups(x, missing), strict=True))
     ready = settle([target.with_amax(found[id(target)]) if id(target) in found else target for target in targets])
     stochastic = any(target.encoding.stochastic for target in ready)
-    backend.encode_groups(x, ready, draw_seeds(len(ready[0].planes.heights)) if stochastic else None)
+    backend.encode_groups(x, ready, [draw_seed() for _ in ready[0].planes.heights] if stochastic else None)
 
 
 def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> None:

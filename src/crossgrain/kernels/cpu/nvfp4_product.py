@@ -42,6 +42,17 @@ def _twice(codes):
     return where_greater(codes, 7, splat(0, 16, "i32") - value, value)
 
 
+@inner
+def _numbers(codes, codes_stride, row, block):
+    """Of one block, as `_twice` makes them."""
+    return _twice(unpack_nibbles(load(codes + row * codes_stride + 8 * block, 8, "u8")))
+
+
+@inner
+def _store_scale(address, scales, scales_stride, row, block, table):
+    store_i32(address, load_i32(table + 4 * load_u8(scales + row * scales_stride + block)))
+
+
 @kernel
 def pack_left(codes, codes_stride, scales, scales_stride, table, out, first, last, rows, blocks, tag):
     """Tiles ``first:last`` of rows."""
@@ -52,11 +63,10 @@ def pack_left(codes, codes_stride, scales, scales_stride, table, out, first, las
                 row = tile * TILE_ROWS + place
                 starts = panel + 16 * TILE_ROWS + 4 * place
                 if row < rows:
-                    numbers = _twice(unpack_nibbles(load(codes + row * codes_stride + 8 * block, 8, "u8")))
+                    numbers = _numbers(codes, codes_stride, row, block)
                     store(panel + 16 * place, narrow(numbers))
                     store_i32(starts, -OFFSET * total_of(numbers))
-                    scale = load_u8(scales + row * scales_stride + block)
-                    store_i32(starts + 4 * TILE_ROWS, load_i32(table + 4 * scale))
+                    _store_scale(starts + 4 * TILE_ROWS, scales, scales_stride, row, block, table)
                 else:
                     store(panel + 16 * place, splat(0, 4, "i32"))
                     store_i32(starts, 0)
@@ -73,10 +83,9 @@ def pack_right(codes, codes_stride, scales, scales_stride, table, out, first, la
                 row = tile * TILE_COLUMNS + place
                 at = panel + 4 * place
                 if row < rows:
-                    numbers = _twice(unpack_nibbles(load(codes + row * codes_stride + 8 * block, 8, "u8"))) + OFFSET
+                    numbers = _numbers(codes, codes_stride, row, block) + OFFSET
                     store_apart(at, 4 * TILE_COLUMNS, as_words(narrow(numbers)))
-                    scale = load_u8(scales + row * scales_stride + block)
-                    store_i32(at + RIGHT_CODES_BYTES, load_i32(table + 4 * scale))
+                    _store_scale(at + RIGHT_CODES_BYTES, scales, scales_stride, row, block, table)
                 else:
                     store_apart(at, 4 * TILE_COLUMNS, splat(0, 4, "i32"))
                     store_i32(at + RIGHT_CODES_BYTES, 0)
