@@ -190,3 +190,10 @@ def test_columns_made_from_rows_and_custom_quantizers_are_left_to_a_loop():
 
     assert not can_quantize_groups([derived(), derived()])
     assert not can_quantize_groups([Custom(), Custom()])
+
+
+def test_numbers_that_are_kept_as_they_are_have_no_kernel_for_groups():
+    identity = cg.IdentityQuantizer()
+    hybrid = cg.HybridQuantizer(rowwise_quantizer=cg.IdentityQuantizer(), columnwise_quantizer=cg.NVFP4Quantizer())
+    assert not can_quantize_groups([identity, identity])
+    assert can_quantize_groups([hybrid, hybrid])
