@@ -4,6 +4,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pickle
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -130,6 +132,22 @@ def test_our_own_distribution_is_no_real_one(first):
     assert importlib.import_module("transformer_engine.pytorch").Linear is cg.Linear
     compat.uninstall()
     assert importlib.import_module("transformer_engine") is compat.transformer_engine
+
+
+def test_the_distribution_can_be_built_and_installed(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(REPOSITORY / "crossgrain-te", source)  # building leaves files
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", target, source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sys.path.insert(0, str(target))
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("transformer_engine").origin.startswith(str(target))
+    assert importlib.metadata.version("transformer-engine") == compat.VERSION
+    assert importlib.import_module("transformer_engine_torch") is compat.transformer_engine_torch
+    assert importlib.import_module("transformer_engine.pytorch.ops").Sequential is cg.ops.Sequential
 
 
 def test_the_distribution_says_the_same_version():
