@@ -227,8 +227,8 @@ def test_the_nvfp4_reference_has_the_bytes_of_the_quantizer(tile, rht, x):
 def test_the_fp8_reference_has_the_bytes_of_the_quantizer(transposing, x):
     with cg.settings.override(non_tn_fp8_gemm=not transposing):
         module = te.custom_recipes.reference_current_scaling
-        made = module.CurrentScalingQuantizerRef(torch.float8_e5m2, pow_2_scales=True)(x)
-        expected = cg.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, force_pow_2_scales=True)(x)
+        made = module.CurrentScalingQuantizerRef(torch.float8_e5m2)(x)
+        expected = cg.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2)(x)
         assert isinstance(made, module.CurrentScalingTensorRef) and made.data.dtype == torch.float8_e5m2
         assert torch.equal(made.data.view(torch.uint8), expected._data)
         assert torch.equal(made.data_t.view(torch.uint8), expected._data.t())
