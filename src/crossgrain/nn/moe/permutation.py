@@ -80,7 +80,7 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Each token's rows added up in float32 or wider, times ``merging_probs`` (of the shape of the places) if there are any.
+    """Each token's rows added up in float32 or wider, times ``merging_probs``, of the shape of the places, if given.
 
     ``probs`` is an older name of ``merging_probs``. ``restore_shape`` and ``pad_offsets`` follow from the places.
     """
