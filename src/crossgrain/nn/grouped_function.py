@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..tensor import QuantizedTensor
 from .gradient_places import check_has_main_grad, dummy_weight_gradient
+from .grouped_input import given_groups, hollow_rows, takes_rows
 from .linear_function import LinearCall, LinearFunction, Needs, check_dtypes, check_input, check_takes_gradient
 from .padding import Sizes
 from .saved_operand import BUFFERS_PER_OPERAND
@@ -62,8 +63,6 @@ def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
     call = groups.calls[0]
     check_input(x, groups.weights[0], call.layer)
     check_dtypes(groups.weights[0], call)
-    if isinstance(x, QuantizedTensor):
-        x = x.dequantize()
     needs = groups.needs(x)
     if not any(any(need) for need in needs):
         return grouped_forward(x, groups, needs)[0]
@@ -109,11 +108,13 @@ def grouped_forward(
     x: Tensor, groups: Groups, needs: list[Needs]
 ) -> tuple[Tensor, list[GroupContext], list[Tensor | None]]:
     """y, and for `grouped_backward`: the contexts of the groups and the tensors that have to be saved."""
-    rows = x.detach().reshape(-1, x.shape[-1])
+    if isinstance(x, QuantizedTensor) and not takes_rows(x, groups.calls[0], wgrad=any(need.dw for need in needs)):
+        x = x.dequantize()
+    rows = hollow_rows(x) if isinstance(x, QuantizedTensor) else x.detach().reshape(-1, x.shape[-1])
     if any(need.dx or need.dw for need in needs):  # all groups are padded alike, also one that is frozen
         for call in groups.calls:
             call.padding = call.padding._replace(m_forward=call.padding.m_backward)
-    _quantize_inputs(rows, groups, needs)
+    _quantize_inputs(x, groups, needs)
     outputs, contexts = [], []
     parts = zip(rows.split(groups.sizes), groups.weights, groups.biases, groups.calls, needs, strict=True)
     for group_rows, weight, bias, call, need in parts:
@@ -166,19 +167,23 @@ def _padded_sizes(groups: Groups, needs: Sequence[Needs]) -> list[Sizes]:
     ]
 
 
-def _quantize_inputs(rows: Tensor, groups: Groups, needs: list[Needs]) -> None:
+def _quantize_inputs(x: Tensor, groups: Groups, needs: list[Needs]) -> None:
     call = groups.calls[0]
     if call.input is None:
         return
     padded = _padded_sizes(groups, needs)
-    heights = [size.m for size in padded]
-    quantized = split_quantize(
-        padded_groups(rows.to(call.dtype), groups.sizes, heights, padded[0].k),
-        heights,
-        [call.input for call in groups.calls if call.input is not None],
-        rowwise=True,
-        columnwise=any(need.dw for need in needs) and not call.keep_input and call.quantizes_backward,
-    )
+    columnwise = any(need.dw for need in needs) and not call.keep_input and call.quantizes_backward
+    if isinstance(x, QuantizedTensor):
+        quantized = given_groups(x, groups.sizes, padded, groups.calls, columnwise=columnwise)
+    else:
+        rows, heights = x.detach().reshape(-1, x.shape[-1]).to(call.dtype), [size.m for size in padded]
+        quantized = split_quantize(
+            padded_groups(rows, groups.sizes, heights, padded[0].k),
+            heights,
+            [call.input for call in groups.calls if call.input is not None],
+            rowwise=True,
+            columnwise=columnwise,
+        )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_input = group
 

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ..grouped_quantizers import validate_grouped_quantizer_list
-from ..plane import round_up
+from ..plane import ROWWISE, round_up
 from ..quantizer import Quantizer
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
+from ..replay import current_pass
 from ..tensor import QuantizedTensor
 from .base import Mode
 from .compiled import compilable
 from .grouped_function import Groups, grouped_linear
+from .grouped_input import hollow_rows, why_rows_are_not_enough
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterPlan, default_init
 from .options import parameter_options
+from .padding import known_format
 from .split_quantize import padded_groups
 
 
@@ -195,10 +198,12 @@ class GroupedLinear(LinearModule):
         weights, biases = self._group_weights(), self._group_biases()
         packed = self._packed("weight") if self.single_grouped_weight else None
         with self._forward_pass(inp, is_first_microbatch) as this:
-            groups = inp.detach().reshape(-1, inp.shape[-1]).split(sizes)
+            if isinstance(inp, QuantizedTensor) and (this.recipe is None or this.calibrates):
+                inp = inp.dequantize()
+            rows = hollow_rows(inp) if isinstance(inp, QuantizedTensor) else inp.detach().reshape(-1, inp.shape[-1])
             calls = [
-                self._linear_call(g, rows, weight, this, [weight if packed is None else packed])
-                for g, (rows, weight) in enumerate(zip(groups, weights, strict=True))
+                self._linear_call(g, group, weight, this, [weight if packed is None else packed])
+                for g, (group, weight) in enumerate(zip(rows.split(sizes), weights, strict=True))
             ]
             call = Groups(
                 sizes,
@@ -212,6 +217,25 @@ class GroupedLinear(LinearModule):
             )
             y = grouped_linear(inp, call)
         return (y, biases) if self.return_bias else y
+
+    def token_quantizer(self) -> Quantizer | None:
+        """By the recipe in force, what makes the rows that fprop reads: for tokens that are sent here quantized.
+
+        None if they are read as they are. Raises if training needs more of them than their rows.
+        """
+        recipe = self._recipe_in_force()
+        if recipe is None or self._only_calibrates():
+            return None
+        quantizer: Quantizer = self._prepare(recipe).details[0].input
+        fmt = known_format(quantizer, ROWWISE)
+        if fmt is not None and fmt.is_identity:
+            return None
+        trains = current_pass().trains and any(getattr(self, name).requires_grad for name in self.weight_names)
+        override = recipe.backward_override
+        reason = why_rows_are_not_enough(quantizer, override, self.save_original_input) if trains else None
+        if reason is not None:
+            raise ValueError(f"{self.layer}: the input cannot be sent to this layer as rowwise planes: {reason}")
+        return quantizer
 
     def _traced(self, inp: Tensor, sizes: list[int]) -> Any:
         """In a graph each group is a layer; the numbers are those of all groups together."""
