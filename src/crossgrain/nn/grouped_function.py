@@ -1,7 +1,7 @@
 """A linear layer for each group of rows, for modules and fusible operations. The GEMMs are those of `linear_function`.
 
 What is particular to groups is that operands are quantized for all of them at once where that is possible
-(see `split_quantize`), and that the weights may be parts of one parameter.
+(see `split_quantize`), that the weights may be parts of one parameter, and that sums over ranks are taken once for all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .linear_function import LinearCall, LinearFunction, Needs, check_dtypes, ch
 from .padding import Sizes
 from .saved_operand import BUFFERS_PER_OPERAND
 from .split_quantize import padded_groups, split_quantize
+from .tensor_parallel import TensorParallel
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Groups:
     ``packed_weight``            that parameter [groups, N, K]
     ``packed_bias``              the same for biases [groups, N]
     ``out``, ``dgrad_out``       the caller's memory for y and dx
+    ``parallel``                 how ranks share all groups, if they do; ``calls`` do not know
     """
 
     sizes: list[int]
@@ -40,6 +42,12 @@ class Groups:
     packed_bias: Tensor | None = None
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
+    parallel: TensorParallel | None = None
+
+    @property
+    def sums_output(self) -> bool:
+        """Whether y is summed over ranks; biases are then added to the sum."""
+        return self.parallel is not None and self.parallel.sums_output
 
     def weight_parameters(self) -> list[Tensor]:
         return list(self.weights) if self.packed_weight is None else [self.packed_weight]
@@ -81,6 +89,7 @@ class GroupContext:
     needs: Needs
     padded: Sizes
     weight: Any
+    bias_dtype: torch.dtype | None
 
     def __init__(self) -> None:
         self.saved_tensors: tuple[Tensor | None, ...] = ()
@@ -119,12 +128,17 @@ def grouped_forward(
     parts = zip(rows.split(groups.sizes), groups.weights, groups.biases, groups.calls, needs, strict=True)
     for group_rows, weight, bias, call, need in parts:
         context = GroupContext()
-        outputs.append(LinearFunction.forward(context, group_rows, weight, bias, call, need))
+        added = None if groups.sums_output else bias
+        outputs.append(LinearFunction.forward(context, group_rows, weight, added, call, need))
+        context.bias_dtype = None if bias is None else bias.dtype
         contexts.append(context)
     saved = [tensor for context in contexts for tensor in context.saved_tensors]
     for context in contexts:
         context.saved_tensors = ()
-    y = torch.cat(outputs).reshape(*x.shape[:-1], groups.weights[0].shape[0])
+    y = torch.cat(outputs)
+    if groups.sums_output:
+        y = _summed_output(y, groups)
+    y = y.reshape(*x.shape[:-1], groups.weights[0].shape[0])
     return _in_memory(y, groups.out), contexts, saved
 
 
@@ -147,8 +161,25 @@ def grouped_backward(
         dws.append(dw)
         dbs.append(db)
     _collect_put_off(contexts, groups)
-    dx = _in_memory(torch.cat(dxs), groups.dgrad_out) if contexts[0].needs.dx else None
+    dx = _in_memory(_whole_input_gradient(dxs, groups), groups.dgrad_out) if contexts[0].needs.dx else None
     return dx, _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
+
+
+def _summed_output(y: Tensor, groups: Groups) -> Tensor:
+    call = groups.calls[0]
+    assert groups.parallel is not None
+    y = groups.parallel.sum(y, call.layer)
+    if groups.biases[0] is None:
+        return y
+    parts = zip(y.split(groups.sizes), groups.biases, strict=True)
+    return torch.cat([rows + bias.detach() for rows, bias in parts if bias is not None]).to(call.dtype)
+
+
+def _whole_input_gradient(parts: Sequence[Tensor], groups: Groups) -> Tensor:
+    dx, call = torch.cat(list(parts)), groups.calls[0]
+    if groups.parallel is None or not groups.parallel.sums_input_gradient:
+        return dx
+    return groups.parallel.sum(dx.to(call.dtype), call.layer).to(dx.dtype)
 
 
 def _in_memory(values: Tensor, memory: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots,
 from .options import parameter_options
 from .padding import known_format
 from .split_quantize import padded_groups
+from .tensor_parallel import share
 
 
 class GroupedLinear(LinearModule):
@@ -32,7 +34,7 @@ class GroupedLinear(LinearModule):
                                Kept quantized, formats with a scale per tensor have one for all groups.
     ``single_grouped_bias``    one parameter ``bias`` [groups, out]
 
-    Everything else is as in `Linear`.
+    Everything else is as in `Linear`, but that rows are never shared among ranks (``sequence_parallel``).
     """
 
     def __init__(
@@ -73,15 +75,21 @@ class GroupedLinear(LinearModule):
             save_original_input=save_original_input,
             **gpu_options,
         )
-        if self.tp_size > 1:
-            raise NotImplementedError(f"{self.layer}: each rank holds whole experts: tp_size=1, not {self.tp_size}")
+        if self.tp_size > 1 and parallel_mode is None:
+            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+        if self.sequence_parallel:
+            raise NotImplementedError(
+                f"{self.layer}: ranks do not share rows of groups, which have other sizes in every step: leave "
+                "sequence_parallel off"
+            )
         if num_gemms < 1:
             raise ValueError(f"{self.layer}: there is at least one group, not {num_gemms}")
         if use_grouped_tensor:
             raise NotImplementedError(f"{self.layer}: grouped GEMM kernels are for GPUs; leave use_grouped_tensor off")
         self.num_gemms = num_gemms
-        self.in_features = in_features
-        self.out_features = out_features
+        rows, columns = (self.tp_size if parallel_mode == mode else 1 for mode in ("column", "row"))
+        self.in_features = share(self.layer, "in_features", in_features, columns)
+        self.out_features = share(self.layer, "out_features", out_features, rows)
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
@@ -92,17 +100,20 @@ class GroupedLinear(LinearModule):
     # ---- parameters ----------------------------------------------------------------------------
 
     def _make_parameters(self, init: InitMethod, factory: Mapping[str, Any]) -> None:
-        rows, columns = self.out_features, self.in_features
+        rows, columns, mode = self.out_features, self.in_features, self.parallel_mode
         if self.single_grouped_weight:
-            self._add_weight("weight", (self.num_gemms, rows, columns), partial(_init_each, init), factory)
+            cut = None if mode is None else {"column": 1, "row": 2}[mode]
+            shape = (self.num_gemms, rows, columns)
+            self._make_parameter("weight", ParameterPlan(shape, partial(_init_each, init), True, cut), factory)
             self._check_weight_can_be_cut()
         for g in range(self.num_gemms):
             if not self.single_grouped_weight:
-                self._add_weight(f"weight{g}", (rows, columns), init, factory)
+                self._add_weight(f"weight{g}", (rows, columns), init, factory, mode)
             if self.use_bias and not self.single_grouped_bias:
-                self._add_bias(f"bias{g}", rows, factory)
+                self._add_bias(f"bias{g}", rows, factory, mode=mode)
         if self.single_grouped_bias:
-            self._make_parameter("bias", ParameterPlan((self.num_gemms, rows), nn.init.zeros_), factory)
+            cut = 1 if mode == "column" else None
+            self._make_parameter("bias", ParameterPlan((self.num_gemms, rows), nn.init.zeros_, cut=cut), factory)
 
     def _check_weight_can_be_cut(self) -> None:
         try:
@@ -202,7 +213,9 @@ class GroupedLinear(LinearModule):
                 inp = inp.dequantize()
             rows = hollow_rows(inp) if isinstance(inp, QuantizedTensor) else inp.detach().reshape(-1, inp.shape[-1])
             calls = [
-                self._linear_call(g, group, weight, this, [weight if packed is None else packed])
+                replace(
+                    self._linear_call(g, group, weight, this, [weight if packed is None else packed]), parallel=None
+                )
                 for g, (group, weight) in enumerate(zip(rows.split(sizes), weights, strict=True))
             ]
             call = Groups(
@@ -214,6 +227,7 @@ class GroupedLinear(LinearModule):
                 packed_bias=self._packed("bias") if self.single_grouped_bias and self.apply_bias else None,
                 out=out,
                 dgrad_out=dgrad_out,
+                parallel=self._parallel(0),
             )
             y = grouped_linear(inp, call)
         return (y, biases) if self.return_bias else y
