@@ -166,6 +166,18 @@ def test_a_call_that_fails_is_no_step(error):
     assert history(model)[:, 0].tolist() == [0, 0, 100, 200]
 
 
+def test_an_autocast_after_an_interrupted_call_is_a_step_of_its_own():
+    model, other, x = Recurrent(), cg.Linear(32, 32, bias=False), torch.ones(32, 32)
+    cg.convert(model, "all: fp8(e5m2, delayed(history=4))")
+    model.fails = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(x * 7)
+    with cg.autocast(recipe=cg.recipe.DelayedScaling(amax_history_len=4)):
+        other(x)
+    assert other.get_extra_state()["forward.amax_history"][:, 0].tolist() == [0, 0, 0, 1]
+    assert history(model)[:, 0].tolist() == [0, 0, 0, 0]
+
+
 def test_a_call_whose_other_hooks_fail_is_no_step():
     model, x = Recurrent(), torch.ones(32, 32)
     failing = [False]

@@ -6,7 +6,7 @@ import torch
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain.gemm import gemm
-from crossgrain.nn import grouped_function
+from crossgrain.nn import split_quantize
 from crossgrain.recipe import as_recipe
 
 from ..planes import normal
@@ -75,14 +75,14 @@ def test_rows_are_multiplied_as_they_are(name, monkeypatch):
     """y and dW by hand, from the rows that came and from columns of what they decode to."""
     layer, x, dy = make(), normal(60, 64), normal(60, 128, seed=1)
     made = []
-    quantize = grouped_function.split_quantize
-    monkeypatch.setattr(
-        grouped_function, "split_quantize", lambda *args, **kinds: made.append(args) or quantize(*args, **kinds)
-    )
+    quantize = split_quantize.split_quantize
+    monkeypatch.setattr(split_quantize, "split_quantize", lambda *args: made.append(args) or quantize(*args))
     with cg.autocast(recipe=as_recipe(DERIVED[name])):
         rows = as_tensor(x, layer.token_quantizer())
         y = layer(rows, SIZES)
         assert not made, "the input is not quantized again"
+        layer(x, SIZES)
+        assert len(made) == 1, "as it would be"
         quantizers = layer._build_quantizers(layer._recipe_in_force()).details[0]
     y.backward(dy)
     start = 0
