@@ -5,12 +5,14 @@ import torch
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain import recipe as recipes
 from crossgrain.gemm import gemm
 from crossgrain.nn import split_quantize
 from crossgrain.recipe import as_recipe
 
 from ..planes import normal
 from ..quantizers import QUANTIZERS
+from ..recomputation import delayed_columns_of_rows
 
 SIZES = [20, 0, 7, 33]
 DERIVED = {
@@ -109,6 +111,28 @@ def test_formats_the_layer_would_not_use_are_decoded():
     with cg.autocast(recipe=as_recipe("mxfp8")):
         assert torch.equal(layer(both, [32, 0, 32, 0]), layer(both.dequantize(), [32, 0, 32, 0]))
     assert torch.equal(layer(both, [32, 0, 32, 0]), layer(both.dequantize(), [32, 0, 32, 0])), "without a recipe"
+
+
+@pytest.mark.parametrize("recomputation", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+def test_histories_learn_what_they_would_of_plain_rows(recomputation):
+    """Those of columns that are made from decoded rows, also where the first pass makes no columns."""
+    recipe, found = recipes.CustomRecipe(qfactory=delayed_columns_of_rows), []
+    for quantized in (False, True):
+        layer, x = make(), normal(60, 64).requires_grad_()
+
+        def run(x, layer=layer, quantized=quantized):
+            return layer(as_tensor(x, layer.token_quantizer()) if quantized else x, SIZES)
+
+        results = []
+        for factor in (1.0, 3.0):
+            with cg.autocast(recipe=recipe):
+                y = run(x * factor) if recomputation is None else cg.checkpoint(run, x * factor, **recomputation)
+            y.square().sum().backward()
+            results.append(y.detach())
+        learned = [value for value in layer.get_extra_state().values() if isinstance(value, torch.Tensor)]
+        found.append([*results, x.grad, *learned, *(getattr(layer, name).grad for name in layer.weight_names)])
+        assert any(history.count_nonzero() > 2 for history in learned)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # ---- errors --------------------------------------------------------------------------------------------
