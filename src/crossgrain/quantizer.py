@@ -410,6 +410,13 @@ class Quantizer:
         made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
         return made
 
+    def _holding(self, plane: Plane, dtype: torch.dtype) -> Any:
+        """A storage or tensor over a plane in this quantizer's format that was made elsewhere."""
+        made = self._blank(plane.shape, dtype, plane.data.device)
+        made._set_plane(plane.direction, plane)
+        made._quantizer._leave_group()
+        return made
+
     # ---- usages and properties -----------------------------------------------------------------
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
