@@ -223,10 +223,14 @@ class LinearModule(QuantizedModule):
         if tp_group is not None and self.tp_size == 1 and group_size(tp_group) > 1:
             raise ValueError(f"{self.layer} was made for one rank, and tp_group has {group_size(tp_group)}")
         self.tp_group = tp_group
-        built = self._built
         self._forget_quantizers()  # which know the group
-        if built.states:
-            self._relink_weights(built.quantizers)  # they may be written before the next forward
+        weights = self._quantized_weights()
+        for index, name in enumerate(self.weight_names):  # they may be written before the next forward
+            sharing, weight = self._sharing_of_weight(index), weights.get(name)
+            if sharing is not None and weight is not None:
+                quantizer = weight._get_quantizer().copy()
+                quantizer._leave_group()
+                weight._quantizer = sharing.quantizer("weight", quantizer)
 
     def _mode(self, index: int) -> ParallelMode | None:
         """How ranks share linear layer ``index``."""
