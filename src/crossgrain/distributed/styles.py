@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..nn.converted import ConvertedConv1D
 from ..nn.layernorm_linear import LayerNormLinear
 from ..nn.linear import SingleLinear
-from ..nn.tensor_parallel import ParallelMode, set_tensor_model_parallel_attributes, share
+from ..nn.tensor_parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import own_part
 from .weight_shard import WeightShard
@@ -85,9 +85,9 @@ class _LinearStyle(ParallelStyle):
             new: Any = nn.Parameter(whole, requires_grad=old.requires_grad)
             if isinstance(placement, Shard):
                 set_tensor_model_parallel_attributes(new, True, placement.dim, 1)
-            else:
-                new.sequence_parallel = self.sequence_parallel
             layer.register_parameter(name, new)
+            if not isinstance(placement, Shard):
+                mark_sequence_parallel(layer, name, marked=self.sequence_parallel)
         if self._mode == "column":
             layer._splits = {name: rows // ranks for name, rows in layer._splits.items()}
             layer.out_features //= ranks

@@ -32,6 +32,7 @@ from .padding import Padding, Sizes, known_format, padding_for
 from .tensor_parallel import (
     ParallelMode,
     TensorParallel,
+    mark_sequence_parallel,
     resolved_group,
     set_tensor_model_parallel_attributes,
     shared_by,
@@ -156,7 +157,7 @@ class LinearModule(QuantizedModule):
         if plan.cut is not None:
             set_tensor_model_parallel_attributes(getattr(self, name), True, plan.cut, 1)
         if plan.sequence_parallel is not None:
-            getattr(self, name).sequence_parallel = plan.sequence_parallel
+            mark_sequence_parallel(self, name, marked=plan.sequence_parallel)
 
     def _initialise(self, value: Tensor, plan: ParameterPlan) -> None:
         tracker, tracker_name = self._rng_tracker
