@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...activations import Activation, activation
 from ...delayed_scaling import update_history_and_scale
+from ...devices import resolved_device
 from ...dtypes import DType, TE_DType_To_Torch
 from ...norms import layer_norm, norm_backward, rms_norm
 from ...optim.multi_tensor import (
@@ -97,9 +98,21 @@ def splits_to_offsets(first_dims: Tensor, last_dim: int) -> Tensor:
     return torch.cat((ends.new_zeros(1), ends))
 
 
-def splits_to_offsets_multi(first_dims: Tensor, last_dims: Sequence[int]) -> list[Tensor]:
-    """The same for several sizes of rows."""
-    return [splits_to_offsets(first_dims, last_dim) for last_dim in last_dims]
+def splits_to_offsets_multi(
+    split_sizes: Tensor,
+    device: torch.device | str,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """The sizes as int64, and the same for several sizes of rows, with or without the first 0."""
+    sizes = split_sizes.to(device=resolved_device(device), dtype=torch.int64)
+    offsets = [
+        splits_to_offsets(sizes, stride)[0 if leading else 1 :].to(dtype)
+        for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
+    ]
+    return sizes, offsets
 
 
 def fused_amax_and_scale_update_after_reduction(
