@@ -159,6 +159,35 @@ def test_options(tmp_path, mode):
     assert [count for _, count in parts] == [2 * len(OPTIONS)] * RANKS, "one sum in each step, whatever the groups"
 
 
+KEPT = [(name, packed) for name in ("fp8_current", "nvfp4", "hybrid") for packed in (False, True)]
+
+
+def kept(name, packed, make):
+    x, w, b, dy = tensors(name, random_numbers)
+    with cg.quantized_model_init(recipe=RECIPES[name]):
+        layer, x, dy = make(x, w, b, dy, {"single_grouped_weight": packed})
+    assert isinstance(getattr(layer, layer.weight_names[0]), cg.QuantizedTensor)
+    return step(layer, x, dy, RECIPES[name])
+
+
+def _kept(rank, mode):
+    def make(x, w, b, dy, options):
+        return shared_layer(rank, mode, w, b, **options), *parts_of_step(rank, mode, x, dy)
+
+    return {case: kept(*case, make) for case in KEPT}
+
+
+@MODES
+def test_weights_that_are_kept_quantized_have_scales_of_the_whole(tmp_path, mode):
+    def make(x, w, b, dy, options):
+        return layer_with(w, b, *w.shape[:0:-1], **options), x, dy
+
+    alone = {case: kept(*case, make) for case in KEPT}
+    parts = run(_kept, RANKS, tmp_path, mode)
+    for case, whole in alone.items():
+        assert_whole(put_together([results[case] for results in parts], mode), whole, SUMMED[mode], False, case)
+
+
 def test_which_part_a_rank_has():
     column = cg.GroupedLinear(2, 8, 12, parallel_mode="column", tp_size=2)
     assert (column.in_features, column.out_features) == (8, 6)
