@@ -47,6 +47,8 @@ from .weight_cache import WeightCache
 Mode = Literal["forward", "backward"]
 _SLOTS: dict[Mode, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
+_NO_META = {"fp8_checkpoint": False, "fp8_group": None}
+
 _NO_STEP = nullcontext()
 _EXTRA_STATE = "_extra_state"  # torch's name
 
@@ -72,6 +74,7 @@ class QuantizedModule(FieldNames):
 
     ``name``             the layer's name for recipes and messages, by default its path in the model
     ``quantizers``       ``{"scaling_fwd": [...], "scaling_bwd": [...]}`` of the recipe last used
+    ``fp8_meta``         that recipe, and under the same names the states that the quantizers are of
     ``bound_recipe``     used where no autocast says otherwise; None: high precision
     """
 
@@ -81,7 +84,7 @@ class QuantizedModule(FieldNames):
         super().__init__()
         self.name = name
         self.fp8 = False
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+        self.fp8_meta: dict[str, Any] = dict(_NO_META)
         self._built = _nothing_built()
         self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
         self._unloaded: Any = None  # extra state that waits for states to load it into
@@ -244,7 +247,7 @@ class QuantizedModule(FieldNames):
             self._unloaded = None
         self._learned |= learned
         self._built = new
-        self.fp8_meta["recipe"] = new.recipe
+        self.fp8_meta.update(recipe=new.recipe, **{_SLOTS[mode]: state for mode, state in new.states.items()})
         self._weight_cache.clear()
         self._relink_weights(new.quantizers)
 
@@ -468,7 +471,7 @@ class QuantizedModule(FieldNames):
             _wgrads=[],
             tp_group=None,  # process groups do not travel
             _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
-            fp8_meta={name: value for name, value in self.fp8_meta.items() if name != "recipe"},
+            fp8_meta={k: v for k, v in self.fp8_meta.items() if k not in ("recipe", *_SLOTS.values())},
         )
         return state
 

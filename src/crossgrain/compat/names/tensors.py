@@ -40,9 +40,10 @@ TENSORS: dict[str, Entry] = {
         "*": ["crossgrain.weight_update"],
         **these("crossgrain.compat.adapters.tensor_utils", "is_custom", "clear_columnwise_cache"),
     },
-    f"{_AT}._quantization_helpers": these(
-        "crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction", _IdentityFunc="DequantizeFunction"
-    ),
+    f"{_AT}._quantization_helpers": {
+        **these("crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction"),
+        **these("crossgrain.compat.adapters.tensor_utils", "_IdentityFunc"),
+    },
     f"{_AT}.storage": {"*": ["crossgrain"]},
     f"{_AT}.grouped_tensor": _GROUPED,
     f"{_AT}.storage.grouped_tensor_storage": f"{_AT}.grouped_tensor",
