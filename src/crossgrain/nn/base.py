@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._extra_state import passes_over
+from ..collectives import same_ranks
 from ..formats import Format
 from ..operands import GEMMS, check_operands
 from ..plane import Direction
@@ -36,10 +37,11 @@ from ..recipe import (
 )
 from ..tensor import QuantizedTensor
 from ..tensor.loading import check_formats
-from ..tensor.sharding import follow_quantizer
+from ..tensor.sharding import follow_quantizer, is_sharded, local_part
 from ..torch_checkpoints import in_backward, unseen_by_policies
 from .field_names import FieldNames
 from .padding import known_format
+from .tensor_parallel import TensorParallel
 from .weight_cache import WeightCache
 
 Mode = Literal["forward", "backward"]
@@ -122,6 +124,10 @@ class QuantizedModule(FieldNames):
         """Names of the parameters that are quantized for GEMMs, one for each of `_gemm_operands`."""
         raise NotImplementedError
 
+    def _sharing_of_weight(self, index: int) -> TensorParallel | None:
+        """How ranks share weight ``index``; None if each has all of it."""
+        return None
+
     # ---- quantizers ----------------------------------------------------------------------------
 
     @property
@@ -138,8 +144,15 @@ class QuantizedModule(FieldNames):
         return bool(self._quantized_weights())
 
     def _quantized_weights(self) -> dict[str, QuantizedTensor]:
-        found = {name: getattr(self, name, None) for name in self.weight_names}  # there may be none yet
+        """As this rank computes with them: of DTensors its part, but no shards that have to be gathered first."""
+        found = {name: self._usable(getattr(self, name, None)) for name in self.weight_names}  # there may be none yet
         return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedTensor)}
+
+    def _usable(self, weight: Any) -> Any:
+        if not is_sharded(weight) or weight.device_mesh.ndim > 1:
+            return weight
+        of_styles = same_ranks(weight.device_mesh.get_group(), self.tp_group)
+        return local_part(weight) if of_styles else weight
 
     def _recipe_in_force(self) -> Recipe | None:
         """Autocast decides, where there is one; else what the module is bound to."""
@@ -316,6 +329,7 @@ class QuantizedModule(FieldNames):
         if self._parameter_init.preserve_init_value:
             keep_high_precision_init_val(parameter, value)
         self.register_parameter(name, parameter)
+        self._relink_weights(built.quantizers)
 
     def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
         """``value`` as the weight ``name``."""
@@ -346,8 +360,10 @@ class QuantizedModule(FieldNames):
         Both directions, also under no_grad: whoever builds a model there may still train it.
         """
         made = {}
-        for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):
-            made[name] = quantizer = by_tensor["weight"].copy()
+        weights = zip(self.weight_names, self._gemm_operands(quantizers), strict=False)
+        for index, (name, by_tensor) in enumerate(weights):
+            sharing, quantizer = self._sharing_of_weight(index), by_tensor["weight"].copy()
+            made[name] = quantizer = quantizer if sharing is None else sharing.quantizer("weight", quantizer)
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
         return made
