@@ -168,6 +168,8 @@ def test_pickles_with_the_other_names_can_be_read():
 
 @pytest.fixture
 def run(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
     def _run(*arguments):
         monkeypatch.setattr(sys, "argv", ["crossgrain.te", *arguments])
         te_main.main(list(arguments))
@@ -192,6 +194,41 @@ def test_scripts_and_modules_run_as_python_runs_them(run, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     sys.path[0] = ""  # as under python -m
     assert run("-m", "script", "--lr", "1") == expected
+
+
+LATER = """
+import sys
+
+class Job:
+    pass
+
+print(__file__, sys.path[0], __spec__ and __spec__.name, __builtins__.__name__)
+"""
+
+
+def test_main_stays_what_it_is_after_the_last_line(run, tmp_path, monkeypatch):
+    """Threads and exit handlers run then, and pickle what the script defined."""
+    (tmp_path / "real").mkdir()
+    script, link = tmp_path / "real" / "later.py", tmp_path / "link.py"
+    script.write_text(LATER)
+    link.symlink_to(script)
+    monkeypatch.chdir(tmp_path)
+    assert run("link.py") == f"{link} {script.parent} None builtins\n"
+    job = sys.modules["__main__"].Job()
+    assert type(pickle.loads(pickle.dumps(job))) is type(job)
+    sys.path[0] = str(script.parent)
+    assert run("-m", "later") == f"{script} {script.parent} later builtins\n"
+    job = sys.modules["__main__"].Job()
+    assert type(pickle.loads(pickle.dumps(job))) is type(job)
+
+
+def test_what_cannot_be_run_is_said_in_a_line(run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(str(tmp_path / "absent.py"))
+    assert stop.value.code == 2 and "can't open file" in capsys.readouterr().err
+    for name in ("absent_module", "absent_package.module", "json.decoder.nothing"):
+        with pytest.raises(SystemExit, match="No module named|cannot run"):
+            run("-m", name)
 
 
 def test_a_script_does_not_hide_a_real_one_unless_asked(run, real, tmp_path):
