@@ -74,6 +74,39 @@ def test_gelu_in_a_gemm():
         general_gemm(w, dy, layout="NN", gelu=True, grad=True)
 
 
+def test_arguments_of_a_gemm_are_used_or_refused():
+    x, w = torch.randn(2, M // 2, K), torch.randn(N, K)
+    plain = general_gemm(w, x)[0]
+    assert general_gemm(w, x, torch.bfloat16)[0].dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="out_dtype is a torch.dtype"):
+        general_gemm(w, x, torch.empty(0, dtype=torch.uint8))
+    out = torch.empty(M, N)
+    assert general_gemm(w, x, gelu=True, out=out)[0] is out
+    torch.testing.assert_close(out, torch.nn.functional.gelu(plain.view(M, N), approximate="tanh"))
+    quantizer = QUANTIZERS["mxfp8"]()
+    kept = quantizer(torch.zeros(2, M // 2, N))
+    for options in ({"quantization_params": quantizer}, {}):
+        kept.quantize_(torch.zeros(2, M // 2, N))
+        assert general_gemm(w, x, out=kept, **options)[0] is kept
+        assert_same_bytes(kept, quantizer(plain))
+    for options in ({"gelu": True}, {"quantization_params": quantizer}):
+        with pytest.raises(ValueError, match="can be added to out|cannot be written to an out"):
+            general_gemm(w, x, out=torch.zeros(M, N), accumulate=True, **options)
+    with pytest.raises(ValueError, match="cannot be written to an out"):
+        general_gemm(w, x, out=torch.zeros(M, N), quantization_params=quantizer)
+    with pytest.raises(ValueError, match="beta is 0.5"):
+        general_gemm(w, x, beta=0.5)
+
+
+def test_the_last_arguments_of_a_generic_gemm_are_not_lost():
+    x, w = torch.randn(M, K), torch.randn(N, K)
+    first = (w, True, x, False, None, None, te.DType.kFloat32, None, te.DType.kBFloat16, False, None, False, None, 0)
+    doubled = tex.generic_gemm(*first, False, False, None, None, None, False, 2.0, 0.0)[0]
+    torch.testing.assert_close(doubled, 2 * (x @ w.t()))
+    with pytest.raises(NotImplementedError, match="overlap"):
+        tex.generic_gemm(*first, comm_overlap=object())
+
+
 def test_formats_that_do_not_go_together_are_refused():
     x, w, dy = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
     with pytest.raises(RuntimeError, match="have to be scaled alike"):

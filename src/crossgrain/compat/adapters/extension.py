@@ -180,8 +180,12 @@ def generic_gemm(
     workspace_size: int = 0,
     accumulate: bool = False,
     use_split_accumulator: bool = False,
-    *overlap: Any,
-    **options: Any,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
 ) -> list[Any]:
     """`general_gemm` with transpositions in place of a layout."""
     return list(
@@ -197,8 +201,12 @@ def generic_gemm(
             out=D,
             bias=bias,
             grad=grad,
-            alpha=options.get("alpha", 1.0),
-            beta=options.get("beta"),
+            ub=comm_overlap,
+            ub_type=comm_type,
+            extra_output=extra_output,
+            bulk_overlap=bulk_overlap,
+            alpha=alpha,
+            beta=beta,
         )
     )
 

@@ -47,7 +47,6 @@ _NATIVE = (
 def general_gemm(
     A: Operand,
     B: Operand,
-    workspace: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     quantization_params: Any = None,
     gelu: bool = False,
@@ -56,7 +55,7 @@ def general_gemm(
     beta: float | None = None,
     accumulate: bool = False,
     layout: str = "TN",
-    out: Tensor | None = None,
+    out: Any = None,
     bias: Tensor | None = None,
     use_split_accumulator: bool = False,
     grad: bool = False,
@@ -64,19 +63,23 @@ def general_gemm(
     ub_type: Any = None,
     extra_output: Tensor | None = None,
     bulk_overlap: bool = False,
+    workspace: Tensor | None = None,
 ) -> Results:
     """``(out, bias gradient, input of gelu, extra output)``.
 
-    ``bias``  is added; with ``grad`` its gradient, the sum of B over rows, is returned instead
-    ``gelu``  is applied to the sum, which is returned as well; with ``grad`` the result is multiplied by its
-              derivative at ``gelu_in``
+    ``bias``       is added; with ``grad`` its gradient, the sum of B over rows, is returned instead
+    ``gelu``       is applied to the sum, which is returned as well; with ``grad`` the result is multiplied by its
+                   derivative at ``gelu_in``
+    ``workspace``  has no meaning here
     """
     if ub is not None or ub_type is not None or extra_output is not None or bulk_overlap:
         raise NeedsCudaError("general_gemm: overlap with communication needs CUDA")
     _validate_native_gemm_output_quantizer(quantization_params)
+    _check_arguments(out_dtype, out, quantization_params, gelu, accumulate, beta)
     forward_bias = None if grad else bias
     shape = _result_shape(A, B, layout)
-    plain = quantization_params is None and not gelu
+    quantized_out = isinstance(out, QuantizedTensorStorage)
+    plain = quantization_params is None and not gelu and not quantized_out
     dtype = out_dtype or (out.dtype if out is not None else _dtype_of(A, B))
     made = _product(
         layout,
@@ -98,12 +101,15 @@ def general_gemm(
     elif gelu:
         before_gelu = result.to(dtype)
         result = activation("gelu").forward(result)
-    if quantization_params is not None:
+    if quantized_out:
+        quantizer = quantization_params or out._get_quantizer()
+        result = quantizer.update_quantized(result.to(dtype).view(out.shape), out)
+    elif quantization_params is not None:
         result = quantization_params.quantize(result.to(dtype))
     elif not plain:
         result = result.to(dtype)
         if out is not None:
-            result = out.copy_(result)
+            result = out.copy_(result.view(out.shape))
     elif out is not None:
         result = out
     bias_gradient = None
@@ -182,6 +188,21 @@ def _validate_native_gemm_output_quantizer(quantizer: Any) -> None:
         raise NotImplementedError(
             f"a GEMM quantizes its output by one of {names}, not by {type(quantizer).__name__}: quantize it afterwards"
         )
+
+
+def _check_arguments(
+    out_dtype: Any, out: Any, quantizer: Any, gelu: bool, accumulate: bool, beta: float | None
+) -> None:
+    """Refuse what would be left undone."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"general_gemm: out_dtype is a torch.dtype, not a {type(out_dtype).__name__}")
+    quantized_out = isinstance(out, QuantizedTensorStorage)
+    if quantizer is not None and out is not None and not quantized_out:
+        raise ValueError("general_gemm: a quantized result cannot be written to an out that is not quantized")
+    if accumulate and (gelu or quantizer is not None or quantized_out):
+        raise ValueError("general_gemm: only a result without gelu and quantizer can be added to out")
+    if beta and not accumulate:
+        raise ValueError(f"general_gemm: beta is {beta}, but out is only scaled where the result is added to it")
 
 
 def _product(layout: str, A: Operand, B: Operand, dtype: torch.dtype, **options: Any) -> Tensor:

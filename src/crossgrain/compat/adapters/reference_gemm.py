@@ -31,4 +31,4 @@ class MMParams:
 
 def custom_gemm(A: Any, B: Any, workspace: Any = None, **options: Any) -> Results:
     """`general_gemm`."""
-    return general_gemm(A, B, workspace, **options)
+    return general_gemm(A, B, workspace=workspace, **options)
