@@ -34,6 +34,25 @@ def test_formats_with_scales_of_blocks(name, x):
             q._create_columnwise()
 
 
+@pytest.mark.parametrize("name", ["fp8_block_2d", "nvfp4_2d"])
+def test_columns_are_made_again_from_rows_that_were_written(name, x):
+    """By a gather into the buffer, of which nobody tells the tensor."""
+    q, other = QUANTIZERS[name]()(x), QUANTIZERS[name]()(x * 3 + 1)
+    alias, columns = q.detach(), q._columnwise_data
+    for buffer in (buffer for buffer in q._buffer_names if "rowwise" in buffer):
+        getattr(q, buffer).copy_(getattr(other, buffer))
+    q._create_columnwise()
+    assert q._columnwise_data is columns
+    for written in (q, alias):
+        assert torch.equal(written.dequantize(direction=cg.COLUMNWISE), other.dequantize())
+
+
+def test_columns_that_do_not_follow_from_rows_are_not_made_again(x):
+    for q in (QUANTIZERS["mxfp8"]()(x), hybrid_of("mxfp8", "nvfp4")(x)):
+        with pytest.raises(RuntimeError, match="columnwise usage requested"):
+            q._create_columnwise()
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "fp8_delayed"])
 def test_per_tensor_fp8_with_a_transposed_copy(name, x):
     with cg.settings.override(non_tn_fp8_gemm=False):

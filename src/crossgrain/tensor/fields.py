@@ -9,7 +9,7 @@ from torch import Tensor
 from ..dtypes import DType, dtype_of_element
 from ..plane import COLUMNWISE, ROWWISE
 from .holder import PlaneBuffers
-from .storage import QuantizedTensorStorage
+from .storage import QuantizedTensorStorage, copy_plane
 
 
 class FP8Storage(QuantizedTensorStorage):
@@ -47,8 +47,13 @@ class DataAndScaleStorage(QuantizedTensorStorage):
         return self._formats[ROWWISE].block_rows > 1
 
     def _create_columnwise(self) -> None:
-        """Make columnwise data from the rows, where that is exact."""
-        self.update_usage(columnwise_usage=True)
+        """Make columnwise data from the rows as they are now, where that is exact."""
+        made, present = self._synthesise(COLUMNWISE), self.plane(COLUMNWISE)
+        if present is None:
+            self._adopt_plane(made)
+        else:
+            copy_plane(present, made)
+            self._mark_written()
 
     def _common_metadata(self) -> dict[str, Any]:
         """The constructor arguments that all these formats have."""
