@@ -54,6 +54,12 @@ def test_large_logits_do_not_overflow():
         parallel_cross_entropy(logits, torch.tensor([0, 1, 1]))
 
 
+@pytest.mark.parametrize("unknown, ignored", [(2, -100), (-1, -100), (-100, 0)])
+def test_targets_that_are_no_classes_are_refused(unknown, ignored):
+    with pytest.raises(ValueError, match=f"target {unknown} is none of 2 classes"):
+        parallel_cross_entropy(torch.randn(3, 2), torch.tensor([0, unknown, 1]), ignore_idx=ignored)
+
+
 def _share(rank, ranks, smoothing):
     logits, target, weights = case()
     mine = logits.chunk(ranks, -1)[rank].clone().requires_grad_()

@@ -138,6 +138,15 @@ def test_what_does_not_fit_is_refused():
 # ---- the router -----------------------------------------------------------------------------------------------
 
 
+def test_maps_that_lose_tokens_are_refused():
+    tokens = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="negative numbers of experts"):
+        moe_permute(tokens, torch.tensor([[0, 1], [-1, 2], [1, 2]]), map_type="index")
+    for index in ([1], [1, 1], [0, 2], [0, 1, 1]):
+        with pytest.raises(ValueError, match="each of 2 chunks once"):
+            moe_sort_chunks_by_index(tokens, torch.tensor([2, 1]), torch.tensor(index))
+
+
 def route(logits, topk=2, pre=False, groups=None, group_topk=None, scale=None, score="softmax", bias=None):
     return fused_topk_with_score_function(logits, topk, pre, groups, group_topk, scale, score, bias)
 
@@ -174,6 +183,14 @@ def test_groups_of_experts_are_chosen_first():
     assert chosen.tolist() == [[False, False, True, True, False, False]]  # the best pair of neighbours
     _, chosen = route(logits, topk=2, groups=3, group_topk=2, score="sigmoid")
     assert chosen.tolist() == [[True, False, False, False, True, False]]
+
+
+@pytest.mark.parametrize(
+    "topk, groups, group_topk", [(2, 3, 3), (1, 3, 2), (5, 3, 2), (4, 3, 1), (2, 4, 1), (2, None, 1), (6, 3, 4)]
+)
+def test_groups_that_cannot_be_ranked_are_refused(topk, groups, group_topk):
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        route(torch.randn(4, 6), topk=topk, groups=groups, group_topk=group_topk)
 
 
 def test_low_precision_logits_are_routed_in_float32():

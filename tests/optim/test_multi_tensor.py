@@ -82,3 +82,30 @@ def test_sgd(nesterov, flag):
     for mine, other, copy in zip(params, theirs, copies, strict=True):
         torch.testing.assert_close(mine, other.detach())
         assert torch.equal(copy, mine.to(torch.bfloat16))
+
+
+def test_adam_with_masters_writes_both(flag):
+    masters = tensors(torch.float32, torch.float32)
+    params, alone = [master.to(torch.bfloat16) for master in masters], [master.clone() for master in masters]
+    grads = tensors(torch.float32, torch.float32)
+    states = [[torch.zeros_like(master) for master in masters] for _ in range(4)]
+    options = (0.1, 0.8, 0.9, 1e-6, 1, 1, 1, 0.1)
+    multi_tensor_applier(multi_tensor_adam, flag, [grads, params, *states[:2], masters], *options)
+    multi_tensor_applier(multi_tensor_adam, flag, [grads, alone, *states[2:]], *options)
+    for param, master, expected in zip(params, masters, alone, strict=True):
+        assert torch.equal(master, expected) and torch.equal(param, expected.to(torch.bfloat16))
+
+
+def test_lists_that_do_not_fit_are_refused_before_anything_is_written(flag):
+    whole, short = [torch.ones(2), torch.ones(3)], [torch.ones(2), torch.ones(1)]
+    written = [torch.zeros(2), torch.zeros(3)]
+    with pytest.raises(ValueError, match="differ in number or shape"):
+        multi_tensor_applier(multi_tensor_scale, flag, [short, written], 2.0)
+    for lists in ([short, written, written, written], [whole[:1], written, written, written]):
+        with pytest.raises(ValueError, match="differ in number or shape"):
+            multi_tensor_applier(multi_tensor_adam, flag, lists, 0.1, 0.8, 0.9, 1e-6, 1, 1, 1, 0.1)
+        with pytest.raises(ValueError, match="differ in number or shape"):
+            multi_tensor_applier(multi_tensor_sgd, flag, lists, 0.1, 0.9, 0.0, 0.1, False, True, False)
+    with pytest.raises(ValueError, match="takes 2 lists"):
+        multi_tensor_applier(multi_tensor_scale, flag, [written], 2.0)
+    assert all(tensor.abs().max() == 0 for tensor in written)

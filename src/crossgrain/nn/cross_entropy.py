@@ -32,6 +32,13 @@ def parallel_cross_entropy(
             f"parallel_cross_entropy: logits {list(inp.shape)} are for targets {list(inp.shape[:-1])}, "
             f"not {list(target.shape)}"
         )
+    classes = inp.shape[-1] * group_size(dist_process_group)
+    unknown = target[(target != ignore_idx) & ((target < 0) | (target >= classes))]
+    if unknown.numel():
+        raise ValueError(
+            f"parallel_cross_entropy: target {int(unknown[0])} is none of {classes} classes, and not ignore_idx "
+            f"({ignore_idx})"
+        )
     losses: Tensor = _CrossEntropy.apply(inp, target, label_smoothing, dist_process_group, ignore_idx)
     if not reduce_loss:
         return losses

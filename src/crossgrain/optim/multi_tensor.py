@@ -34,7 +34,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """``out = inp · scale`` for ``[inputs, outputs]``; the flag is set if an input is not finite."""
-    inputs, outputs = tensor_lists
+    inputs, outputs = _checked("multi_tensor_scale", tensor_lists, 2)
     for source, destination in zip(inputs, outputs, strict=True):
         _note_unless_finite(source, noop_flag)
         destination.copy_(source.to(torch.float32) * scale)
@@ -69,14 +69,17 @@ def multi_tensor_adam(
 ) -> None:
     """One step for ``[gradients, parameters, exp_avgs, exp_avg_sqs]``, in float32.
 
-    ``mode`` 1 decays the weights themselves (AdamW), 0 adds the decay to the gradient.
+    With a fifth list, of masters, these are stepped, and parameters are copies of them. ``mode`` 1 decays the weights
+    themselves (AdamW), 0 adds the decay to the gradient.
     """
+    _checked("multi_tensor_adam", tensor_lists, 4, 5)
     if bool(noop_flag.any()):
         return
+    masters = tensor_lists[4] if len(tensor_lists) > 4 else tensor_lists[1]
     first = 1 - beta1**step if bias_correction else 1.0
     second = 1 - beta2**step if bias_correction else 1.0
-    for grad, param, exp_avg, exp_avg_sq in zip(*tensor_lists, strict=True):
-        wide, g = param.to(torch.float32), grad.to(torch.float32)
+    for grad, param, exp_avg, exp_avg_sq, master in zip(*tensor_lists[:4], masters, strict=True):
+        wide, g = master.to(torch.float32), grad.to(torch.float32)
         if mode == 0:
             g = g + weight_decay * wide
         m = beta1 * exp_avg.to(torch.float32) + (1 - beta1) * g
@@ -84,7 +87,9 @@ def multi_tensor_adam(
         update = (m / first) / ((v / second).sqrt() + epsilon)
         if mode == 1:
             update = update + weight_decay * wide
-        param.copy_(wide - lr * update)
+        master.copy_(wide - lr * update)
+        if param is not master:
+            param.copy_(master)
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
 
@@ -103,6 +108,7 @@ def multi_tensor_sgd(
     scale: float = 1.0,
 ) -> None:
     """One step for ``[gradients, parameters, momenta]``, and copies of the parameters if there is a fourth list."""
+    _checked("multi_tensor_sgd", tensor_lists, 3, 4)
     if bool(noop_flag.any()):
         return
     copies: Sequence[Tensor | None] = tensor_lists[3] if len(tensor_lists) > 3 else [None] * len(tensor_lists[0])
@@ -119,6 +125,16 @@ def multi_tensor_sgd(
         param.copy_(wide - lr * g)
         if copy is not None:
             copy.copy_(param)
+
+
+def _checked(name: str, lists: TensorLists, *counts: int) -> TensorLists:
+    """As many lists as there may be, with tensors of the same shapes: nothing is broadcast, or left half written."""
+    if len(lists) not in counts:
+        raise ValueError(f"{name} takes {' or '.join(map(str, counts))} lists of tensors, not {len(lists)}")
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in lists]
+    if any(own != shapes[0] for own in shapes):
+        raise ValueError(f"{name}: tensors of its lists differ in number or shape: {shapes}")
+    return lists
 
 
 def _norms(tensors: Sequence[Tensor], noop_flag: Tensor, per_tensor: bool, factor: float) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,8 @@ def _places(routing_map: Tensor, map_type: str) -> Tensor:
         return torch.where(goes, places, -1).t().contiguous()
     if map_type != "index":
         raise ValueError(f"map_type is 'mask' or 'index', not {map_type!r}")
+    if bool((routing_map < 0).any()):
+        raise ValueError("the routing map has negative numbers of experts; tokens are dropped by num_out_tokens")
     order = torch.argsort(routing_map.reshape(-1), stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -163,5 +165,7 @@ def _chunk_order(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tens
     sizes = split_sizes.tolist()
     if sum(sizes) != inp.shape[0]:
         raise ValueError(f"chunks of {sizes} rows do not make up {inp.shape[0]} rows")
+    if sorted(sorted_index.tolist()) != list(range(len(sizes))):
+        raise ValueError(f"sorted_index {sorted_index.tolist()} does not have each of {len(sizes)} chunks once")
     chunks = torch.arange(inp.shape[0], device=inp.device).split(sizes)
     return torch.cat([chunks[index] for index in sorted_index.tolist()])

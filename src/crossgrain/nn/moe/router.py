@@ -82,12 +82,23 @@ def _chosen(scores: Tensor, topk: int, groups: int | None, group_topk: int | Non
     """The numbers of the chosen experts [tokens, topk]."""
     with torch.no_grad():
         if group_topk:
-            assert groups is not None, "group_topk needs num_groups"
+            groups = _checked_groups(scores.shape[-1], topk, groups, group_topk)
             grouped = scores.unflatten(-1, (groups, -1))
             best = grouped.topk(topk // group_topk, dim=-1).values.sum(-1)
             inside = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(group_topk, dim=-1).indices, True)
             scores = grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(topk, dim=-1).indices
+
+
+def _checked_groups(experts: int, topk: int, groups: int | None, group_topk: int) -> int:
+    if not groups or experts % groups or group_topk > groups:
+        raise ValueError(f"{experts} experts in {groups} groups: {group_topk} of the groups cannot be chosen")
+    if not group_topk <= topk <= group_topk * (experts // groups):
+        raise ValueError(
+            f"{topk} experts cannot be chosen from {group_topk} groups of {experts // groups}: groups are ranked by "
+            "their topk // group_topk best experts"
+        )
+    return groups
 
 
 def _map(like: Tensor, chosen: Tensor) -> Tensor:
