@@ -104,6 +104,24 @@ def test_setting_a_name_of_a_hybrid_sets_it_in_the_child(x):
         q._data = new
 
 
+@pytest.mark.parametrize(
+    "first, second", [("_rowwise_data", "_columnwise_data"), ("_columnwise_data", "_rowwise_data")]
+)
+def test_codes_set_in_one_direction_make_the_other_stale(first, second, x):
+    q, other = hybrid_of("mxfp8", "nvfp4")(x), hybrid_of("mxfp8", "nvfp4")(x.flip(0))
+    alias, before = q.detach(), hybrid_of("mxfp8", "nvfp4")(x)
+    missed = cg.COLUMNWISE if first == "_rowwise_data" else cg.ROWWISE
+    setattr(q, first, getattr(q, first).clone())  # moved, with the same codes
+    q.dequantize(direction=missed)
+    setattr(q, first, getattr(other, first))
+    with pytest.raises(RuntimeError, match=f"the {missed.value} .* is stale"):
+        q.dequantize(direction=missed)
+    setattr(q, second, getattr(other, second))
+    for direction in cg.Direction:
+        q.dequantize(direction=direction)
+        assert torch.equal(alias.dequantize(direction=direction), before.dequantize(direction=direction))
+
+
 def test_names_of_a_hybrid_survive_pickling_and_copies(x):
     q = hybrid_of("mxfp8", "mxfp8")(x)
     for other in (q.detach(), q.clone()):

@@ -227,6 +227,18 @@ def test_the_library_calls_what_was_put_in_the_place_of_split_quantize(monkeypat
     assert splitting.split_quantize is te.cpp_extensions.split_quantize is original
 
 
+def test_contexts_ask_for_the_recipe_that_was_put_in_the_place_of_the_default(monkeypatch):
+    quantization = compat.transformer_engine.pytorch.quantization
+    monkeypatch.setattr(quantization, "get_default_recipe", cg.recipe.Float8CurrentScaling)
+    with quantization.autocast():
+        assert quantization.FP8GlobalStateManager.get_fp8_recipe().float8_current_scaling()
+
+
+def test_every_name_that_a_module_lists_is_there():
+    for module in MODULES.values():
+        assert all(hasattr(module, name) for name in dir(module))
+
+
 def test_replacing_goes_both_ways(monkeypatch):
     facade, implementation = te.quantization, sys.modules["crossgrain.recipe.delayed_state"]
     monkeypatch.setattr(implementation, "_default_sf_compute", "mine")

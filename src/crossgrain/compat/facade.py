@@ -67,7 +67,7 @@ class Facade(ModuleType):
 
     def __dir__(self) -> Sequence[str]:
         behind = [name for module in self._behind for name in dir(importlib.import_module(module))]
-        return sorted({*vars(self), *self._elsewhere, *behind})
+        return sorted({*vars(self), *self._elsewhere, *(name for name in behind if not name.startswith("__"))})
 
     def _public(self) -> list[str]:
         behind = [
