@@ -91,6 +91,8 @@ class Plane:
         data, scale, amax = self.data, self.scale, self.amax
         if data.numel() != needed.codes or data.dtype != torch.uint8:
             self._refuse_buffer("codes", data, torch.uint8, f"{needed.codes} bytes")
+        if self.transposed and data.shape[0] != self.shape[1]:
+            self._refuse_buffer("codes", data, torch.uint8, f"transposed, {self.shape[1]} rows of them")
         if scale is None or scale.dtype != needed.scale_dtype or not self._scale_fits(scale, needed.scale_grid):
             grid = "one number" if needed.scale_grid is None else f"{list(needed.scale_grid)} and padding"
             self._refuse_buffer("scales", scale, needed.scale_dtype, grid)

@@ -81,6 +81,17 @@ def test_a_hybrid_has_the_names_of_its_children(x):
     assert not hasattr(q, "_columnwise_data") and hasattr(q, "_rowwise_data")
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "nvfp4"])
+def test_columns_that_are_not_transposed_are_refused(name, x):
+    """They have as many bytes as the right ones."""
+    with cg.settings.override(non_tn_fp8_gemm=False):
+        q = QUANTIZERS[name]()(x)
+        columns = "_transpose" if name == "fp8" else "_columnwise_data"
+        setattr(q, columns, getattr(q, "_data" if name == "fp8" else "_rowwise_data"))
+        with pytest.raises(ValueError, match="needs codes of torch.uint8, transposed, 256 rows"):
+            q.dequantize(direction=cg.COLUMNWISE)
+
+
 @pytest.mark.parametrize("row, column", [("fp8", "mxfp8"), ("mxfp8", "fp8"), ("fp8", "fp8_e5m2")])
 def test_a_hybrid_with_per_tensor_fp8(row, column, x):
     with cg.settings.override(non_tn_fp8_gemm=False):
