@@ -222,3 +222,17 @@ def test_offload_context_and_random_states():
     tracker.add("model-parallel-rng", 7)
     with tracker.fork("model-parallel-rng"):
         assert torch.equal(first, torch.rand(1))
+
+
+def test_options_that_have_one_value_here_are_taken_and_others_refused():
+    layer = te.TransformerLayer(32, 32, 2, softmax_type="vanilla", hidden_dropout=0.0, attention_dropout=0.0)
+    assert layer(torch.randn(4, 2, 32)).shape == (4, 2, 32)
+    for make in (lambda **o: te.TransformerLayer(32, 32, 2, **o), lambda **o: te.MultiheadAttention(32, 2, **o)):
+        make(softmax_type="vanilla")
+        with pytest.raises(NotImplementedError, match="softmax_type is 'vanilla', not 'learnable'"):
+            make(softmax_type="learnable")
+    x = torch.randn(4, 8)
+    gathered, handle = te.distributed.gather_along_first_dim(x, None, False, None, None, False)
+    assert torch.equal(gathered, x) and handle is None
+    with pytest.raises(NotImplementedError, match="external_coalescing"):
+        te.distributed.gather_along_first_dim(x, None, external_coalescing=True)

@@ -47,12 +47,15 @@ def gather_along_first_dim(
     async_op: bool = False,
     quantizer: Quantizer | None = None,
     output_tensor: Tensor | None = None,
+    external_coalescing: bool = False,
 ) -> tuple[Any, Any]:
     """The rows of all ranks, and None for a handle: it is done.
 
     With a ``quantizer``: what that makes of them, bit for bit. Planes travel where they may, else the numbers.
     """
     _refuse_async(async_op)
+    if external_coalescing:
+        raise NotImplementedError("gather_along_first_dim is done when it returns: leave external_coalescing off")
     if output_tensor is not None:
         raise NotImplementedError("gather_along_first_dim makes its output; leave output_tensor out")
     ranks = group_size(process_group)

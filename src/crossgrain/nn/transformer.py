@@ -80,6 +80,7 @@ class TransformerLayer(nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         rotary_pos_interleaved: bool = False,
+        softmax_type: str = "vanilla",
         **gpu_options: Any,
     ) -> None:
         super().__init__()
@@ -132,6 +133,7 @@ class TransformerLayer(nn.Module):
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
             "rotary_pos_interleaved": rotary_pos_interleaved,
+            "softmax_type": softmax_type,
             **shared,
         }
         self.self_attention = MultiheadAttention(

@@ -76,6 +76,7 @@ class MultiheadAttention(nn.Module):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         rotary_pos_interleaved: bool = False,
+        softmax_type: str = "vanilla",
         **gpu_options: Any,
     ) -> None:
         super().__init__()
@@ -114,6 +115,7 @@ class MultiheadAttention(nn.Module):
             tp_size=tp_size,
             layer_number=layer_number,
             attention_type=attention_type,
+            softmax_type=softmax_type,
             name=self._name_of("core_attention"),
         )
         shared: dict[str, Any] = {
