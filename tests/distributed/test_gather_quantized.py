@@ -283,6 +283,25 @@ def test_a_shard_is_a_tensor_like_others():
     assert torch.equal(loaded["weight"], local_part(shard_))
 
 
+def _other_data(rank):
+    """Data that replaces what was there when the weights were marked."""
+    found = []
+    for change in (lambda m: m.to(torch.bfloat16), lambda m: setattr(m[0].weight, "data", torch.ones(128, 64))):
+        alone, marked = converted_model("mxfp8")[:3], converted_model("mxfp8")[:3]
+        gather_quantized(marked)
+        for model in (alone, marked):
+            change(model)
+        shard(marked, mesh_of(2))
+        x = batches(1)[0].to(alone[0].weight.dtype)
+        found.append((type(marked[0].weight._local_tensor), torch.equal(marked(x), alone(x))))
+    return found
+
+
+def test_data_may_be_replaced_before_a_model_is_sharded(tmp_path):
+    for found in run(_other_data, 2, tmp_path):
+        assert found == [(WeightShard, True)] * 2
+
+
 def test_a_model_that_is_not_sharded_yet_trains_as_before():
     alone, marked = converted_model("mxfp8", hidden=90), converted_model("mxfp8", hidden=90)
     gather_quantized(marked)
