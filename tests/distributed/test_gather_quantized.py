@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -357,6 +358,22 @@ def test_state_dicts_are_plain_numbers(tmp_path):
         for name, value in model.state_dict().items():
             assert torch.equal(whole[name], value)
             assert torch.equal(loaded[name], value)
+
+
+def _whole_states(rank, broadcast):
+    whole, model = converted_model("mxfp8"), converted_model("mxfp8", seed=1)
+    gather_quantized(model)
+    shard(model, mesh_of(2))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, whole.state_dict() if rank == 0 or not broadcast else {}, options=options)
+    again = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    expected = whole.state_dict()
+    return again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_whole_state_dicts_of_torch(tmp_path, broadcast):
+    assert run(_whole_states, 2, tmp_path, broadcast) == [True, True]
 
 
 def test_gathered_weights_hold_both_directions(tmp_path):
