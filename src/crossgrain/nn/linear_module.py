@@ -208,6 +208,8 @@ class LinearModule(QuantizedModule):
             built = self._build_quantizers(self._parameter_init.recipe)
             own._quantizer = self._weight_quantizers(built.quantizers)[name]
         write_shard(parameter, value)
+        if self._parameter_init is not None and self._parameter_init.preserve_init_value:
+            keep_high_precision_init_val(own, value)
 
     def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
         with torch.no_grad():
