@@ -11,6 +11,7 @@ whole or not at all.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -35,7 +36,8 @@ from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_
 from ..files.training import Checkpoint, check_request, manifest_of
 from ..files.undo import all_or_nothing
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part
+from ..tensor.sharding import cut_along, is_sharded, local_part
+from .random_states import RANDOM, expect_random_state, take_random_state
 from .state_tree import Tensors, put_together, taken_apart
 
 _EXTRAS = "extras"
@@ -97,11 +99,19 @@ def async_save(
 
 
 @torch.no_grad()
-def load(path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True, **objects: Any) -> Checkpoint:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    random_state: bool | None = None,
+    **objects: Any,
+) -> Checkpoint:
     """Load a checkpoint, or the latest of a directory of them, into ``objects``, on any number of ranks.
 
     Everything is read and checked before anything changes. Quantized parameters have to be of the formats that were
-    saved. ``verify=False`` does not compare checksums, for which the first rank reads all files.
+    saved. ``verify=False`` does not compare checksums, for which the first rank reads all files. ``random_state``: each
+    rank's random number generators go on as they would have; None: if there are as many ranks as there were.
     """
     found, manifest = _on_first_rank(lambda: _checked(Path(path), verify, objects))
     tensors: Tensors = {}
@@ -112,6 +122,7 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, verify: bool = Tr
         if name in objects or name == _EXTRAS
     }
     _raise_together(ValueError(f"{found} does not fit: {'; '.join(problems)}") if problems else None)
+    set_random_state = expect_random_state(manifest, random_state, tensors)
     with _clear_errors(None):
         load_shards(tensors, storage_reader=FileSystemReader(found), no_dist=not dist.is_initialized())
     states = {name: finish() for name, finish in finishes.items()}
@@ -123,6 +134,7 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, verify: bool = Tr
                 value.load_state_dict(states[name], strict=strict)
             else:
                 value.load_state_dict(states[name])
+        set_random_state()
     return Checkpoint(found, manifest["step"], manifest["recipe"], states[_EXTRAS])
 
 
@@ -162,6 +174,7 @@ def _prepared(
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
     _raise_together(problem)
+    content[RANDOM] = take_random_state(tensors)
     _check_agreement(tensors, content)
     temporary, destination = _on_first_rank(lambda: _begun(Path(root), content["step"]))
     return tensors, _Writer(temporary, destination, content, keep)
@@ -192,24 +205,36 @@ def _begun(root: Path, step: int) -> tuple[Path, Path]:
 
 
 def _check_agreement(tensors: Tensors, content: Mapping[str, Any]) -> None:
-    """Only one rank writes what is not sharded, so all have to hold the same."""
+    """Only one rank writes what several have, so all of these have to hold the same."""
     if not dist.is_initialized():
         return
-    mine = {name: _checksum(tensor) for name, tensor in tensors.items() if _is_the_same_everywhere(tensor)}
-    mine["what is to be saved"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    mine = {
+        (name, part): _checksum(tensor)
+        for name, tensor in tensors.items()
+        if (part := _shared_part(tensor)) is not None
+    }
+    mine["what is to be saved", ()] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     theirs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, mine)
+    first: dict[Any, tuple[int, int]] = {}  # who has it, and its checksum
     for rank, other in enumerate(theirs):
-        different = [name for name in theirs[0] if other.get(name) != theirs[0][name]]
-        if different:
-            raise ValueError(
-                f"{different[0]} is not sharded, but rank {rank} holds something else than rank 0; a checkpoint has "
-                f"one value for all ranks ({len(different)} such)"
-            )
+        for key, checksum in other.items():
+            holder, known = first.setdefault(key, (rank, checksum))
+            if checksum != known:
+                raise ValueError(
+                    f"{key[0]}: rank {rank} holds something else than rank {holder}, which has the same part of it; a "
+                    "checkpoint has one value for all ranks"
+                )
 
 
-def _is_the_same_everywhere(tensor: Any) -> bool:
-    return not is_sharded(tensor) or not any(placement.is_shard() for placement in tensor.placements)
+def _shared_part(tensor: Any) -> tuple[int, ...] | None:
+    """Which part of it this rank and others have, by its places in the mesh; None if no other rank has it."""
+    if not is_sharded(tensor):
+        return ()
+    cut = [at for at, placement in enumerate(tensor.placements) if cut_along(placement) is not None]
+    if math.prod(tensor.device_mesh.size(at) for at in cut) == dist.get_world_size():
+        return None
+    return tuple(tensor.device_mesh.get_local_rank(at) for at in cut)
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -172,12 +172,14 @@ def write_shard(param: Any, values: Tensor) -> None:
     """Requantize what this rank has of ``param`` under the scales of all ranks, who have to do the same."""
     shard = local_part(param)
     if is_sharded(param):
-        share_scales(shard, _shard_groups(param))
+        share_scales(shard, shard_groups(param))
     shard.quantize_(values)
 
 
-def _shard_groups(param: Any) -> Any:
-    """The ranks that have the other parts of a DTensor: one group, or several that connect them."""
+def shard_groups(param: Any) -> Any:
+    """The ranks that have the other parts of a DTensor: one group, or several that connect them. None: nobody."""
+    if not is_sharded(param):
+        return None
     cut = [at for at, placement in enumerate(param.placements) if cut_along(placement) is not None]
     return joined_groups(*(param.device_mesh.get_group(at) for at in cut))
 
