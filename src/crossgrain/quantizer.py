@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import kernels
 from .collectives import maximise_
+from .devices import resolved_device
 from .dtypes import HIGH_PRECISION
 from .encoding import Encoding
 from .formats import Format
@@ -358,7 +359,7 @@ class Quantizer:
             raise ValueError(f"{name}: an internal storage cannot require gradients")
         if dtype not in HIGH_PRECISION:
             raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = resolved_device(device)
         self._check_shape(shape, self._directions_to_make())
         made = self._made(shape, dtype, device, pin_memory=pin_memory)
         return made.requires_grad_(True) if requires_grad else made
@@ -408,6 +409,13 @@ class Quantizer:
             made = cls._wrapper(shape, dtype, device)
         formats = {direction: self.encoding(direction).format for direction in Direction}
         made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
+        return made
+
+    def _holding(self, plane: Plane, dtype: torch.dtype) -> Any:
+        """A storage or tensor over a plane in this quantizer's format that was made elsewhere."""
+        made = self._blank(plane.shape, dtype, plane.data.device)
+        made._set_plane(plane.direction, plane)
+        made._quantizer._leave_group()
         return made
 
     # ---- usages and properties -----------------------------------------------------------------

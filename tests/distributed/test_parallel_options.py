@@ -323,8 +323,6 @@ def test_sizes_and_marks():
         cg.LayerNormMLP(8, 9, set_parallel_mode=True, tp_size=2)
     with pytest.raises(ValueError, match="num_gqa_groups=1 cannot be divided evenly"):
         cg.MultiheadAttention(8, 2, num_gqa_groups=1, set_parallel_mode=True, tp_size=2)
-    with pytest.raises(NotImplementedError, match="whole experts"):
-        cg.GroupedLinear(2, 8, 8, tp_size=2)
 
 
 def gradients_in_shards(rank, sharded):

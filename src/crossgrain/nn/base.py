@@ -39,12 +39,15 @@ from ..tensor import QuantizedTensor
 from ..tensor.loading import check_formats
 from ..tensor.sharding import follow_quantizer, is_sharded, local_part
 from ..torch_checkpoints import in_backward, unseen_by_policies
+from .field_names import FieldNames
 from .padding import known_format
 from .tensor_parallel import TensorParallel
 from .weight_cache import WeightCache
 
 Mode = Literal["forward", "backward"]
 _SLOTS: dict[Mode, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+_NO_META = {"fp8_checkpoint": False, "fp8_group": None}
 
 _NO_STEP = nullcontext()
 _EXTRA_STATE = "_extra_state"  # torch's name
@@ -66,11 +69,12 @@ class ParameterInit(NamedTuple):
     preserve_init_value: bool
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(FieldNames):
     """A module that runs GEMMs in the formats of a recipe.
 
     ``name``             the layer's name for recipes and messages, by default its path in the model
     ``quantizers``       ``{"scaling_fwd": [...], "scaling_bwd": [...]}`` of the recipe last used
+    ``fp8_meta``         that recipe, and under the same names the states that the quantizers are of
     ``bound_recipe``     used where no autocast says otherwise; None: high precision
     """
 
@@ -80,7 +84,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.name = name
         self.fp8 = False
-        self.fp8_meta: dict[str, Any] = {}
+        self.fp8_meta: dict[str, Any] = dict(_NO_META)
         self._built = _nothing_built()
         self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
         self._unloaded: Any = None  # extra state that waits for states to load it into
@@ -94,6 +98,8 @@ class QuantizedModule(nn.Module):
         self._parameter_init = (
             ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
         )
+        if self._parameter_init is not None:
+            self.fp8_meta["recipe"] = self._parameter_init.recipe
 
     # ---- what a module provides ----------------------------------------------------------------
 
@@ -241,7 +247,7 @@ class QuantizedModule(nn.Module):
             self._unloaded = None
         self._learned |= learned
         self._built = new
-        self.fp8_meta["recipe"] = new.recipe
+        self.fp8_meta.update(recipe=new.recipe, **{_SLOTS[mode]: state for mode, state in new.states.items()})
         self._weight_cache.clear()
         self._relink_weights(new.quantizers)
 
@@ -262,6 +268,13 @@ class QuantizedModule(nn.Module):
             except ValueError:
                 continue  # another format of the same family: the weight stays what it is
             follow_quantizer(weight, quantizer)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Forget the histories of delayed scaling: scales are one again."""
+        for state in self._learned.values():
+            assert state.delayed is not None
+            state.delayed.amax_history.zero_()
+            state.delayed.scale.fill_(1.0)
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Build quantizers for ``recipe`` now instead of in the next forward."""
@@ -458,7 +471,7 @@ class QuantizedModule(nn.Module):
             _wgrads=[],
             tp_group=None,  # process groups do not travel
             _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
-            fp8_meta={name: value for name, value in self.fp8_meta.items() if name != "recipe"},
+            fp8_meta={k: v for k, v in self.fp8_meta.items() if k not in ("recipe", *_SLOTS.values())},
         )
         return state
 

@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import resolved_device
+
 
 def activation_dtype(x: Tensor) -> torch.dtype:
     """What a module computes in: the input's dtype, unless torch.autocast says otherwise."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def resolved_device(device: torch.device | str | None) -> torch.device:
-    """The default device for None; without CUDA, "cuda" means the CPU."""
-    device = torch.get_default_device() if device is None else torch.device(device)
-    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from ..devices import resolved_device
 from ..dtypes import DType
 from ..float8 import Float8CurrentScalingQuantizer
 from ..float8_block import Float8BlockQuantizer
@@ -67,7 +68,7 @@ class RecipeState:
         self.recipe = recipe
         self.mode = mode
         self.num_quantizers = num_quantizers
-        self.device = _resolved_device(device)
+        self.device = resolved_device(device)
         self.roles = None if roles is None else list(roles)
         self._made_for = (type(recipe), recipe.options())
 
@@ -107,7 +108,7 @@ class RecipeState:
 
         ``device``  where their scales and histories would be; None: it does not matter
         """
-        if device is not None and _resolved_device(device) != self.device:
+        if device is not None and resolved_device(device) != self.device:
             return False
         same_roles = (None if roles is None else list(roles)) == self.roles
         return same_roles and (type(recipe), recipe.options()) == self._made_for
@@ -129,12 +130,6 @@ class RecipeState:
 
     def _describe_slot(self, slot: int) -> str:
         return f"{self.mode} slot {slot} ({str(self._slot_role(slot)) or 'no role'})"
-
-
-def _resolved_device(device: torch.device | str | None) -> torch.device:
-    """Without CUDA, "cuda" means the CPU."""
-    device = torch.get_default_device() if device is None else torch.device(device)
-    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 def _is_gradient(tensor_type: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...devices import resolved_device
+
 
 class RotaryPositionEmbedding(nn.Module):
     """The angles for each position, [sequence, 1, 1, channels], for `apply_rotary_pos_emb`.
@@ -36,7 +38,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=resolved_device(device)) / dim
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -63,13 +65,20 @@ def apply_rotary_pos_emb(
     tensor_format: str = "sbhd",
     start_positions: Tensor | None = None,
     interleaved: bool = False,
+    fused: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> Tensor:
     """``t``, queries or keys, turned by ``freqs`` [sequence, 1, 1, channels]; channels beyond these stay.
 
     ``start_positions``  [batch]: the position of the first token of each sequence, when decoding with a cache
     ``cu_seqlens``       [batch + 1]: where sequences begin in thd
+    ``fused``            has no meaning here
+    ``cp_size``          ranks that share a sequence: one
     """
+    if cp_size != 1:
+        raise NotImplementedError(f"rotary positions of sequences that {cp_size} ranks share: cp_size is 1")
     positions = _positions(t, tensor_format, start_positions, cu_seqlens)
     if positions.numel() and int(positions.max()) >= len(freqs):
         raise ValueError(f"position {int(positions.max())} has no angle: there are {len(freqs)}")
