@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import AwaitedGroup, group_size
+from ..failures import telling_others
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
@@ -289,7 +290,7 @@ class LinearModule(QuantizedModule):
     def _eager_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[ForwardPass]:
         recipe = self._recipe_in_force()
         built = self._prepare(recipe)
-        with self._step(recipe, built):
+        with self._step(recipe, built), telling_others(self.layer) if self.tp_size > 1 else nullcontext():
             yield ForwardPass(recipe, built, self._only_calibrates(), activation_dtype(x), is_first_microbatch)
 
     def _linear(
