@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import crossgrain as cg
+from crossgrain import ops
 from crossgrain.distributed import gather_quantized
 from crossgrain.failures import OtherRankFailed, communicate, telling_others
 from crossgrain.tensor.sharding import local_part, write_shard
@@ -50,6 +51,12 @@ def in_backward():
     y.sum().backward()
 
 
+def in_an_operation():
+    operation = ops.Linear(64, 64, tensor_parallel_mode="column", name="up")
+    with cg.autocast(recipe="fp8"):
+        operation(torch.randn(32, 64 if dist.get_rank() == 0 else 48))
+
+
 def in_an_update():
     model = shard(quantized_model("fp8"), mesh_of(2))
     own = local_part(model[0].weight)
@@ -66,6 +73,7 @@ def in_a_gather():
 
 CASES = {
     in_forward: "up: ValueError: up: the input [32, 48] has to end in 64",
+    in_an_operation: "up: ValueError: up: the input [32, 48] has to end in 64",
     in_a_quantizer: "up: ValueError: no such number",
     in_backward: "up, backward: TypeError",
     in_an_update: "a shard of a Float8Tensor of shape [128, 64]: ValueError: Float8CurrentScalingQuantizer: cannot",
