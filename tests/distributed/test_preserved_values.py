@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import crossgrain as cg
-from crossgrain.distributed import ColwiseParallel, RowwiseParallel
+from crossgrain.distributed import ColwiseParallel, RowwiseParallel, checkpoint
 from crossgrain.recipe import preserved_value
 from crossgrain.tensor.sharding import local_part
 
@@ -112,3 +112,23 @@ def _written(rank):
 
 def test_a_shard_that_was_written_stands_for_no_value(tmp_path):
     assert run(_written, 2, tmp_path) == [(True, None)] * 2
+
+
+def _saved(rank, root):
+    model = shard(model_of("fp8"), mesh_of(2))
+    checkpoint.save(root, 0, model=model)
+    return trained(model)
+
+
+def _loaded(rank, root, ranks):
+    model = model_of("fp8", seed=1)
+    model = shard(model, mesh_of(ranks)) if ranks > 1 else model
+    checkpoint.load(root, model=model)
+    return trained(model)
+
+
+def test_checkpoints_from_before_the_first_step(tmp_path):
+    root = tmp_path / "run"
+    expected = run(_saved, 2, tmp_path, root)
+    assert run(_loaded, 1, tmp_path, root, 1) == expected[:1]
+    assert run(_loaded, 4, tmp_path, root, 4) == expected * 2
