@@ -316,7 +316,7 @@ def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
     if ranks == 1 or not amaxes:
         return
     packed = torch.cat([amax.reshape(-1) for amax in amaxes])
-    torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
+    maximise_(packed, group)
     reduced = iter(packed.split([amax.numel() for amax in amaxes]))
     for part in parts:
         if part.target.amax is not None:
@@ -364,7 +364,7 @@ def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, r
 def _shared_seed(group: Any, ranks: int) -> int:
     seed = torch.tensor([draw_seed()], dtype=torch.int64)
     if ranks > 1:
-        torch.distributed.all_reduce(seed, op=torch.distributed.ReduceOp.MAX, group=group)
+        maximise_(seed, group)
     return int(seed)
 
 

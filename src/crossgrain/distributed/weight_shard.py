@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..failures import telling_others
 from ..kernels.partial import needs_neighbours
 from ..nn.gathered_weight import GatheredWeight
 from ..nn.padding import known_format, padded_matrix
@@ -138,7 +139,7 @@ class WeightShard(Tensor):
                 f"{plan.layer}: this rank has {list(self.shape)} of the weight {list(plan.shape)}, and rows {start} to "
                 f"{stop} of it by its place among {ranks}: shard the weight along its first dimension"
             )
-        with torch.no_grad():
+        with torch.no_grad(), telling_others(plan.layer):
             shard = self._quantized(own, windows, rank, group, directions)
         planes = shard._planes_that_travel(directions)
         shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), plan.known(own))

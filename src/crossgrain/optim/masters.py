@@ -25,7 +25,7 @@ def take_master(param: Tensor) -> Tensor:
     Of a sharded parameter: of what this rank has.
     """
     value: Tensor | None = None
-    if isinstance(param, QuantizedTensor):
+    if is_quantized(param):
         value = preserved_value(param)
         clear_preserved_value(param)
     if value is None:
