@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import resolved_device
+
 
 def activation_dtype(x: Tensor) -> torch.dtype:
     """What a module computes in: the input's dtype, unless torch.autocast says otherwise."""
@@ -16,13 +18,7 @@ def activation_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def resolved_device(device: torch.device | str | None) -> torch.device:
-    """The default device for None; without CUDA, "cuda" means the CPU."""
-    device = torch.get_default_device() if device is None else torch.device(device)
-    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
-
-
-def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:
+def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | int | None) -> dict[str, Any]:
     """For ``torch.empty``."""
     return {"dtype": params_dtype or torch.get_default_dtype(), "device": resolved_device(device)}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from ..devices import resolved_device
 from ..dtypes import DType
 from ..float8 import Float8CurrentScalingQuantizer
 from ..float8_block import Float8BlockQuantizer
@@ -57,7 +58,7 @@ class RecipeState:
         *,
         mode: Mode,
         num_quantizers: int = 1,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         roles: Roles | None = None,
     ) -> None:
         if mode not in _BY_POSITION:
@@ -67,7 +68,7 @@ class RecipeState:
         self.recipe = recipe
         self.mode = mode
         self.num_quantizers = num_quantizers
-        self.device = _resolved_device(device)
+        self.device = resolved_device(device)
         self.roles = None if roles is None else list(roles)
         self._made_for = (type(recipe), recipe.options())
 
@@ -77,7 +78,7 @@ class RecipeState:
         *,
         mode: Mode,
         num_quantizers: int = 1,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         roles: Roles | None = None,
     ) -> RecipeState:
         """The state for any recipe."""
@@ -102,12 +103,12 @@ class RecipeState:
         """The state with scales and histories, if there are any."""
         return None
 
-    def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | None = None) -> bool:
+    def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | int | None = None) -> bool:
         """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place.
 
         ``device``  where their scales and histories would be; None: it does not matter
         """
-        if device is not None and _resolved_device(device) != self.device:
+        if device is not None and resolved_device(device) != self.device:
             return False
         same_roles = (None if roles is None else list(roles)) == self.roles
         return same_roles and (type(recipe), recipe.options()) == self._made_for
@@ -129,12 +130,6 @@ class RecipeState:
 
     def _describe_slot(self, slot: int) -> str:
         return f"{self.mode} slot {slot} ({str(self._slot_role(slot)) or 'no role'})"
-
-
-def _resolved_device(device: torch.device | str | None) -> torch.device:
-    """Without CUDA, "cuda" means the CPU."""
-    device = torch.get_default_device() if device is None else torch.device(device)
-    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 def _is_gradient(tensor_type: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...collectives import group_size
-from ...nn.options import resolved_device
+from ...devices import resolved_device
 
 __all__ = ["init_weight", "resolved_device", "tensor_parallel_ranks"]
 
