@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .devices import resolved_device
 from .dtypes import DType
 from .dtypes import fp8_dtype as as_fp8_dtype
 from .encoding import Encoding, cached_encoding
@@ -260,6 +261,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = as_fp8_dtype(fp8_dtype)
+        device = resolved_device(device)
         with torch.inference_mode(False):  # a quantizer made for inference may be used for training
             self.scale = torch.ones(1, dtype=torch.float32, device=device) if scale is None else scale
             self.amax = torch.zeros(1, dtype=torch.float32, device=device) if amax is None else amax

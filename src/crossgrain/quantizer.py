@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .devices import resolved_device
 from .dtypes import HIGH_PRECISION
 from .encoding import Encoding
 from .formats import Format
@@ -357,7 +358,7 @@ class Quantizer:
             raise ValueError(f"{name}: an internal storage cannot require gradients")
         if dtype not in HIGH_PRECISION:
             raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = resolved_device(device)
         self._check_shape(shape, self._directions_to_make())
         made = self._made(shape, dtype, device, pin_memory=pin_memory)
         return made.requires_grad_(True) if requires_grad else made

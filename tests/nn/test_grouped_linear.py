@@ -120,7 +120,9 @@ def test_one_call_makes_the_bytes_of_many(name, monkeypatch):
     quantizers = [QUANTIZERS[name]() for _ in sizes]
     rows = torch.randn(sum(sizes), 256) * torch.logspace(-3, 3, 256)
     calls = count_calls(monkeypatch)
-    together = split_quantize(rows, sizes, quantizers, rowwise=True, columnwise=True)
+    together = split_quantize(
+        rows, sizes, [quantizer.storing(rowwise=True, columnwise=True) for quantizer in quantizers]
+    )
     assert len(calls) == 1
     for group, part, quantizer in zip(together, rows.split(sizes), quantizers, strict=True):
         alone = quantizer(part)
@@ -135,10 +137,8 @@ def test_one_call_makes_the_bytes_of_many(name, monkeypatch):
 
 def count_calls(monkeypatch):
     calls = []
-    quantize = splitting.quantized_storage
-    monkeypatch.setattr(
-        splitting, "quantized_storage", lambda *arguments: calls.append(arguments) or quantize(*arguments)
-    )
+    quantize = splitting._quantized
+    monkeypatch.setattr(splitting, "_quantized", lambda *arguments: calls.append(arguments) or quantize(*arguments))
     return calls
 
 
@@ -167,9 +167,9 @@ def test_how_groups_are_quantized(row, column, sizes, source, ways, monkeypatch)
     rows = torch.randn(sum(sizes), 128)
     if ways == ["refused"]:
         with pytest.raises(ValueError, match=r"\[33, 128\] columnwise as mxfp8.*multiple of 32"):
-            split_quantize(rows, sizes, [hybrid() for _ in sizes], rowwise=True, columnwise=True)
+            split_quantize(rows, sizes, [hybrid().storing(rowwise=True, columnwise=True) for _ in sizes])
         return
-    split_quantize(rows, sizes, [hybrid() for _ in sizes], rowwise=True, columnwise=True)
+    split_quantize(rows, sizes, [hybrid().storing(rowwise=True, columnwise=True) for _ in sizes])
     assert ["groups" if call == "groups" else "whole" for call in calls] == ways
 
 
@@ -177,7 +177,9 @@ def test_rows_with_an_amax_each_are_quantized_together(monkeypatch):
     calls = count_calls(monkeypatch)
     quantizers = [cg.NVFP4Quantizer(row_scaled_nvfp4=True) for _ in range(2)]
     rows = torch.randn(48, 64)
-    parts = split_quantize(rows, [17, 31], quantizers, rowwise=True, columnwise=False)
+    parts = split_quantize(
+        rows, [17, 31], [quantizer.storing(rowwise=True, columnwise=False) for quantizer in quantizers]
+    )
     assert len(calls) == 1
     quantizers[0].set_usage(columnwise=False)
     alone = quantizers[0].quantize(rows[17:].clone())

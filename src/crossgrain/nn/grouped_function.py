@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..tensor import QuantizedTensor
+from . import split_quantize  # looked up when called: whoever replaces the function there is asked
 from .gradient_places import check_has_main_grad, dummy_weight_gradient
 from .linear_function import LinearCall, LinearFunction, Needs, check_dtypes, check_input, check_takes_gradient
 from .padding import Sizes
 from .saved_operand import BUFFERS_PER_OPERAND
-from .split_quantize import padded_groups, split_quantize
+from .split_quantize import padded_groups
 
 
 @dataclass
@@ -172,12 +173,11 @@ def _quantize_inputs(rows: Tensor, groups: Groups, needs: list[Needs]) -> None:
         return
     padded = _padded_sizes(groups, needs)
     heights = [size.m for size in padded]
-    quantized = split_quantize(
+    columnwise = any(need.dw for need in needs) and not call.keep_input and call.quantizes_backward
+    quantized = split_quantize.split_quantize(
         padded_groups(rows.to(call.dtype), groups.sizes, heights, padded[0].k),
         heights,
-        [call.input for call in groups.calls if call.input is not None],
-        rowwise=True,
-        columnwise=any(need.dw for need in needs) and not call.keep_input and call.quantizes_backward,
+        [call.input.storing(rowwise=True, columnwise=columnwise) for call in groups.calls if call.input is not None],
     )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_input = group
@@ -195,12 +195,11 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
     if call.on_backward is not None:
         call.on_backward()
     heights = [context.padded.m for context in contexts]
-    quantized = split_quantize(
+    quantizers = [call.grad_output for call in groups.calls if call.grad_output is not None]
+    quantized = split_quantize.split_quantize(
         padded_groups(dy, groups.sizes, heights, contexts[0].padded.n),
         heights,
-        [call.grad_output for call in groups.calls if call.grad_output is not None],
-        rowwise=rowwise,
-        columnwise=columnwise,
+        [quantizer.storing(rowwise=rowwise, columnwise=columnwise) for quantizer in quantizers],
     )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_gradient = group

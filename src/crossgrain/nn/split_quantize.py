@@ -16,35 +16,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..grouped_quantize import can_quantize_groups, quantize_groups
 from ..hybrid import HybridQuantizer, rounds_stochastically
-from ..plane import COLUMNWISE, ROWWISE, Direction
+from ..plane import ROWWISE, Direction
 from ..quantizer import Quantizer
 from ..replay import current_pass
-from ..tensor import QuantizedTensorStorage
-from .linear_function import quantized_storage
 from .padding import known_format, padded_matrix
 
 
 def split_quantize(
-    rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer], *, rowwise: bool, columnwise: bool
-) -> list[QuantizedTensorStorage]:
-    """``rows`` [sum of sizes, K], in groups of ``sizes`` rows. The quantizers of the groups are alike."""
-    if not (rowwise or columnwise):
+    tensor: Tensor,
+    split_sections: Sequence[int],
+    quantizers: Sequence[Quantizer],
+    disable_bulk_allocation: bool = False,
+) -> list[Any]:
+    """``tensor`` [sum of sections, K], in groups of so many rows, in the directions that the quantizers are set to.
+
+    The quantizers of the groups are alike. ``disable_bulk_allocation``: no group is a part of larger memory.
+    """
+    usages = quantizers[0].get_usages()
+    directions = [direction for direction in Direction if usages[direction.value]]
+    if not directions:
         raise ValueError("neither rowwise nor columnwise data is asked for")
-    directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
-    if len(rows) and _quantizes_as_a_whole(quantizers[0], directions, sizes):
-        whole = quantized_storage(quantizers[0], rows, rowwise, columnwise)
-        return [whole._sliced(0, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    if len(rows) and can_quantize_groups(quantizers):
-        own = [quantizer.storing(rowwise=rowwise, columnwise=columnwise) for quantizer in quantizers]
-        return quantize_groups(rows, sizes, own)
-    groups = zip(quantizers, rows.split(list(sizes)), strict=True)
-    return [quantized_storage(quantizer, group, rowwise, columnwise) for quantizer, group in groups]
+    bare = all(quantizer.internal for quantizer in quantizers)
+    if len(tensor) and bare and not disable_bulk_allocation:
+        if _quantizes_as_a_whole(quantizers[0], directions, split_sections):
+            whole = _quantized(quantizers[0], tensor)
+            ends = accumulate(split_sections)
+            return [whole._sliced(0, end - size, end) for size, end in zip(split_sections, ends, strict=True)]
+        if can_quantize_groups(quantizers):
+            return quantize_groups(tensor, split_sections, quantizers)
+    groups = zip(quantizers, tensor.split(list(split_sections)), strict=True)
+    return [_quantized(quantizer, group) for quantizer, group in groups]
+
+
+def _quantized(quantizer: Quantizer, rows: Tensor) -> Any:
+    """One call for one tensor."""
+    return quantizer.quantize(rows)
 
 
 def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction], sizes: Sequence[int]) -> bool:

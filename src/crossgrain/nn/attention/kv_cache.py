@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...devices import resolved_device
+
 
 class CachedStep(NamedTuple):
     """All keys and values of the sequences of a step, [batch, longest, heads, channels], and their lengths."""
@@ -53,7 +55,7 @@ class InferenceParams:
         self.head_dim_k = head_dim_k
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
         self.dtype = dtype
-        self.device = device
+        self.device = resolved_device(device)
         self._caches: dict[int, tuple[Tensor, Tensor]] = {}
         self.reset()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...devices import resolved_device
+
 
 class RotaryPositionEmbedding(nn.Module):
     """The angles for each position, [sequence, 1, 1, channels], for `apply_rotary_pos_emb`.
@@ -36,7 +38,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=resolved_device(device)) / dim
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:

@@ -1,0 +1,28 @@
+"""Debug features, of which there are none: only what resets them."""
+
+from __future__ import annotations
+
+
+class TEDebugState:
+    """Counts layers and steps of debug features."""
+
+    layer_count = 1
+    debug_enabled: bool | None = None
+    weight_tensor_tp_group_reduce = True
+
+    @classmethod
+    def initialize(cls) -> None:
+        cls.debug_enabled = False
+
+    @classmethod
+    def _reset(cls) -> None:
+        cls.layer_count = 1
+        cls.debug_enabled = None
+        cls.weight_tensor_tp_group_reduce = True
+
+    @classmethod
+    def get_layer_count(cls) -> int:
+        """The next number."""
+        number = cls.layer_count
+        cls.layer_count += 1
+        return number

@@ -1,0 +1,223 @@
+"""GEMMs by layout: ``TN`` is fprop, ``NN`` is dgrad and ``NT`` is wgrad of a linear layer.
+
+layout   A             B                  result
+TN       weight        input              B · Aᵀ
+NN       weight        output gradient    B · A
+NT       input         output gradient    Bᵀ · A
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...activations import activation
+from ...float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from ...float8_block import Float8BlockQuantizer
+from ...gemm import gemm
+from ...hybrid_tensor import HybridQuantizedTensorStorage
+from ...identity import IdentityTensorStorage
+from ...mxfp8 import MXFP8Quantizer
+from ...nvfp4 import NVFP4Quantizer
+from ...operands import GEMMS
+from ...plane import Direction, Plane
+from ...tensor import QuantizedTensorStorage
+from ..needs_cuda import NeedsCudaError
+from .tensor_utils import is_custom
+
+__all__ = ["general_gemm", "general_grouped_gemm"]
+
+Operand = QuantizedTensorStorage | Tensor
+Results = tuple[Any, Tensor | None, Tensor | None, Tensor | None]
+
+_GEMM_OF = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
+_NATIVE = (
+    Float8Quantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Float8BlockQuantizer,
+    NVFP4Quantizer,
+)
+
+
+def general_gemm(
+    A: Operand,
+    B: Operand,
+    workspace: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> Results:
+    """``(out, bias gradient, input of gelu, extra output)``.
+
+    ``bias``  is added; with ``grad`` its gradient, the sum of B over rows, is returned instead
+    ``gelu``  is applied to the sum, which is returned as well; with ``grad`` the result is multiplied by its
+              derivative at ``gelu_in``
+    """
+    if ub is not None or ub_type is not None or extra_output is not None or bulk_overlap:
+        raise NeedsCudaError("general_gemm: overlap with communication needs CUDA")
+    _validate_native_gemm_output_quantizer(quantization_params)
+    forward_bias = None if grad else bias
+    shape = _result_shape(A, B, layout)
+    plain = quantization_params is None and not gelu
+    dtype = out_dtype or (out.dtype if out is not None else _dtype_of(A, B))
+    made = _product(
+        layout,
+        A,
+        B,
+        dtype if plain else torch.float32,
+        bias=forward_bias,
+        out=out.view(-1, out.shape[-1]) if plain and out is not None else None,
+        accumulate=accumulate,
+        alpha=alpha,
+        beta=1.0 if beta is None else beta,
+    )
+    result: Any = made.view(shape)
+    before_gelu: Tensor | None = None
+    if gelu and grad:
+        if gelu_in is None:
+            raise ValueError("general_gemm: the derivative of gelu is taken at gelu_in, which is missing")
+        result = activation("gelu").backward(result, gelu_in.view(shape).to(torch.float32))
+    elif gelu:
+        before_gelu = result.to(dtype)
+        result = activation("gelu").forward(result)
+    if quantization_params is not None:
+        result = quantization_params.quantize(result.to(dtype))
+    elif not plain:
+        result = result.to(dtype)
+        if out is not None:
+            result = out.copy_(result)
+    elif out is not None:
+        result = out
+    bias_gradient = None
+    if grad and bias is not None:
+        rows = _plain(B)
+        bias_gradient = rows.reshape(-1, rows.shape[-1]).to(torch.float32).sum(0).to(bias.dtype)
+    return result, bias_gradient, before_gelu, None
+
+
+def general_grouped_gemm(
+    A: Sequence[Operand],
+    B: Sequence[Operand],
+    out: Sequence[Tensor],
+    quantization_params: Sequence[Any] | None,
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: Any = None,
+    single_output: bool = False,
+    workspaces: Any = None,
+) -> tuple[Any, list[Tensor | None], list[Tensor | None]]:
+    """`general_gemm` for each group: ``(out, bias gradients, inputs of gelu)``.
+
+    ``single_output``  all results are written one after the other to ``out[0]``, in parts of ``m_splits`` rows
+    """
+    outputs: Sequence[Tensor] = out
+    if single_output:
+        if m_splits is None:
+            raise ValueError("general_grouped_gemm: a single output is divided by m_splits, which is missing")
+        outputs = out[0].split(list(m_splits))
+    quantizers = quantization_params or [None] * len(A)
+    biases: Sequence[Tensor | None] = bias or [None] * len(A)
+    results = [
+        general_gemm(
+            a,
+            b,
+            out_dtype=out_dtype,
+            quantization_params=quantizer,
+            gelu=gelu,
+            accumulate=accumulate,
+            layout=layout,
+            out=None if quantizer is not None else target,
+            bias=group_bias if use_bias else None,
+            grad=grad,
+        )
+        for a, b, target, quantizer, group_bias in zip(A, B, outputs, quantizers, biases, strict=True)
+    ]
+    made = [result[0] for result in results]
+    return (out[0] if single_output else made), [result[1] for result in results], [result[2] for result in results]
+
+
+def _unwrap_tensor(tensor: Any, usage: str) -> Any:
+    """What a GEMM multiplies: the child of a hybrid, the numbers of an identity, everything else as it is."""
+    if usage not in ("rowwise", "columnwise"):
+        raise ValueError(f"a GEMM reads an operand rowwise or columnwise, not {usage!r}")
+    if tensor is None:
+        raise RuntimeError(f"there is no {usage} data for this GEMM")
+    if isinstance(tensor, HybridQuantizedTensorStorage):
+        return _unwrap_tensor(getattr(tensor, f"{usage}_sub_storage"), usage)
+    if isinstance(tensor, IdentityTensorStorage):
+        return tensor.dequantize()
+    if not isinstance(tensor, QuantizedTensorStorage) or is_custom(tensor):
+        return tensor
+    return tensor if isinstance(tensor._get_quantizer(), _NATIVE) else tensor.dequantize()
+
+
+def _validate_native_gemm_output_quantizer(quantizer: Any) -> None:
+    if quantizer is not None and not isinstance(quantizer, _NATIVE):
+        names = ", ".join(cls.__name__ for cls in _NATIVE)
+        raise NotImplementedError(
+            f"a GEMM quantizes its output by one of {names}, not by {type(quantizer).__name__}: quantize it afterwards"
+        )
+
+
+def _product(layout: str, A: Operand, B: Operand, dtype: torch.dtype, **options: Any) -> Tensor:
+    which = _GEMM_OF.get(layout)
+    if which is None:
+        raise ValueError(f"layouts of GEMMs are {', '.join(_GEMM_OF)}, not {layout!r}")
+    left, right = GEMMS[which].values()  # of B, and of A
+    try:
+        return gemm(which, _read(B, left), _read(A, right), out_dtype=dtype, **options)
+    except ValueError as error:
+        raise RuntimeError(f"GEMM {layout}: {error}") from error
+
+
+def _read(operand: Operand, direction: Direction) -> Plane | Tensor:
+    unwrapped = _unwrap_tensor(operand, direction.value)
+    if not isinstance(unwrapped, QuantizedTensorStorage):
+        plain: Tensor = unwrapped
+        return plain.reshape(-1, plain.shape[-1])
+    plane = unwrapped.plane(direction)
+    if plane is None:
+        raise RuntimeError(f"{type(operand).__name__} of shape {list(operand.shape)} has no {direction.value} data")
+    return plane
+
+
+def _result_shape(A: Operand, B: Operand, layout: str) -> tuple[int, ...]:
+    if layout == "NT":
+        return B.shape[-1], A.shape[-1]
+    columns = math.prod(A.shape[:-1]) if layout == "TN" else A.shape[-1]
+    return (*B.shape[:-1], columns)
+
+
+def _plain(operand: Operand) -> Tensor:
+    return operand.dequantize() if isinstance(operand, QuantizedTensorStorage) else operand
+
+
+def _dtype_of(A: Operand, B: Operand) -> torch.dtype:
+    """What the operands stand for."""
+    first: Any = A
+    return first._dtype if isinstance(first, QuantizedTensorStorage) else first.dtype

@@ -1,0 +1,87 @@
+"""What clients call beside the modules themselves."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...devices import resolved_device
+from ...nn.base import QuantizedModule
+from ...quantizer import Quantizer
+from ...tensor import QuantizedTensor, QuantizedTensorStorage
+
+TransformerEngineBaseModule = QuantizedModule
+
+_dummies: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """How buffers of communication would be quantized."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """Memory that is given to autograd in place of a weight gradient which is elsewhere; the same for equal shapes."""
+    key = (tuple(shape), dtype)
+    if key not in _dummies:
+        _dummies[key] = torch.zeros(key[0], dtype=dtype, device=resolved_device("cuda"))
+    dummy = _dummies[key]
+    if zero:
+        dummy.zero_()
+    return dummy.detach()
+
+
+def get_workspace() -> Tensor:
+    """GEMMs have their own memory."""
+    return torch.empty(0, dtype=torch.uint8, device=resolved_device("cuda"))
+
+
+def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> bool:
+    """Groups are multiplied one by one here."""
+    return False
+
+
+def noop_cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors one after the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
+
+
+def quantize_weight(
+    *,
+    tensor: Tensor,
+    quantizer: Quantizer | None = None,
+    workspace: QuantizedTensorStorage | None = None,
+    update_workspace: bool = True,
+    skip_update_flag: Tensor | None = None,
+    fsdp_group: Any = None,
+    workspace_dtype: torch.dtype | None = None,
+    cache: bool = False,
+) -> tuple[Any, QuantizedTensorStorage | None]:
+    """A weight for a GEMM, and the copy to keep if a new one was made to be kept.
+
+    A weight that is quantized already is used as it is. ``workspace`` is written again, unless ``update_workspace`` is
+    off or ``skip_update_flag`` is not zero; one without a direction that the quantizer has is replaced.
+    """
+    if isinstance(tensor, QuantizedTensor):
+        if quantizer is not None:
+            have, wanted = tensor.get_usages(), quantizer.get_usages()
+            missing = {f"{name}_usage": True for name, want in wanted.items() if want and not have[name]}
+            if missing:
+                tensor.update_usage(**missing)
+        return tensor, None
+    if quantizer is None:
+        raise ValueError("quantize_weight: a weight that is not quantized needs a quantizer")
+    if workspace is not None:
+        have = workspace.get_usages()
+        if all(have[name] for name, want in quantizer.get_usages().items() if want):
+            if update_workspace:
+                quantizer.update_quantized(tensor, workspace, noop_flag=skip_update_flag)
+            return workspace, None
+    made = quantizer.quantize(tensor, dtype=workspace_dtype)
+    return made, made if cache else None

@@ -1,0 +1,23 @@
+"""Questions about tensors and quantizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...quantizer import Quantizer
+from ...tensor import QuantizedTensorStorage
+
+
+def is_custom(x: Quantizer | QuantizedTensorStorage | None = None) -> bool:
+    """Whether a quantizer, or that of a tensor, is one that a user wrote in Python."""
+    if x is None or not isinstance(x, Quantizer | QuantizedTensorStorage):
+        return False
+    quantizer: Any = x if isinstance(x, Quantizer) else x._quantizer
+    return bool(getattr(x, "custom", False) or getattr(quantizer, "custom", False))
+
+
+def clear_columnwise_cache(tensor: QuantizedTensorStorage) -> None:
+    """Free columnwise data that can be made again from the rows; other data stays."""
+    usages = tensor.get_usages()
+    if usages["rowwise"] and usages["columnwise"] and tensor._derivable_formats():
+        tensor.update_usage(columnwise_usage=False)

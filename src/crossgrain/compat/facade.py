@@ -1,0 +1,73 @@
+"""Modules that hold nothing: every name is one of another module, to be read, replaced and deleted there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+EVERYTHING = "*"
+
+
+class Facade(ModuleType):
+    """A module whose names are those of others.
+
+    ``names`` maps a name to ``"module:attribute"``; the entry ``"*"`` is a list of modules that are asked, in order,
+    for names that are not in it. Reading, setting and deleting a name go to the module that has it, whenever they
+    are done, so that whoever replaces a function here replaces it for all who look it up there.
+    """
+
+    def __init__(self, name: str, names: Mapping[str, Any], doc: str | None = None) -> None:
+        super().__init__(name, doc)
+        own = {key: value for key, value in names.items() if key != EVERYTHING and not isinstance(value, str)}
+        elsewhere = {key: value for key, value in names.items() if key != EVERYTHING and isinstance(value, str)}
+        vars(self).update(_elsewhere=elsewhere, _behind=tuple(names.get(EVERYTHING, ())), **own)
+
+    def _place(self, name: str) -> tuple[ModuleType, str] | None:
+        """The module that has the name, and what it calls it."""
+        if name in self._elsewhere:
+            module, _, attribute = self._elsewhere[name].partition(":")
+            return importlib.import_module(module), attribute
+        if name.startswith("__"):
+            return None
+        behind = (importlib.import_module(module) for module in self._behind)
+        return next(((module, name) for module in behind if hasattr(module, name)), None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return self._public()
+        place = self._place(name)
+        if place is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(*place)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        place = None if name in vars(self) else self._place(name)
+        if place is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(*place, value)
+
+    def __delattr__(self, name: str) -> None:
+        place = None if name in vars(self) else self._place(name)
+        if place is None:
+            super().__delattr__(name)
+        else:
+            delattr(*place)
+
+    def __dir__(self) -> Sequence[str]:
+        behind = [name for module in self._behind for name in dir(importlib.import_module(module))]
+        return sorted({*vars(self), *self._elsewhere, *behind})
+
+    def _public(self) -> list[str]:
+        behind = [
+            name
+            for module in map(importlib.import_module, self._behind)
+            for name in getattr(module, "__all__", ())
+            if hasattr(module, name)
+        ]
+        return sorted({name for name in (*vars(self), *self._elsewhere, *behind) if not name.startswith("_")})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)

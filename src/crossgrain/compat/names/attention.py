@@ -1,0 +1,53 @@
+"""Attention."""
+
+from __future__ import annotations
+
+from ..needs_cuda import all_need_cuda
+from .entries import Entry, these
+
+_NN = "crossgrain.nn.attention"
+_OURS = "crossgrain.compat.adapters.attention"
+_ROPE = f"{_NN}.rope"
+_UTILS = (
+    "AttentionLogging",
+    "AttentionParams",
+    "FlashAttentionUtils",
+    "get_attention_backend",
+)
+_DPA = "transformer_engine.pytorch.attention.dot_product_attention"
+
+ATTENTION: dict[str, Entry] = {
+    "transformer_engine.pytorch.attention": {
+        **these(
+            _NN,
+            "DotProductAttention",
+            "InferenceParams",
+            "MultiheadAttention",
+            "RotaryPositionEmbedding",
+            "apply_rotary_pos_emb",
+        ),
+        **these(_OURS, "_SplitAlongDim"),
+    },
+    "transformer_engine.pytorch.attention.rope": {
+        "*": [_ROPE],
+        **these(_OURS, "apply_fused_qkv_rotary_pos_emb"),
+    },
+    "transformer_engine.pytorch.attention.inference": f"{_NN}.kv_cache",
+    "transformer_engine.pytorch.attention.multi_head_attention": f"{_NN}.multihead",
+    _DPA: {
+        **these(f"{_NN}.dot_product", "DotProductAttention"),
+        **these(_OURS, "_attention_backends"),
+    },
+    f"{_DPA}.dot_product_attention": {
+        **these(f"{_NN}.dot_product", "DotProductAttention"),
+        **these(_OURS, "_attention_backends"),
+    },
+    f"{_DPA}.utils": {
+        **these(_OURS, *_UTILS),
+        **these(f"{_NN}.masks", "check_set_window_size"),
+    },
+    f"{_DPA}.backends": {
+        **these(_OURS, "UnfusedDotProductAttention"),
+        **all_need_cuda("FlashAttention", "FusedAttention"),
+    },
+}

@@ -1,0 +1,20 @@
+"""Recipes, contexts and factories."""
+
+from __future__ import annotations
+
+from .entries import Entry, these
+
+_SUPPORT = "crossgrain.recipe.support"
+
+QUANTIZATION: dict[str, Entry] = {
+    "transformer_engine.pytorch.quantization": {
+        "*": ["crossgrain.recipe", "crossgrain.recipe.context", _SUPPORT],
+        **these("crossgrain.recipe.delayed_state", "_amax_and_scale_update", "_default_sf_compute"),
+        **these("crossgrain.request", "QuantizerRequest"),
+        **these("crossgrain.recipe.global_state", "FP8GlobalStateManager", FP8GlobalState="QuantizationState"),
+    },
+    "transformer_engine.pytorch.fp8": "transformer_engine.pytorch.quantization",
+    "transformer_engine.pytorch.custom_recipes": {},
+    "transformer_engine.pytorch.custom_recipes.quantizer_factories": "crossgrain.recipe.factories",
+    "transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo": "crossgrain.recipe.zoo",
+}

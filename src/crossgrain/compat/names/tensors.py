@@ -1,0 +1,48 @@
+"""Quantized tensors, their storages and quantizers."""
+
+from __future__ import annotations
+
+from .entries import Entry, these
+
+_MODULE_OF = {
+    "float8": "crossgrain.float8",
+    "mxfp8": "crossgrain.mxfp8",
+    "float8_blockwise": "crossgrain.float8_block",
+    "nvfp4": "crossgrain.nvfp4",
+    "hybrid": "crossgrain.hybrid",
+    "identity": "crossgrain.identity",
+}
+
+_BASES: dict[str, object] = {
+    **these("crossgrain.quantizer", "Quantizer"),
+    **these(
+        "crossgrain.tensor",
+        "QuantizedTensor",
+        "QuantizedTensorStorage",
+        "prepare_for_saving",
+        "restore_from_saved",
+        "restore_from_func_ctx",
+    ),
+}
+
+TENSORS: dict[str, Entry] = {
+    "transformer_engine.pytorch.quantized_tensor": {
+        **_BASES,
+        **these("crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction", _DequantizeFunc="DequantizeFunction"),
+    },
+    "transformer_engine.pytorch.tensor": {"*": ["crossgrain"], **_BASES},
+    "transformer_engine.pytorch.tensor.utils": {
+        "*": ["crossgrain.weight_update"],
+        **these("crossgrain.compat.adapters.tensor_utils", "is_custom", "clear_columnwise_cache"),
+    },
+    "transformer_engine.pytorch.tensor._quantization_helpers": these(
+        "crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction", _IdentityFunc="DequantizeFunction"
+    ),
+    "transformer_engine.pytorch.tensor.storage": {"*": ["crossgrain"]},
+    "transformer_engine.pytorch.float8_tensor": _MODULE_OF["float8"],
+    **{f"transformer_engine.pytorch.tensor.{kind}_tensor": module for kind, module in _MODULE_OF.items()},
+    **{
+        f"transformer_engine.pytorch.tensor.storage.{kind}_tensor_storage": module
+        for kind, module in _MODULE_OF.items()
+    },
+}

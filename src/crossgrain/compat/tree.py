@@ -1,0 +1,45 @@
+"""The tree of modules: built once from the tables in `names`, under the name of this package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from .facade import Facade
+from .names import TREE
+
+PACKAGE = __name__.rpartition(".")[0]
+ROOTS = ("transformer_engine", "transformer_engine_torch")
+
+
+def build() -> dict[str, ModuleType]:
+    """All modules by dotted name; also in ``sys.modules``, below this package."""
+    modules: dict[str, ModuleType] = {}
+    for name in sorted(TREE, key=lambda name: (isinstance(TREE[name], str), name)):  # facades first
+        modules[name] = _made(name, modules)
+    for name, module in modules.items():
+        sys.modules[f"{PACKAGE}.{name}"] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            assert isinstance(modules[parent], Facade), f"{parent} is a module of crossgrain and gets no children"
+            vars(modules[parent])[child] = module
+    return modules
+
+
+def _made(name: str, modules: Mapping[str, ModuleType]) -> ModuleType:
+    """An entry is the name of a module that serves, perhaps another of the tree, or the table of a facade."""
+    entry = TREE[name]
+    if name in modules:
+        return modules[name]
+    if isinstance(entry, str):
+        return _made(entry, modules) if entry in TREE else importlib.import_module(entry)
+    module = Facade(f"{PACKAGE}.{name}", entry, f"{name}, served by crossgrain.")
+    spec = importlib.machinery.ModuleSpec(module.__name__, loader=None, is_package=True)
+    vars(module).update(__spec__=spec, __path__=[], __package__=module.__name__)
+    return module
+
+
+MODULES = build()

@@ -1,0 +1,75 @@
+"""Cross entropy of logits whose classes may be spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import group_rank, group_size, summed
+
+
+def parallel_cross_entropy(
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: Any = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+) -> Tensor:
+    """The loss of each ``target`` [...] under the logits ``inp`` [..., classes / ranks], in float32.
+
+    ``reduce_loss``         the mean over the targets that are not ignored
+    ``dist_process_group``  each rank has an equal share of the classes, in the order of ranks
+    ``ignore_idx``          targets without loss and gradient
+    ``is_cg_capturable``    has no meaning here
+    """
+    if inp.shape[:-1] != target.shape:
+        raise ValueError(
+            f"parallel_cross_entropy: logits {list(inp.shape)} are for targets {list(inp.shape[:-1])}, "
+            f"not {list(target.shape)}"
+        )
+    losses: Tensor = _CrossEntropy.apply(inp, target, label_smoothing, dist_process_group, ignore_idx)
+    if not reduce_loss:
+        return losses
+    return losses.sum() / (target != ignore_idx).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float, group: Any, ignored: int) -> Tensor:
+        ranks, local = group_size(group), logits.shape[-1]
+        wide = logits.detach().to(torch.float32)
+        largest = wide.amax(-1, keepdim=True)
+        if ranks > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = wide - largest
+        exponentials = shifted.exp()
+        own = target - group_rank(group) * local
+        mine = (own >= 0) & (own < local)
+        index = own.clamp(0, local - 1).unsqueeze(-1)
+        at_target = torch.where(mine, shifted.gather(-1, index).squeeze(-1), 0.0)
+        # One sum over ranks: of exponentials, of logits, and the logit of the target, which one rank has.
+        sums = torch.stack((exponentials.sum(-1), shifted.sum(-1), at_target))
+        if ranks > 1:
+            sums = summed(sums, group)
+        normalizer, total, at_target = sums.unbind(0)
+        log_normalizer = normalizer.log()
+        loss = log_normalizer - at_target
+        if smoothing:
+            loss = (1 - smoothing) * loss + smoothing * (log_normalizer - total / (ranks * local))
+        counts = target != ignored
+        ctx.smoothing, ctx.classes = smoothing, ranks * local
+        ctx.save_for_backward(exponentials / normalizer.unsqueeze(-1), index, mine, counts)
+        ctx.dtype = logits.dtype
+        return torch.where(counts, loss, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        probs, index, mine, counts = ctx.saved_tensors
+        dx = probs - ctx.smoothing / ctx.classes
+        dx = dx.scatter_add(-1, index, (mine * -(1.0 - ctx.smoothing)).unsqueeze(-1).to(dx.dtype))
+        return (dx * (grad * counts).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
