@@ -134,6 +134,9 @@ class Float8TensorStorage(FP8Storage):
         if self._data is not None:
             self._transpose = None
 
+    def _reset_caches(self) -> None:
+        self.remove_caches()
+
     def _viewed(self, shape: Sequence[int]) -> Self:
         """Rowwise bytes take any shape; a transposed copy fixes the last dimension."""
         if self._transpose is not None or self._data is None or len(shape) == 1:

@@ -56,9 +56,6 @@ class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
     def _strict_synthesises(self, direction: Direction) -> bool:
         return direction is COLUMNWISE
 
-    def _create_columnwise(self) -> None:
-        self.update_usage(columnwise_usage=True)
-
     def _build_default_quantizer(self) -> Quantizer:
         dim = 2 if self._is_2D_scaled else 1
         return Float8BlockQuantizer(self._fp8_dtype, rowwise=True, columnwise=True, block_scaling_dim=dim)

@@ -19,13 +19,14 @@ from torch import Tensor
 from .formats import Format
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
 from .tensor import QuantizedTensor, QuantizedTensorStorage
+from .tensor.child_names import ChildNames
 from .tensor.holder import Epoch, PlaneHolder, next_write_number
 
 if TYPE_CHECKING:
     from .quantizer import Quantizer
 
 
-class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     """``_rowwise_storage`` and ``_columnwise_storage``; either may be None."""
 
     _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
@@ -117,6 +118,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             for direction, child in self._children().items()
             for plane in child.planes()
         ]
+
+    def _reset_caches(self) -> None:
+        for child in self._children().values():
+            child._reset_caches()
 
     def get_usages(self) -> dict[str, bool]:
         children = self._children()

@@ -38,6 +38,7 @@ from ..tensor import QuantizedTensor
 from ..tensor.loading import check_formats
 from ..tensor.sharding import follow_quantizer
 from ..torch_checkpoints import in_backward, unseen_by_policies
+from .field_names import FieldNames
 from .padding import known_format
 from .weight_cache import WeightCache
 
@@ -64,7 +65,7 @@ class ParameterInit(NamedTuple):
     preserve_init_value: bool
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(FieldNames):
     """A module that runs GEMMs in the formats of a recipe.
 
     ``name``             the layer's name for recipes and messages, by default its path in the model
@@ -78,7 +79,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.name = name
         self.fp8 = False
-        self.fp8_meta: dict[str, Any] = {}
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
         self._built = _nothing_built()
         self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
         self._unloaded: Any = None  # extra state that waits for states to load it into
@@ -92,6 +93,8 @@ class QuantizedModule(nn.Module):
         self._parameter_init = (
             ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
         )
+        if self._parameter_init is not None:
+            self.fp8_meta["recipe"] = self._parameter_init.recipe
 
     # ---- what a module provides ----------------------------------------------------------------
 
@@ -249,6 +252,13 @@ class QuantizedModule(nn.Module):
             except ValueError:
                 continue  # another format of the same family: the weight stays what it is
             follow_quantizer(weight, quantizer)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Forget the histories of delayed scaling: scales are one again."""
+        for state in self._learned.values():
+            assert state.delayed is not None
+            state.delayed.amax_history.zero_()
+            state.delayed.scale.fill_(1.0)
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Build quantizers for ``recipe`` now instead of in the next forward."""

@@ -111,6 +111,8 @@ class LinearModule(QuantizedModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
+        self.ub_name = gpu_options.get("ub_name")
+        self.rng_tracker_name = rng_tracker_name
         self._rng_tracker = (get_rng_state_tracker, rng_tracker_name)
         self._plans: dict[str, ParameterPlan] = {}
 

@@ -115,12 +115,19 @@ class FP8GlobalStateManager:
             step.end()
 
     @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
+        """Nothing: states join the step when their modules run."""
+
+    @classmethod
     def get_autocast_state(cls) -> PrecisionContext:
         return active()
 
     @classmethod
     def set_autocast_state(cls, state: PrecisionContext) -> None:
         activate(state)
+
+    get_fp8_autocast_state = get_autocast_state
+    set_fp8_autocast_state = set_autocast_state
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> Tensor | None:

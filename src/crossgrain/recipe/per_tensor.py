@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,9 @@ class DelayedScaling(RecipeFields):
     ``amax_compute_algo``            "max" of the window, "most_recent", or ``f(history[len, n]) -> amax[n]``
     ``scaling_factor_compute_algo``  replaces ``fp8_max / amax / 2**margin``
     ``reduce_amax``                  all ranks of the group use the largest amax among them
+    ``override_linear_precision``    (fprop, dgrad, wgrad) in high precision: none of them, here
+
+    ``params_dtype`` and ``device`` are options of modules, which clients hand to everything; they mean nothing here.
     """
 
     margin: int = 0
@@ -36,11 +39,19 @@ class DelayedScaling(RecipeFields):
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
+    override_linear_precision: InitVar[tuple[bool, bool, bool]] = (False, False, False)
+    params_dtype: InitVar[Any] = None
+    device: InitVar[Any] = None
 
     _kind: ClassVar[str] = "delayed"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, override_linear_precision: tuple[bool, bool, bool], params_dtype: Any, device: Any) -> None:
         super().__post_init__()
+        require(
+            not any(override_linear_precision),
+            "delayed scaling has all GEMMs in FP8: override_linear_precision is (False, False, False), not "
+            f"{override_linear_precision}",
+        )
         refuse_pure_e5m2(self.fp8_format)
         require(self.amax_history_len >= 1, f"amax_history_len is at least 1, not {self.amax_history_len}")
         require(

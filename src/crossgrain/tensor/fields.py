@@ -46,6 +46,10 @@ class DataAndScaleStorage(QuantizedTensorStorage):
         """Whether a scale belongs to a square tile (2-D scaling)."""
         return self._formats[ROWWISE].block_rows > 1
 
+    def _create_columnwise(self) -> None:
+        """Make columnwise data from the rows, where that is exact."""
+        self.update_usage(columnwise_usage=True)
+
     def _common_metadata(self) -> dict[str, Any]:
         """The constructor arguments that all these formats have."""
         buffers = {name.removeprefix("_"): getattr(self, name) for name in self._buffer_names}

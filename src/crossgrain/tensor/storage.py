@@ -156,6 +156,9 @@ class QuantizedTensorStorage(PlaneHolder):
         for plane in made.values():
             self._adopt_plane(plane)
 
+    def _reset_caches(self) -> None:
+        """Free what is a copy of other data; most formats keep no copies."""
+
     def _derivable(self, direction: Direction) -> Plane | None:
         """The missing plane of ``direction`` made from the other one, where that is exact."""
         source, fmt = self.plane(direction.other), self._formats[direction]

@@ -78,8 +78,6 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``qkv`` [..., groups, q + k + v channels] divided into heads, with queries and keys turned by their angles."""
-    if cp_size != 1:
-        raise NotImplementedError("rotary positions of sequences that ranks share are not supported: cp_size is 1")
     q, k, v = qkv.split(list(qkv_split_arg_list), dim=-1)
     channels = k.shape[-1]
     q = q.reshape(*q.shape[:-2], -1, channels)
@@ -88,5 +86,7 @@ def apply_fused_qkv_rotary_pos_emb(
         "start_positions": start_positions,
         "interleaved": interleaved,
         "cu_seqlens": cu_seqlens,
+        "cp_size": cp_size,
+        "cp_rank": cp_rank,
     }
     return apply_rotary_pos_emb(q, q_freqs, **options), apply_rotary_pos_emb(k, k_freqs, **options), v

@@ -165,6 +165,7 @@ class DotProductAttention(QuantizedModule):
         inference_params: InferenceParams | None = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = None,
+        num_splits: int | None = 1,
     ) -> Tensor:
         """[sequence, batch, heads · channels], or in the order of ``qkv_format``.
 
@@ -172,6 +173,7 @@ class DotProductAttention(QuantizedModule):
                             in cross attention; for "arbitrary" what broadcasts to [batch, heads, queries, keys]
         ``cu_seqlens_*``    where sequences begin, [batch + 1]: instead of a mask for padding; thd needs them.
                             With ``cu_seqlens_*_padded`` the tokens of thd begin there, with gaps between sequences
+        ``num_splits``      of keys in kernels of a GPU; it has no effect
 
         Padded queries, and those that may look at no key, get 0.
         """

@@ -270,5 +270,5 @@ class MultiheadAttention(nn.Module):
             offsets = core_options.get(f"cu_seqlens_{side}_padded")
             offsets = core_options.get(f"cu_seqlens_{side}") if offsets is None else offsets
             at = None if side == "kv" and self.attention_type == "cross" else starts  # an encoder's output is whole
-            turned.append(apply_rotary_pos_emb(x, freqs, fmt, at, self.rotary_pos_interleaved, offsets))
+            turned.append(apply_rotary_pos_emb(x, freqs, fmt, at, self.rotary_pos_interleaved, cu_seqlens=offsets))
         return turned[0], turned[1]

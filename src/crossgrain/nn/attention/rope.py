@@ -65,13 +65,20 @@ def apply_rotary_pos_emb(
     tensor_format: str = "sbhd",
     start_positions: Tensor | None = None,
     interleaved: bool = False,
+    fused: bool = False,
     cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> Tensor:
     """``t``, queries or keys, turned by ``freqs`` [sequence, 1, 1, channels]; channels beyond these stay.
 
     ``start_positions``  [batch]: the position of the first token of each sequence, when decoding with a cache
     ``cu_seqlens``       [batch + 1]: where sequences begin in thd
+    ``fused``            has no meaning here
+    ``cp_size``          ranks that share a sequence: one
     """
+    if cp_size != 1:
+        raise NotImplementedError(f"rotary positions of sequences that {cp_size} ranks share: cp_size is 1")
     positions = _positions(t, tensor_format, start_positions, cu_seqlens)
     if positions.numel() and int(positions.max()) >= len(freqs):
         raise ValueError(f"position {int(positions.max())} has no angle: there are {len(freqs)}")

@@ -1,0 +1,40 @@
+"""What clients of the field read from modules, under the names they know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..collectives import group_rank
+from ..recipe import active
+
+
+class FieldNames(nn.Module):
+    """Attributes of a quantized module that say what is known elsewhere.
+
+    ``ub_name``  of a buffer for communication that overlaps with GEMMs; it has no effect
+    """
+
+    fp8: bool
+    tp_group: Any
+    ub_name: str | None = None
+
+    @property
+    def fp8_calibration(self) -> bool:
+        return active().calibrating
+
+    @property
+    def fp8_initialized(self) -> bool:
+        """Whether there are quantizers."""
+        quantizers: dict[str, list[Any]] = self.quantizers  # type: ignore[assignment]
+        return any(quantizers.values())
+
+    @property
+    def fp8_parameters(self) -> bool:
+        return bool(self.primary_weights_in_fp8)
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that share the layer."""
+        return 0 if self.tp_group is None else group_rank(self.tp_group)
