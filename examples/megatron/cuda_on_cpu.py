@@ -9,7 +9,8 @@ those names a meaning on a machine without a GPU, before Megatron is imported:
 - **streams and events**: everything has happened by the time a call returns, so there is nothing to wait for;
 - **memory and markers**: nothing is counted, nothing is marked;
 - **collectives**: those which Megatron puts together run one after the other. Gloo (torch 2.13) gives wrong numbers for
-  gathers of several dtypes in one, and puts together only collectives of one kind;
+  gathers of several dtypes in one, and puts together only collectives of one kind. As with NCCL, autograd does not
+  see that they write;
 - **compilers**: ``torch.compile``, which Megatron uses for small fusions, returns the function as it is.
 
 Nothing of this is part of the library, and nothing else of Megatron is changed.
@@ -251,7 +252,9 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -
     finally:
         held_back = state.pop(group)
     for call in held_back:
-        tensors = (call.tensor,) if call.dst_tensor is None else (call.dst_tensor, call.tensor)
+        # What NCCL writes, autograd does not count. What gloo writes it would count as a write to all parameters that
+        # share a buffer, also to those that backward still needs; `data` has a count of its own.
+        tensors = [tensor.data for tensor in (call.dst_tensor, call.tensor) if tensor is not None]
         options = {} if call.redop is None else {"op": call.redop}
         works.started.append(call.op(*tensors, group=group, async_op=async_ops, **options))
 

@@ -149,13 +149,11 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tup
 
 def train(options: Options, steps: int) -> list[tuple[float, float]]:
     """The loss of the batch and the norm of all gradients, of every step."""
-    model, optimizer = build(options)
-    return run(model, optimizer, options, steps)
+    return list(run(*build(options), options, steps))
 
 
-def run(model: nn.Module, optimizer: Any, options: Options, steps: int) -> list[tuple[float, float]]:
+def run(model: nn.Module, optimizer: Any, options: Options, steps: int) -> Iterator[tuple[float, float]]:
     data = batches(options)
-    found = []
     for _ in range(steps):
         model.zero_grad_buffer()  # type: ignore[operator]
         optimizer.zero_grad()
@@ -172,5 +170,4 @@ def run(model: nn.Module, optimizer: Any, options: Options, steps: int) -> list[
             raise RuntimeError("a gradient is not finite")
         loss = torch.stack([each["loss"] for each in losses]).mean()
         torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        found.append((loss.item() / parallel_state.get_data_parallel_world_size(), float(norm)))
-    return found
+        yield loss.item() / parallel_state.get_data_parallel_world_size(), float(norm)

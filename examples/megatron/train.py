@@ -45,7 +45,8 @@ def main() -> None:
             dist.init_process_group("gloo")
         else:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for step, (loss, norm) in enumerate(small_gpt.train(options, given.steps)):
+        model, optimizer = small_gpt.build(options)
+        for step, (loss, norm) in enumerate(small_gpt.run(model, optimizer, options, given.steps)):
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
         dist.destroy_process_group()

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import crossgrain as cg
 
 from ..distributed import ranks
 
@@ -45,6 +48,8 @@ def _serve(pipe: Any, of_tests: Any, folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLE))
     import small_gpt  # noqa: F401
 
+    for recipe in ("fp8", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd"):
+        train_a_layer(recipe)  # so that ranks have the kernels
     while True:
         try:
             work, count, args = pickle.loads(pipe.recv_bytes())
@@ -55,6 +60,12 @@ def _serve(pipe: Any, of_tests: Any, folder: Path) -> None:
         except Exception:
             answer = True, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def train_a_layer(recipe: str) -> None:
+    layer = cg.Linear(128, 128, params_dtype=torch.bfloat16)
+    with cg.autocast(recipe=recipe):
+        layer(torch.ones(128, 128, dtype=torch.bfloat16)).sum().backward()
 
 
 @pytest.fixture(scope="session")
