@@ -11,6 +11,7 @@ those names a meaning on a machine without a GPU, before Megatron is imported:
 - **collectives**: those which Megatron puts together run one after the other. Gloo (torch 2.13) gives wrong numbers for
   gathers of several dtypes in one, and puts together only collectives of one kind. As with NCCL, autograd does not
   see that they write;
+- **apex**: gradients of weights are added to ``main_grad`` by a product of torch, where Megatron asks a CUDA extension;
 - **compilers**: ``torch.compile``, which Megatron uses for small fusions, returns the function as it is.
 
 Nothing of this is part of the library, and nothing else of Megatron is changed.
@@ -23,7 +24,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def install() -> None:
     _streams()
     _memory_and_markers()
     _collectives()
+    _gradient_accumulation()
     _put(torch, compile=lambda model=None, **options: model if model is not None else (lambda function: function))
     _put(torch.cuda, answered_by_cpu=True)
 
@@ -265,3 +267,17 @@ def _collectives() -> None:
     barrier = dist.barrier
     # Gloo has no devices to choose among.
     _put(dist, barrier=lambda group=None, async_op=False, device_ids=None: barrier(group=group, async_op=async_op))
+
+
+# ---- an extension of apex ----------------------------------------------------------------------------------
+
+
+def _gradient_accumulation() -> None:
+    """``main_grad += dyᵀ · x`` in the dtype of ``main_grad``, for Megatron's own layers: the one that makes logits."""
+
+    def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.addmm_(dy.t().to(main_grad.dtype), x.to(main_grad.dtype))
+
+    extension = ModuleType("fused_weight_gradient_mlp_cuda")
+    _put(extension, wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+    sys.modules[extension.__name__] = extension

@@ -68,7 +68,6 @@ class Options:
     distributed_optimizer: bool = False
     quantized_parameters: bool = False  # "--fp8-param-gather"
     clip_grad: float = 1.0
-    experts: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
 
@@ -99,7 +98,8 @@ def build(options: Options, seed: int = 1234) -> tuple[DistributedDataParallel, 
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = transformer_config(options)
     layer = get_gpt_layer_local_spec if options.local_spec else get_gpt_layer_with_transformer_engine_spec
-    model = GPTModel(config, layer(num_experts=options.experts), VOCABULARY, CONTEXT, position_embedding_type="rope")
+    spec = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    model = GPTModel(config, spec, VOCABULARY, CONTEXT, position_embedding_type="rope")
     reuse = options.quantized_parameters and options.recipe == "mxfp8"  # Megatron has no other way for MXFP8
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -142,7 +142,7 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tup
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach().clone()}  # Megatron divides the loss itself by the number of microbatches
 
     return losses, loss_of
 
