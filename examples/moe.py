@@ -5,35 +5,20 @@
 
 Both print the same losses. A router chooses experts for every token; tokens are sorted by expert, travel to the rank
 that has it, go through two grouped layers, and travel back. Every expert sees its tokens in the same order on any
-number of ranks, so it computes the same numbers.
+number of ranks, so it computes the same numbers. Tokens travel quantized, as the first grouped layer multiplies them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import crossgrain as cg
-
-
-class AllToAll(torch.autograd.Function):
-    """``sent[r]`` rows go to rank r, ``got[r]`` come from it; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], got: list[int]) -> Tensor:
-        ctx.sent, ctx.got = sent, got
-        arrived = rows.new_empty(sum(got), rows.shape[1])
-        dist.all_to_all_single(arrived, rows.contiguous(), got, sent)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return AllToAll.apply(grads[0], ctx.got, ctx.sent), None, None
+from crossgrain.distributed import TokenExchange, count_exchanged_bytes
 
 
 class Experts(nn.Module):
@@ -41,7 +26,6 @@ class Experts(nn.Module):
 
     def __init__(self, mine: range, width: int, hidden: int) -> None:
         super().__init__()
-        self.pad, self.unpad = cg.Fp8Padding(len(mine)), cg.Fp8Unpadding(len(mine))
         self.up = cg.GroupedLinear(len(mine), width, hidden)
         self.down = cg.GroupedLinear(len(mine), hidden, width)
         for layer in (self.up, self.down):
@@ -52,22 +36,23 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """``rows`` are sorted by expert; ``sizes`` says how many each has, which may be none."""
-        padded, padded_sizes = self.pad(rows, sizes)
-        out = self.down(nn.functional.gelu(self.up(padded, padded_sizes)), padded_sizes)
-        unpadded: Tensor = self.unpad(out, sizes)
-        return unpadded
+        out: Tensor = self.down(nn.functional.gelu(self.up(rows, sizes)), sizes)
+        return out
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts are dealt out to the ranks in order; the router is the same on all."""
+    """Experts are dealt out to the ranks in order; the router is the same on all.
 
-    def __init__(self, width: int, hidden: int, experts: int, top_k: int = 2) -> None:
+    ``sends_quantized``  tokens travel to the experts as the codes and scales that the experts multiply
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, top_k: int = 2, *, sends_quantized: bool = False) -> None:
         super().__init__()
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         if experts % self.ranks:
             raise ValueError(f"{experts} experts cannot be dealt out to {self.ranks} ranks")
-        self.top_k, self.here = top_k, experts // self.ranks
+        self.top_k, self.here, self.sends_quantized = top_k, experts // self.ranks, sends_quantized
         self.router = nn.Linear(width, experts)
         self.experts = Experts(range(rank * self.here, (rank + 1) * self.here), width, hidden)
 
@@ -81,25 +66,17 @@ class MixtureOfExperts(nn.Module):
         return mixed
 
     def _all_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        out: Tensor
-        if self.ranks == 1:
-            out = self.experts(rows, counts.tolist())
-            return out
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts)
-        sent, got = (found.view(self.ranks, self.here).sum(1).tolist() for found in (counts, arriving))
-        arrived = AllToAll.apply(rows, sent, got)
-        # They arrive by rank and then by expert; sorting keeps the order of the ranks within an expert.
-        order = torch.arange(self.here).repeat(self.ranks).repeat_interleave(arriving).argsort(stable=True)
-        out = self.experts(arrived[order], arriving.view(self.ranks, self.here).sum(0).tolist())
-        back: Tensor = AllToAll.apply(out[order.argsort()], got, sent)
-        return back
+        exchange = TokenExchange(counts)
+        quantizer = self.experts.up.token_quantizer() if self.sends_quantized else None
+        return exchange.combine(self.experts(exchange.dispatch(rows, quantizer), exchange.sizes))
 
 
-def train(steps: int, recipe: str, experts: int = 8, tokens: int = 128, width: int = 64) -> tuple[list[float], Tensor]:
+def train(
+    steps: int, recipe: str, experts: int = 8, tokens: int = 128, width: int = 64, *, sends_quantized: bool = False
+) -> tuple[list[float], Tensor]:
     """The losses, and how many tokens of the last step each expert was given by this rank."""
     torch.manual_seed(0)
-    model = MixtureOfExperts(width, 2 * width, experts)
+    model = MixtureOfExperts(width, 2 * width, experts, sends_quantized=sends_quantized)
     with torch.no_grad():
         model.router.bias[1] = -100.0  # an expert that nobody asks for
     rank, ranks = (dist.get_rank(), model.ranks) if model.ranks > 1 else (0, 1)
@@ -128,15 +105,18 @@ def train(steps: int, recipe: str, experts: int = 8, tokens: int = 128, width: i
 def main() -> None:
     parser = argparse.ArgumentParser(description="A mixture of experts in low precision, over any number of ranks.")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="mxfp8, input.source: dequantized")
+    parser.add_argument("--high-precision", action="store_true", help="send tokens as they are, not quantized")
     options = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    losses, counts = train(options.steps, options.recipe)
+    with count_exchanged_bytes() as exchanged:
+        losses, counts = train(options.steps, options.recipe, sends_quantized=not options.high_precision)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for step, loss in enumerate(losses):
             print(f"step {step}: loss {loss:.6f}")
         print("tokens of each expert, from the first rank:", counts.tolist())
+        print("bytes that arrived there in a step: tokens, outputs, gradients of outputs:", exchanged.sizes[-3:])
     if dist.is_initialized():
         dist.destroy_process_group()
 

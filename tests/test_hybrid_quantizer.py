@@ -438,3 +438,12 @@ def test_kernels_are_asked_with_the_encoding_of_each_child(x, monkeypatch):
     assert all(isinstance(target, Target) for target in asked)
     assert [target.encoding.four_over_six for target in asked] == ["MSE", None]
     assert [target.encoding.stochastic for target in asked] == [False, True]
+
+
+def test_columns_of_rows_that_are_there():
+    x = torch.randn(32, 64)
+    hybrid = hybrid_of("mxfp8", "nvfp4", "rowwise_dequantized")
+    rows = QUANTIZERS["mxfp8"]().storing(rowwise=True, columnwise=False)(x)
+    assert_same_bytes(hybrid.quantized_from_rows(rows), hybrid(x))
+    with pytest.raises(ValueError, match="made from the original, not from rows"):
+        hybrid_of("mxfp8", "nvfp4").quantized_from_rows(rows)

@@ -19,6 +19,13 @@ def group_rank(group: Any = None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
+def same_ranks(group: Any, other: Any) -> bool:
+    """Whether two groups have the same members; None is no group. Equal meshes may have groups of their own."""
+    if group is None or other is None:
+        return False
+    return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
+
+
 def gathered_rows(x: Tensor, group: Any) -> Tensor:
     """The rows of all ranks, one rank after the other; each has as many."""
     x = x.detach().contiguous()
@@ -32,6 +39,36 @@ def summed(x: Tensor, group: Any) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
+
+
+class AwaitedGroup:
+    """Stands for ranks that are not known yet: whatever has to communicate with them raises."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+
+def joined_groups(*groups: Any) -> Any:
+    """All of these, for `maximise_`: a group, or a tuple of different ones; None adds nothing."""
+    found: list[Any] = []
+    for group in groups:
+        members = group if isinstance(group, tuple) else (group,)
+        found += [member for member in members if member is not None and all(member is not other for other in found)]
+    return found[0] if len(found) == 1 else tuple(found) or None
+
+
+def without_group(groups: Any, group: Any) -> Any:
+    """``groups``, as `joined_groups` gives them, but for one."""
+    members = groups if isinstance(groups, tuple) else (groups,)
+    return joined_groups(*(member for member in members if member is not group))
+
+
+def maximise_(x: Tensor, group: Any) -> None:
+    """The largest numbers of all ranks, in place. Of several groups: of the ranks that they connect."""
+    for each in group if isinstance(group, tuple) else (group,):
+        if isinstance(each, AwaitedGroup):
+            raise RuntimeError(each.problem)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=each)
 
 
 def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:

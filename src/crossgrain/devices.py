@@ -23,6 +23,11 @@ def resolved_device(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cpu")
 
 
+def accelerator() -> torch.device:
+    """The GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _warn_once() -> None:
     global _warned
     if not _warned:

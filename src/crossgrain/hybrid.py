@@ -138,6 +138,20 @@ class HybridQuantizer(Quantizer):
         self._show_to_what_is_left_out(tensor, children)
         return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
 
+    def quantized_from_rows(self, row: QuantizedTensorStorage) -> Any:
+        """What `quantize` makes of a tensor whose rowwise child is there; columns, if wanted, are made from it."""
+        wanted = self._wanted()
+        if COLUMNWISE in wanted and not self._derives_columns():
+            raise ValueError("the columnwise child of this hybrid is made from the original, not from rows")
+        children: dict[Direction, Any] = {ROWWISE: row}
+        if COLUMNWISE in wanted:
+            children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
+        else:
+            self._draw_for_what_is_left_out(wanted)
+        if self._derives_columns():
+            self._show_to_what_is_left_out(row, children)
+        return self._wrap(children, row.shape, row.dtype, row.device)
+
     def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
         """Random numbers that are drawn later do not depend on which planes were asked for."""
         rounded = [d for d in Direction if rounds_stochastically(self._quantizer_of(d))]
@@ -145,7 +159,7 @@ class HybridQuantizer(Quantizer):
         if any(direction not in wanted for direction in rounded) and (self._derives_columns() or not drawn):
             draw_seed()
 
-    def _show_to_what_is_left_out(self, tensor: Tensor, children: Mapping[Direction, Any]) -> None:
+    def _show_to_what_is_left_out(self, tensor: Any, children: Mapping[Direction, Any]) -> None:
         """Histories learn in the first pass of a checkpoint, also of planes that only its recomputation makes."""
         if not current_pass().hides_gradients:
             return
@@ -392,7 +406,7 @@ def _writes_planes(quantizer: Quantizer) -> bool:
     return not quantizer.custom and not isinstance(quantizer, IdentityQuantizer)
 
 
-def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor) -> Tensor:
+def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor | QuantizedTensorStorage) -> Tensor:
     return row.dequantize(dtype=tensor.dtype).detach()
 
 

@@ -65,7 +65,7 @@ def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
     directions = quantizer._directions_to_make()
     if any(why_not_gathered(quantizer, direction, x.shape[0]) for direction in directions):
         return quantizer.quantize(gathered_rows(x, group))
-    sent = [ROWWISE] if _rows_say_all(quantizer, directions) else directions
+    sent = [ROWWISE] if len(directions) == 2 and columns_follow_from_rows(quantizer) else directions
     usages = {direction.value: direction in sent for direction in Direction}
     part: QuantizedTensorStorage = quantizer.storing(**usages).reducing(group, axis=0).quantize(x)
     own = quantizer.copy()
@@ -81,9 +81,9 @@ def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
     return whole
 
 
-def _rows_say_all(quantizer: Quantizer, directions: Sequence[Direction]) -> bool:
-    """Whether both directions are wanted and one has the codes of the other."""
-    if isinstance(quantizer, HybridQuantizer) or len(directions) < 2:
+def columns_follow_from_rows(quantizer: Quantizer) -> bool:
+    """Whether one direction has the codes of the other."""
+    if isinstance(quantizer, HybridQuantizer) or quantizer.custom:
         return False
     row, column = (quantizer.encoding(direction) for direction in (ROWWISE, COLUMNWISE))
     return row == column and row.format.is_symmetric and not row.format.is_identity

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .collectives import maximise_
 from .devices import resolved_device
 from .dtypes import HIGH_PRECISION
 from .encoding import Encoding
@@ -59,7 +60,7 @@ class Quantizer:
     internal: bool
     optimize_for_gemm: bool
     with_amax_reduction: bool = False
-    amax_reduction_group: Any = None
+    amax_reduction_group: Any = None  # or a tuple of groups, over each of which amaxes are reduced
     amax_reduction_axis: int | None = None  # ranks hold parts of a tensor that was cut along it; None: they share all
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -258,7 +259,7 @@ class Quantizer:
         if not amaxes:
             return targets
         packed = torch.cat(amaxes)
-        torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+        maximise_(packed, self.amax_reduction_group)
         pieces = iter(packed.split([amax.numel() for amax in amaxes]))
         return [
             target.with_amax(next(pieces)) if share and target.amax is not None else target
@@ -408,6 +409,13 @@ class Quantizer:
             made = cls._wrapper(shape, dtype, device)
         formats = {direction: self.encoding(direction).format for direction in Direction}
         made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
+        return made
+
+    def _holding(self, plane: Plane, dtype: torch.dtype) -> Any:
+        """A storage or tensor over a plane in this quantizer's format that was made elsewhere."""
+        made = self._blank(plane.shape, dtype, plane.data.device)
+        made._set_plane(plane.direction, plane)
+        made._quantizer._leave_group()
         return made
 
     # ---- usages and properties -----------------------------------------------------------------

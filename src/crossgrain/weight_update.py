@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .collectives import maximise_, without_group
 from .hybrid import HybridQuantizer
 from .hybrid_tensor import HybridQuantizedTensorStorage
 from .kernels.partial import Span, needs_neighbours, part_amaxes, write_part
@@ -107,6 +108,7 @@ class _Part:
     target: Target
     block_max: Tensor | None
     shard: Tensor | None
+    groups: Any = None  # whose ranks have other parts of the weight, and its amax in common
 
 
 def quantize_master_weights(
@@ -258,12 +260,16 @@ def _write(weights: Sequence[_Weight], group: Any, ranks: int) -> None:
             x = _assembled(item, group, ranks)
             if is_written_whole(item.weight):
                 item.spans = [(0, item.weight.numel())]
-            _write_parts(item, x, _parts(item, x), group, ranks)
+            parts = _parts(item, x)
+            _reduce_overall(parts, group)
+            _write_parts(item, x, parts, group, ranks)
             if is_written_whole(item.weight):
                 post_all_gather_processing(item.weight)
         else:
             pending.append((item, _parts(item, item.matrix())))
-    _reduce([part for _, parts in pending for part in parts], group, ranks)
+    measured = [part for _, parts in pending for part in parts]
+    _reduce(measured, group, ranks)
+    _reduce_overall(measured, group)
     for item, parts in pending:
         _write_parts(item, item.matrix(), parts, group, ranks)  # made again: keeping all would double the model
 
@@ -288,7 +294,9 @@ def _parts(item: _Weight, x: Tensor) -> list[_Part]:
     for quantizer, storage in item.holders():
         for target in quantizer._targets(quantizer._in_own_formats(storage.planes())):
             overall, block_max = part_amaxes(x, target)
-            parts.append(_Part(storage, target.with_amax(overall), block_max, next(shards, None)))
+            shares = quantizer.with_amax_reduction and quantizer._shares_amax(target)
+            groups = quantizer.amax_reduction_group if shares else None
+            parts.append(_Part(storage, target.with_amax(overall), block_max, next(shards, None), groups))
     return parts
 
 
@@ -305,6 +313,25 @@ def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
             part.target = part.target.with_amax(next(reduced).view(part.target.amax.shape))
         if part.block_max is not None:
             part.block_max = next(reduced).view(part.block_max.shape)
+
+
+def _reduce_overall(parts: Sequence[_Part], group: Any) -> None:
+    """Maximise amaxes of weights of which each tensor parallel rank has a part over these ranks, too."""
+    by_groups: dict[Any, list[_Part]] = {}
+    for part in parts:
+        others = without_group(part.groups, group)
+        if others is not None:
+            by_groups.setdefault(others, []).append(part)
+    for groups, sharing in by_groups.items():
+        amaxes = [part.target.amax for part in sharing if part.target.amax is not None]
+        if not amaxes:
+            continue
+        packed = torch.cat([amax.reshape(-1) for amax in amaxes])
+        maximise_(packed, groups)
+        reduced = iter(packed.split([amax.numel() for amax in amaxes]))
+        for part in sharing:
+            if part.target.amax is not None:
+                part.target = part.target.with_amax(next(reduced).view(part.target.amax.shape))
 
 
 def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, ranks: int) -> None:

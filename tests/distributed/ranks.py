@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import crossgrain as cg
 from crossgrain.nn.gathered_weight import GatheredWeight
+from crossgrain.tensor.sharding import local_part
 
 PATIENCE = datetime.timedelta(minutes=5)  # to compile kernels; who waits for a rank that raised must not wait for ever
 
@@ -129,6 +130,7 @@ def digest(model):
 
 
 def _tensors(parameter):
+    parameter = local_part(parameter)
     if isinstance(parameter, GatheredWeight):
         parameter = parameter.quantized
     if not isinstance(parameter, cg.QuantizedTensorStorage):

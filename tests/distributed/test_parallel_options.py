@@ -3,13 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import crossgrain as cg
+from crossgrain import ops
 from crossgrain import recipe as recipes
-from crossgrain.distributed import reduce_sequence_parallel_gradients
+from crossgrain.distributed import RowwiseParallel, mark_sequence_parallel, reduce_sequence_parallel_gradients
 from crossgrain.tensor.sharding import local_part
 
 from ..quantizers import E4M3
@@ -320,23 +323,68 @@ def test_sizes_and_marks():
         cg.LayerNormMLP(8, 9, set_parallel_mode=True, tp_size=2)
     with pytest.raises(ValueError, match="num_gqa_groups=1 cannot be divided evenly"):
         cg.MultiheadAttention(8, 2, num_gqa_groups=1, set_parallel_mode=True, tp_size=2)
-    with pytest.raises(NotImplementedError, match="whole experts"):
-        cg.GroupedLinear(2, 8, 8, tp_size=2)
+
+
+def gradients_in_shards(rank, sharded):
+    """Of ranks that share rows: of norms and biases, after they were added up."""
+    meshes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    group, place = meshes["tensor"].get_group(), meshes.get_local_rank("tensor")
+    options = {"tp_group": group, "sequence_parallel": True, "device": "cpu"}
+    torch.manual_seed(0)
+    layer = cg.TransformerLayer(
+        64, 128, 2, set_parallel_mode=True, output_layernorm=True, hidden_dropout=0.0, attention_dropout=0.0,
+        qk_norm_type="RMSNorm", **options,
+    )  # fmt: skip
+    row = {"tensor_parallel_mode": "row", "tensor_parallel_group": group, "sequence_parallel": True}
+    styled = parallelize_module(cg.Linear(64, 32), meshes["tensor"], RowwiseParallel(sequence_parallel=True))
+    operation, norm = ops.Linear(64, 32, **row), nn.LayerNorm(32)
+    model = nn.ModuleDict({"layer": layer, "operation": operation, "styled": styled, "norm": norm})
+    mark_sequence_parallel(norm)
+    if sharded:
+        for module in model.values():
+            fully_shard(module, mesh=meshes["data"])
+    x = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(2))
+    hidden = layer(x.chunk(2)[place])[..., :32].contiguous()
+    norm(operation(hidden) + styled(hidden)).square().sum().backward()
+    before = {name: whole(p.grad) for name, p in model.named_parameters()}
+    reduce_sequence_parallel_gradients(model, group)
+    after = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return after, {name for name, gradient in after.items() if not torch.equal(gradient, before[name])}
+
+
+def whole(gradient):
+    return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
+
+
+def test_gradients_of_marked_parameters_are_added_up_in_shards_too(tmp_path):
+    expected = run(gradients_in_shards, 2, tmp_path, False)
+    summed = expected[0][1]
+    kinds = ("layer_norm_weight", "layernorm.weight", "q_norm.weight", "proj.bias", "fc2_bias")
+    assert all(
+        any(name.endswith(kind) for name in summed) for kind in (*kinds, "operation.bias", "styled.bias", "norm.weight")
+    )
+    assert not any(name.endswith(("qkv_weight", "fc1_weight", "fc1_bias")) for name in summed)
+    for rank, (gradients, names) in enumerate(run(gradients_in_shards, 4, tmp_path, True)):
+        assert names == summed
+        for name, gradient in expected[rank % 2][0].items():
+            assert torch.equal(gradients[name], gradient), name
 
 
 def with_lost_marks(rank):
-    """Of ranks that share rows, and that FSDP2 shards over a mesh of one."""
-    layer = cg.Linear(64, 64, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
+    """A norm of torch, between layers that share rows, whose marks FSDP2 forgets."""
     meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    fully_shard(layer, mesh=meshes["data"])
-    lost = error_of(lambda: reduce_sequence_parallel_gradients(layer))
-    layer.bias.grad = torch.full_like(layer.bias, rank + 1.0)
-    layer.bias.sequence_parallel = True
-    reduce_sequence_parallel_gradients(layer)
-    return lost, local_part(layer.bias.grad).tolist()
+    shared = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+    model = nn.Sequential(nn.LayerNorm(64), cg.Linear(64, 64, parallel_mode="column", **shared))
+    model[0].weight.sequence_parallel = True
+    fully_shard(model, mesh=meshes["data"])
+    lost = error_of(lambda: reduce_sequence_parallel_gradients(model))
+    model[0].weight.grad = torch.full_like(model[0].weight, rank + 1.0)
+    mark_sequence_parallel(model[0])
+    reduce_sequence_parallel_gradients(model)
+    return lost, local_part(model[0].weight.grad).tolist()
 
 
 def test_marks_that_fsdp2_has_lost_are_missed(tmp_path):
     for lost, gradient in run(with_lost_marks, 2, tmp_path):
-        assert lost[0] == "RuntimeError" and "mark the parameters" in lost[1]
+        assert lost[0] == "RuntimeError" and "mark_sequence_parallel(norm) for norms of your own" in lost[1]
         assert gradient == [3.0] * 64

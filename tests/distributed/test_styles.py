@@ -92,11 +92,11 @@ def test_training(tmp_path, sequence_parallel):
 
 def refused(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
-    with cg.quantized_model_init(recipe="mxfp8"):
-        kept = cg.Linear(64, 64)
+    cut = parallelize_module(cg.Linear(64, 64), mesh, ColwiseParallel())
+    cut.tp_size = 1
     return [
         error_of(lambda: parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())),
-        error_of(lambda: parallelize_module(kept, mesh, ColwiseParallel())),
+        error_of(lambda: parallelize_module(cut, mesh, ColwiseParallel())),
         error_of(lambda: parallelize_module(cg.Linear(8, 7), mesh, ColwiseParallel())),
         error_of(lambda: parallelize_module(cg.LayerNormLinear(8, 8), mesh, RowwiseParallel())),
         error_of(lambda: parallelize_module(cg.Linear(8, 8, delay_wgrad_compute=True), mesh, RowwiseParallel())),
@@ -107,7 +107,7 @@ def test_refused(tmp_path):
     for errors in run(refused, RANKS, tmp_path):
         words = [
             "convert an nn.Linear first",
-            "kept quantized",
+            "weight is a DTensor already; styles come before fully_shard",
             "rows of weight=7",
             "whole rows",
             "delay_wgrad_compute",

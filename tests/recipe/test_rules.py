@@ -131,6 +131,14 @@ def test_the_outermost_of_equally_long_stacks_counts() -> None:
     assert "(0)" in str(GemmRecipe.load("mxfp8; first 1 block: hp").for_model(model))
 
 
+def test_a_numbered_dictionary_is_a_stack_and_a_named_one_is_not() -> None:
+    recipe = GemmRecipe.load("mxfp8; first 1 block: hp")
+    parts = [nn.Linear(4, 4) for _ in range(3)]
+    assert "(4)" in str(recipe.for_model(nn.ModuleDict({str(4 + i): part for i, part in enumerate(parts)})))
+    with pytest.raises(ValueError, match="numbered ModuleDict"):
+        recipe.for_model(nn.ModuleDict(zip("qkv", parts, strict=True)))
+
+
 def test_blocks_can_be_said() -> None:
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": Model(2).layers}), "decoder": Model(2).layers})
     recipe = GemmRecipe.load("mxfp8; first 1 block: hp")
@@ -145,7 +153,7 @@ def test_blocks_can_be_said() -> None:
 
 
 def test_a_model_without_blocks_or_with_too_few() -> None:
-    with pytest.raises(ValueError, match="has no ModuleList or Sequential"):
+    with pytest.raises(ValueError, match="has no ModuleList, Sequential or numbered ModuleDict"):
         GemmRecipe.load("mxfp8; first 1 block: hp").for_model(nn.ModuleDict({"fc": nn.Linear(4, 4)}))
     with pytest.raises(ValueError, match="'last 9 blocks': layers has 4"):
         GemmRecipe.load("mxfp8; last 9 blocks: hp").for_model(Model())

@@ -15,14 +15,16 @@ class Facade(ModuleType):
 
     ``names`` maps a name to ``"module:attribute"``; the entry ``"*"`` is a list of modules that are asked, in order,
     for names that are not in it. Reading, setting and deleting a name go to the module that has it, whenever they
-    are done, so that whoever replaces a function here replaces it for all who look it up there.
+    are done, so that whoever replaces a function here replaces it for all who look it up there. Deleting what was
+    set here brings back what was there before, as it does with attributes that hide others: tools that patch
+    modules for a while undo it in that way.
     """
 
     def __init__(self, name: str, names: Mapping[str, Any], doc: str | None = None) -> None:
         super().__init__(name, doc)
         own = {key: value for key, value in names.items() if key != EVERYTHING and not isinstance(value, str)}
         elsewhere = {key: value for key, value in names.items() if key != EVERYTHING and isinstance(value, str)}
-        vars(self).update(_elsewhere=elsewhere, _behind=tuple(names.get(EVERYTHING, ())), **own)
+        vars(self).update(_elsewhere=elsewhere, _behind=tuple(names.get(EVERYTHING, ())), _replaced={}, **own)
 
     def _place(self, name: str) -> tuple[ModuleType, str] | None:
         """The module that has the name, and what it calls it."""
@@ -46,13 +48,20 @@ class Facade(ModuleType):
         place = None if name in vars(self) else self._place(name)
         if place is None:
             super().__setattr__(name, value)
-        else:
-            setattr(*place, value)
+            return
+        earlier = self._replaced.setdefault(name, [])
+        if earlier and earlier[-1] is value:
+            earlier.pop()
+        elif hasattr(*place):
+            earlier.append(getattr(*place))
+        setattr(*place, value)
 
     def __delattr__(self, name: str) -> None:
         place = None if name in vars(self) else self._place(name)
         if place is None:
             super().__delattr__(name)
+        elif self._replaced.get(name):
+            setattr(*place, self._replaced[name].pop())
         else:
             delattr(*place)
 

@@ -25,7 +25,8 @@ def build() -> dict[str, ModuleType]:
         parent, _, child = name.rpartition(".")
         if parent:
             assert isinstance(modules[parent], Facade), f"{parent} is a module of crossgrain and gets no children"
-            vars(modules[parent])[child] = module
+            if child not in TREE[parent]:  # a function of the same name is what the attribute means
+                vars(modules[parent])[child] = module
     return modules
 
 

@@ -1,7 +1,8 @@
-"""Training over several ranks: FSDP2, tensor and sequence parallelism."""
+"""Training over several ranks: FSDP2, tensor, sequence and expert parallelism."""
 
 from .by_pass import gather_by_pass
 from .count import GatheredBytes, count_gathered_bytes
+from .experts import ExchangedBytes, TokenExchange, all_to_all_rows, count_exchanged_bytes
 from .gather_quantized import GatherReport, gather_quantized
 from .styles import ColwiseParallel, RowwiseParallel
 from .tensor_parallel import (
@@ -9,6 +10,7 @@ from .tensor_parallel import (
     gather_along_first_dim,
     get_distributed_rank,
     get_distributed_world_size,
+    mark_sequence_parallel,
     reduce_scatter_along_first_dim,
     reduce_sequence_parallel_gradients,
     set_tensor_model_parallel_attributes,
@@ -16,16 +18,21 @@ from .tensor_parallel import (
 
 __all__ = [
     "ColwiseParallel",
+    "ExchangedBytes",
     "GatherReport",
     "GatheredBytes",
     "RowwiseParallel",
+    "TokenExchange",
+    "all_to_all_rows",
     "allreduce",
+    "count_exchanged_bytes",
     "count_gathered_bytes",
     "gather_along_first_dim",
     "gather_by_pass",
     "gather_quantized",
     "get_distributed_rank",
     "get_distributed_world_size",
+    "mark_sequence_parallel",
     "reduce_scatter_along_first_dim",
     "reduce_sequence_parallel_gradients",
     "set_tensor_model_parallel_attributes",

@@ -16,7 +16,7 @@ from ..nn.padding import Sizes, known_format
 from ..plane import ROWWISE, Direction
 from ..recipe import Recipe, as_recipe
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part, why_not_sharded
+from ..tensor.sharding import is_sharded, local_part, sharded_like, why_not_sharded
 from .weight_shard import WeightPlan, WeightShard
 
 
@@ -39,24 +39,25 @@ class GatherReport:
 def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] | None = None) -> GatherReport:
     """Make the weights of ``model``'s quantized linear layers travel quantized when FSDP2 gathers them.
 
-    For layers that keep their weights in high precision, as `convert` leaves them. Call it before ``fully_shard``:
-    parameters are replaced. ``recipe`` is for layers that are not bound to one. Weights that are tied, or stay in
-    high precision by the recipe, are left; nothing has changed if a weight cannot be gathered as the recipe asks.
+    For layers that keep their weights in high precision, as `convert` leaves them. Call it after
+    ``parallelize_module`` and before ``fully_shard``: parameters are replaced. ``recipe`` is for layers that are not
+    bound to one. Weights that are tied, or stay in high precision by the recipe, are left; nothing has changed if a
+    weight cannot be gathered as the recipe asks.
     """
     report = GatherReport()
     owners = _owners(model)
-    found: list[tuple[nn.Module, str, WeightShard, bool]] = []
+    found: list[tuple[nn.Module, str, WeightShard]] = []
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
         for index, name in enumerate(module.weight_names):
             parameter = getattr(module, name)
             where = f"{path}.{name}" if path else name
-            if is_sharded(parameter):
+            if is_sharded(module._usable(parameter)):
                 raise RuntimeError(f"{where} is sharded already; call gather_quantized before fully_shard")
-            if isinstance(parameter, QuantizedTensor):
-                continue  # which travels quantized by itself
             weight = local_part(parameter)  # it may have been marked before, for another recipe
+            if isinstance(weight, QuantizedTensor):
+                continue  # which travels quantized by itself
             own_recipe = module.bound_recipe or (None if recipe is None else as_recipe(recipe))
             reason = _why_left(parameter, owners, own_recipe)
             plan = None if reason or own_recipe is None else _plan(module, index, weight, own_recipe, where)
@@ -64,10 +65,10 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
                 report.left[where] = reason or "its recipe keeps it in high precision"
                 continue
             report.quantized[where] = " / ".join(f"{d.value} {_name(plan, d)}" for d in plan.directions)
-            shard = WeightShard(weight.detach(), plan)
-            found.append((module, name, shard, parameter.requires_grad))
-    for module, name, shard, requires_grad in found:
-        setattr(module, name, nn.Parameter(shard, requires_grad=requires_grad))
+            found.append((module, name, WeightShard(weight.detach(), plan)))
+    for module, name, shard in found:
+        old = getattr(module, name)
+        setattr(module, name, nn.Parameter(sharded_like(shard, old), requires_grad=old.requires_grad))
     return report
 
 

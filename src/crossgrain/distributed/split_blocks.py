@@ -1,8 +1,9 @@
 """Quantizing rows of a weight whose blocks other ranks have a part of.
 
 A scale follows from the largest magnitude of its block. Where a shard ends inside a block, the ranks that have a part
-of it maximise its amax first; then each encodes its own rows with the scale of all. Codes of rows that a rank does
-not have are left zero.
+of it maximise its amax first; then each encodes its own rows with the scale of all (`quantized_window`). Codes of rows
+that a rank does not have are left zero. Rotations and 4-over-6 look at all numbers of a block: for these, the ranks
+tell each other the rows of such blocks (`fill_split_blocks`), and each encodes all of its blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives import maximise_, without_group
 from ..hybrid import HybridQuantizer
 from ..kernels import Target
-from ..kernels.partial import needs_neighbours, part_amaxes, write_part
+from ..kernels.partial import part_amaxes, write_part
+from ..nn.padding import padded_matrix
 from ..plane import ROWWISE, Direction
 from ..quantizer import Quantizer
 from ..tensor import QuantizedTensorStorage
@@ -23,7 +26,7 @@ from ..tensor.transport import Rows
 
 
 def quantized_window(
-    x: Tensor, quantizer: Quantizer, own: Sequence[Rows], first: int, rank: int, group: Any, layer: str
+    x: Tensor, quantizer: Quantizer, own: Sequence[Rows], first: int, rank: int, group: Any
 ) -> QuantizedTensorStorage:
     """``x``, the rows from ``first`` on, as ``quantizer`` would quantize the whole weight.
 
@@ -34,10 +37,9 @@ def quantized_window(
     start, stop = (at - first for at in own[rank])
     for child, storage in _in_order(quantizer, made):
         targets = child._targets(child._in_own_formats(storage.planes()))
-        for target in targets:
-            _check_divisible(target, layer)
         amaxes = [part_amaxes(x, target) for target in targets]
         _maximise(amaxes, targets, cuts, first, group)
+        _maximise_overall(amaxes, targets, without_group(child.amax_reduction_group, group))
         for target, (overall, block_max) in zip(targets, amaxes, strict=True):
             target.plane.data.zero_()
             span = (start * x.shape[1], stop * x.shape[1])
@@ -45,6 +47,19 @@ def quantized_window(
         if isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns():
             x = storage.dequantize(dtype=x.dtype)
     return made
+
+
+def fill_split_blocks(x: Tensor, cuts: Sequence[int], block: int, first: int, group: Any) -> None:
+    """Write to ``x``, whole blocks of rows from ``first`` on, what other ranks have of blocks with a cut inside.
+
+    Rows that a rank does not know are zero, so the bytes of all ranks add up to those of each row.
+    """
+    starts = sorted({cut // block * block - first for cut in cuts if cut % block})
+    blocks = [x[max(start, 0) : max(start + block, 0)] if start < x.shape[0] else x[:0] for start in starts]
+    packed = torch.stack([padded_matrix(rows, block, x.shape[1]) for rows in blocks]).view(torch.uint8)
+    torch.distributed.all_reduce(packed, group=group)
+    for rows, piece in zip(blocks, packed.view(x.dtype), strict=True):
+        rows.copy_(piece[: rows.shape[0]])
 
 
 def _in_order(quantizer: Quantizer, made: QuantizedTensorStorage) -> list[tuple[Quantizer, QuantizedTensorStorage]]:
@@ -57,15 +72,6 @@ def _in_order(quantizer: Quantizer, made: QuantizedTensorStorage) -> list[tuple[
         row = quantizer._quantizer_of(ROWWISE).storing(rowwise=True, columnwise=False)
         children = {ROWWISE: row._made(made.shape, made.dtype, made.device), Direction.COLUMNWISE: column}
     return [(quantizer._quantizer_of(direction), child) for direction, child in children.items()]
-
-
-def _check_divisible(target: Target, layer: str) -> None:
-    if needs_neighbours(target.encoding):
-        plane = target.plane
-        raise NotImplementedError(
-            f"{layer}: the shards of the weight end inside its {plane.direction.value} {plane.format.name} blocks, "
-            "whose codes depend on all numbers of a block. Choose sizes whose shards hold whole blocks."
-        )
 
 
 def _maximise(
@@ -94,11 +100,24 @@ def _maximise(
             pieces.append(piece)
             if known:
                 back.append((by_row, here, piece))
-    if not pieces:
-        return
-    packed = torch.cat(pieces)
-    torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
-    for piece, reduced in zip(pieces, packed.split([piece.numel() for piece in pieces]), strict=True):
-        piece.copy_(reduced)
+    _maximise_together(pieces, group)
     for by_row, here, piece in back:
         by_row[here] = piece
+
+
+def _maximise_overall(
+    amaxes: Sequence[tuple[Tensor | None, Tensor | None]], targets: Sequence[Target], groups: Any
+) -> None:
+    """Global amaxes once more, over ranks that have other parts of the weight and no part of these blocks; in place."""
+    found = [amax for target, (amax, _) in zip(targets, amaxes, strict=True) if target.scale is None]
+    if groups is not None:
+        _maximise_together([amax.view(-1) for amax in found if amax is not None], groups)
+
+
+def _maximise_together(pieces: Sequence[Tensor], group: Any) -> None:
+    if not pieces:
+        return
+    packed = torch.cat(list(pieces))
+    maximise_(packed, group)
+    for piece, reduced in zip(pieces, packed.split([piece.numel() for piece in pieces]), strict=True):
+        piece.copy_(reduced)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..files.description import dtype_from, plain_dtype, plain_format
 from ..plane import Direction
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part
+from ..tensor.sharding import is_sharded, local_part, sharded_like
 from .plane_matrices import named_planes, plane_matrices
 
 Path = tuple[Any, ...]
@@ -84,7 +84,7 @@ def put_together(
     dtype = dtype_from(plain["dtype"])
     device = torch.device("cpu") if model is None else model.device
     if model is not None and is_sharded(model) and model.shape == shape:
-        empty = _like_shards(torch.empty(local_part(model).shape, dtype=dtype, device=device), model)
+        empty = sharded_like(torch.empty(local_part(model).shape, dtype=dtype, device=device), model)
     else:
         empty = torch.empty(shape, dtype=dtype, device=device)
     tensors[name] = empty
@@ -93,7 +93,7 @@ def put_together(
 
 def _quantized(model: Any, name: str, tensors: Tensors) -> Finish:
     local = local_part(model)._empty_like()
-    whole = _like_shards(local, model) if is_sharded(model) else local
+    whole = sharded_like(local, model)
     for part, matrix in plane_matrices(whole):
         tensors[f"{name}.{part}"] = matrix
 
@@ -103,14 +103,6 @@ def _quantized(model: Any, name: str, tensors: Tensors) -> Finish:
         return whole
 
     return finish
-
-
-def _like_shards(local: Tensor, model: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
 
 
 def _why_not(plain: Mapping[str, Any], model: Any) -> str | None:

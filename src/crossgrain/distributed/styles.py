@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -15,8 +16,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..nn.converted import ConvertedConv1D
 from ..nn.layernorm_linear import LayerNormLinear
 from ..nn.linear import SingleLinear
-from ..nn.tensor_parallel import ParallelMode, set_tensor_model_parallel_attributes, share
+from ..nn.tensor_parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import own_part
+from .weight_shard import WeightShard
 
 
 class _LinearStyle(ParallelStyle):
@@ -51,12 +54,22 @@ class _LinearStyle(ParallelStyle):
                 f"{name}: the gradient of a DTensor comes through autograd: neither fuse_wgrad_accumulation nor "
                 "delay_wgrad_compute"
             )
-        if any(isinstance(parameter, QuantizedTensor | DTensor) for parameter in module.parameters()):
-            raise NotImplementedError(f"{name}: only plain parameters can be cut, none that is kept quantized or cut")
+        for own, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise NotImplementedError(f"{name}: {own} is a DTensor already; styles come before fully_shard")
+            if isinstance(parameter, WeightShard):
+                raise NotImplementedError(f"{name}: call gather_quantized after parallelize_module")
         ranks = mesh.size()
         for split, rows in module._splits.items():
             share(name, f"rows of {split}weight", rows, ranks if self._mode == "column" else 1)
         share(name, "in_features", module.in_features, ranks if self._mode == "row" else 1)
+        for own, weight in module._quantized_weights().items():
+            try:
+                weight.detach().chunk(ranks, 0 if self._mode == "column" else 1)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}: {own} is kept quantized and cannot be cut for {ranks} ranks: {error}"
+                ) from error
         return module
 
     def _cut(self, layer: SingleLinear, mesh: DeviceMesh) -> None:
@@ -65,18 +78,28 @@ class _LinearStyle(ParallelStyle):
         layer.set_tensor_parallel_group(mesh.get_group())
         for name, old in list(layer.named_parameters(recurse=False)):
             placement = self._placement(name, layer)
-            whole = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
+            if isinstance(old, QuantizedTensor):
+                whole = self._distributed(old, mesh, placement)
+            else:
+                whole = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
             new: Any = nn.Parameter(whole, requires_grad=old.requires_grad)
             if isinstance(placement, Shard):
                 set_tensor_model_parallel_attributes(new, True, placement.dim, 1)
-            else:
-                new.sequence_parallel = self.sequence_parallel
             layer.register_parameter(name, new)
+            if not isinstance(placement, Shard):
+                mark_sequence_parallel(layer, name, marked=self.sequence_parallel)
         if self._mode == "column":
             layer._splits = {name: rows // ranks for name, rows in layer._splits.items()}
             layer.out_features //= ranks
         else:
             layer.in_features //= ranks
+
+    def _distributed(self, weight: QuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+        """The planes of a rank are cut from those of the whole, under the same scales."""
+        if self.src_data_rank is not None and not weight.is_meta:
+            dist.broadcast(weight.detach(), group=mesh.get_group(), group_src=self.src_data_rank)
+        part = own_part(weight, mesh, [placement]).clone()
+        return DTensor.from_local(part, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())
 
     def _placement(self, name: str, layer: SingleLinear) -> Placement:
         if name in layer.weight_names:

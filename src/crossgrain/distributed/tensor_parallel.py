@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..collectives import gathered_rows, group_rank, group_size, scattered_sum
-from ..nn.tensor_parallel import set_tensor_model_parallel_attributes
+from ..nn.tensor_parallel import (
+    mark_sequence_parallel,
+    sequence_parallel_parameters,
+    set_tensor_model_parallel_attributes,
+)
 from ..quantized_gather import gather_quantized_rows
 from ..quantizer import Quantizer
 from ..tensor import QuantizedTensorStorage
@@ -20,6 +24,7 @@ __all__ = [
     "gather_along_first_dim",
     "get_distributed_rank",
     "get_distributed_world_size",
+    "mark_sequence_parallel",
     "reduce_scatter_along_first_dim",
     "reduce_sequence_parallel_gradients",
     "set_tensor_model_parallel_attributes",
@@ -89,13 +94,14 @@ def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> N
 
     These are the gradients of parameters that all ranks have and use for other rows or heads, marked
     ``sequence_parallel=True``: of norms, and of biases after a row-parallel layer. Both ``grad`` and ``main_grad``
-    are summed, if there are any. FSDP2 replaces parameters by others without marks, which have to be set again.
+    are summed, if there are any. FSDP2 replaces parameters by others without marks; those of crossgrain's modules, and
+    of `mark_sequence_parallel`, are known all the same. ``group`` is that of tensor parallelism.
     """
-    marked = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
+    marked = sequence_parallel_parameters(model)
     if not marked and _lost_marks(model):
         raise RuntimeError(
-            "reduce_sequence_parallel_gradients: no parameter is marked sequence_parallel=True, since fully_shard has "
-            "replaced those that were; mark the parameters of norms and of biases after row-parallel layers again"
+            "reduce_sequence_parallel_gradients: layers share rows, and no parameter is marked, since fully_shard has "
+            "replaced those that were; use crossgrain.distributed.mark_sequence_parallel(norm) for norms of your own"
         )
     if group_size(group) == 1:
         return

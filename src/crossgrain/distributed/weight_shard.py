@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..kernels.partial import needs_neighbours
 from ..nn.gathered_weight import GatheredWeight
 from ..nn.padding import known_format, padded_matrix
 from ..plane import ROWWISE, Direction
@@ -23,7 +24,7 @@ from ..quantizer import Quantizer
 from ..tensor import QuantizedTensorStorage
 from ..tensor.sharding import Gather, buffers_of, fill, gathered_directions, reduce_over
 from ..tensor.transport import Rows, Shipment, kind_of, packed
-from .split_blocks import quantized_window
+from .split_blocks import fill_split_blocks, quantized_window
 
 aten = torch.ops.aten
 
@@ -57,6 +58,14 @@ class WeightPlan:
     def cuts_between_blocks(self, own: Sequence[Rows]) -> bool:
         block = self.block_rows()
         return all(stop % block == 0 or stop == self.shape[0] for _, stop in own)
+
+    def needs_neighbours(self) -> bool:
+        """Whether codes depend on all numbers of their block."""
+        return any(needs_neighbours(self.quantizer.encoding(direction)) for direction in self.directions)
+
+    def known(self, own: Sequence[Rows]) -> tuple[Rows, ...] | None:
+        """The rows whose codes each rank knows; None: of all that it sends."""
+        return None if self.cuts_between_blocks(own) or self.needs_neighbours() else tuple(self.with_padding(own))
 
     def with_padding(self, own: Sequence[Rows]) -> list[Rows]:
         """The same with the rows of padding, which belong to whoever has the last rows."""
@@ -132,8 +141,7 @@ class WeightShard(Tensor):
         with torch.no_grad():
             shard = self._quantized(own, windows, rank, group, directions)
         planes = shard._planes_that_travel(directions)
-        known = None if plan.cuts_between_blocks(own) else tuple(plan.with_padding(own))
-        shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), known)
+        shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), plan.known(own))
         return (packed(planes, shipment, rank),), Gather(shipment, directions)
 
     def _quantized(
@@ -145,10 +153,13 @@ class WeightShard(Tensor):
         quantizer = plan.quantizer.storing(**{direction.value: direction in directions for direction in Direction})
         if len(own) > 1:
             reduce_over(quantizer, group)
-        if plan.cuts_between_blocks(own):
-            made: QuantizedTensorStorage = quantizer.quantize(matrix)
-            return made
-        return quantized_window(matrix, quantizer, own, first, rank, group, plan.layer)
+        if plan.known(own) is not None:
+            return quantized_window(matrix, quantizer, own, first, rank, group)
+        if not plan.cuts_between_blocks(own):
+            cuts = [stop for _, stop in own if stop != plan.shape[0]]
+            fill_split_blocks(matrix, cuts, plan.block_rows(), first, group)
+        made: QuantizedTensorStorage = quantizer.quantize(matrix)
+        return made
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor], metadata: Gather, param_dtype: torch.dtype, *, out: Any = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .backend import Backend
 from .reference import ReferenceBackend
@@ -34,6 +36,17 @@ def set_backend(name: str) -> None:
     if name == "cpu" and _cpu is REFERENCE:
         _cpu = None
     _chosen = name
+
+
+@contextmanager
+def using_backend(name: str) -> Iterator[None]:
+    """`set_backend` for the duration of a ``with`` block, in all threads."""
+    before = _chosen
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(before)
 
 
 def get_backend(device_type: str = "cpu") -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._extra_state import passes_over
+from ..collectives import same_ranks
 from ..formats import Format
 from ..operands import GEMMS, check_operands
 from ..plane import Direction
@@ -36,15 +37,18 @@ from ..recipe import (
 )
 from ..tensor import QuantizedTensor
 from ..tensor.loading import check_formats
-from ..tensor.sharding import follow_quantizer
+from ..tensor.sharding import follow_quantizer, is_sharded, local_part
 from ..torch_checkpoints import in_backward, unseen_by_policies
 from .field_names import FieldNames
 from .kept_attributes import kept_attributes
 from .padding import known_format
+from .tensor_parallel import TensorParallel
 from .weight_cache import WeightCache
 
 Mode = Literal["forward", "backward"]
 _SLOTS: dict[Mode, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+_NO_META = {"fp8_checkpoint": False, "fp8_group": None}
 
 _NO_STEP = nullcontext()
 _EXTRA_STATE = "_extra_state"  # torch's name
@@ -71,6 +75,7 @@ class QuantizedModule(FieldNames):
 
     ``name``             the layer's name for recipes and messages, by default its path in the model
     ``quantizers``       ``{"scaling_fwd": [...], "scaling_bwd": [...]}`` of the recipe last used
+    ``fp8_meta``         that recipe, and under the same names the states that the quantizers are of
     ``bound_recipe``     used where no autocast says otherwise; None: high precision
     """
 
@@ -80,7 +85,7 @@ class QuantizedModule(FieldNames):
         super().__init__()
         self.name = name
         self.fp8 = False
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+        self.fp8_meta: dict[str, Any] = dict(_NO_META)
         self._built = _nothing_built()
         self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
         self._unloaded: Any = None  # extra state that waits for states to load it into
@@ -120,6 +125,10 @@ class QuantizedModule(FieldNames):
         """Names of the parameters that are quantized for GEMMs, one for each of `_gemm_operands`."""
         raise NotImplementedError
 
+    def _sharing_of_weight(self, index: int) -> TensorParallel | None:
+        """How ranks share weight ``index``; None if each has all of it."""
+        return None
+
     # ---- quantizers ----------------------------------------------------------------------------
 
     @property
@@ -136,8 +145,15 @@ class QuantizedModule(FieldNames):
         return bool(self._quantized_weights())
 
     def _quantized_weights(self) -> dict[str, QuantizedTensor]:
-        found = {name: getattr(self, name, None) for name in self.weight_names}  # there may be none yet
+        """As this rank computes with them: of DTensors its part, but no shards that have to be gathered first."""
+        found = {name: self._usable(getattr(self, name, None)) for name in self.weight_names}  # there may be none yet
         return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedTensor)}
+
+    def _usable(self, weight: Any) -> Any:
+        if not is_sharded(weight) or weight.device_mesh.ndim > 1:
+            return weight
+        of_styles = same_ranks(weight.device_mesh.get_group(), self.tp_group)
+        return local_part(weight) if of_styles else weight
 
     def _recipe_in_force(self) -> Recipe | None:
         """Autocast decides, where there is one; else what the module is bound to."""
@@ -232,7 +248,7 @@ class QuantizedModule(FieldNames):
             self._unloaded = None
         self._learned |= learned
         self._built = new
-        self.fp8_meta["recipe"] = new.recipe
+        self.fp8_meta.update(recipe=new.recipe, **{_SLOTS[mode]: state for mode, state in new.states.items()})
         self._weight_cache.clear()
         self._relink_weights(new.quantizers)
 
@@ -314,6 +330,7 @@ class QuantizedModule(FieldNames):
         if self._parameter_init.preserve_init_value:
             keep_high_precision_init_val(parameter, value)
         self.register_parameter(name, parameter)
+        self._relink_weights(built.quantizers)
 
     def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
         """``value`` as the weight ``name``."""
@@ -344,8 +361,10 @@ class QuantizedModule(FieldNames):
         Both directions, also under no_grad: whoever builds a model there may still train it.
         """
         made = {}
-        for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):
-            made[name] = quantizer = by_tensor["weight"].copy()
+        weights = zip(self.weight_names, self._gemm_operands(quantizers), strict=False)
+        for index, (name, by_tensor) in enumerate(weights):
+            sharing, quantizer = self._sharing_of_weight(index), by_tensor["weight"].copy()
+            made[name] = quantizer = quantizer if sharing is None else sharing.quantizer("weight", quantizer)
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
         return made
@@ -454,7 +473,7 @@ class QuantizedModule(FieldNames):
             _wgrads=[],
             tp_group=None,  # process groups do not travel
             _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
-            fp8_meta={name: value for name, value in self.fp8_meta.items() if name != "recipe"},
+            fp8_meta={k: v for k, v in self.fp8_meta.items() if k not in ("recipe", *_SLOTS.values())},
         )
         return state
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..recipe import quantized_model_init
 from ..recipe.binding import is_conv1d
-from ..tensor.sharding import is_sharded, local_part, own_rows
+from ..tensor.sharding import is_sharded, local_part, own_part
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 
@@ -36,9 +36,10 @@ class ConvertedLinear(Linear, nn.Linear):
             nn.Linear.reset_parameters(self)
             return
         options: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
-        whole = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, **options)
-        for name, value in whole.named_parameters():
-            local_part(getattr(self, name)).copy_(own_rows(value, getattr(self, name)))
+        rows, columns = self.weight.shape  # of the whole: features are those of the rank
+        for name, value in nn.Linear(columns, rows, bias=self.bias is not None, **options).named_parameters():
+            own: Any = getattr(self, name)
+            local_part(own).copy_(own_part(value, own.device_mesh, own.placements))
 
 
 class ConvertedConv1D(Linear):

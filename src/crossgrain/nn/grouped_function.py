@@ -1,7 +1,7 @@
 """A linear layer for each group of rows, for modules and fusible operations. The GEMMs are those of `linear_function`.
 
 What is particular to groups is that operands are quantized for all of them at once where that is possible
-(see `split_quantize`), and that the weights may be parts of one parameter.
+(see `split_quantize`), that the weights may be parts of one parameter, and that sums over ranks are taken once for all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 from ..tensor import QuantizedTensor
 from . import split_quantize  # looked up when called: whoever replaces the function there is asked
 from .gradient_places import check_has_main_grad, dummy_weight_gradient
+from .grouped_input import given_groups, hollow_rows, takes_rows
 from .linear_function import LinearCall, LinearFunction, Needs, check_dtypes, check_input, check_takes_gradient
 from .padding import Sizes
 from .saved_operand import BUFFERS_PER_OPERAND
 from .split_quantize import padded_groups
+from .tensor_parallel import TensorParallel
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Groups:
     ``packed_weight``            that parameter [groups, N, K]
     ``packed_bias``              the same for biases [groups, N]
     ``out``, ``dgrad_out``       the caller's memory for y and dx
+    ``parallel``                 how ranks share all groups, if they do; ``calls`` do not know
     """
 
     sizes: list[int]
@@ -40,6 +43,12 @@ class Groups:
     packed_bias: Tensor | None = None
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
+    parallel: TensorParallel | None = None
+
+    @property
+    def sums_output(self) -> bool:
+        """Whether y is summed over ranks; biases are then added to the sum."""
+        return self.parallel is not None and self.parallel.sums_output
 
     def weight_parameters(self) -> list[Tensor]:
         return list(self.weights) if self.packed_weight is None else [self.packed_weight]
@@ -63,8 +72,6 @@ def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
     call = groups.calls[0]
     check_input(x, groups.weights[0], call.layer)
     check_dtypes(groups.weights[0], call)
-    if isinstance(x, QuantizedTensor):
-        x = x.dequantize()
     needs = groups.needs(x)
     if not any(any(need) for need in needs):
         return grouped_forward(x, groups, needs)[0]
@@ -83,6 +90,7 @@ class GroupContext:
     needs: Needs
     padded: Sizes
     weight: Any
+    bias_dtype: torch.dtype | None
 
     def __init__(self) -> None:
         self.saved_tensors: tuple[Tensor | None, ...] = ()
@@ -110,21 +118,28 @@ def grouped_forward(
     x: Tensor, groups: Groups, needs: list[Needs]
 ) -> tuple[Tensor, list[GroupContext], list[Tensor | None]]:
     """y, and for `grouped_backward`: the contexts of the groups and the tensors that have to be saved."""
-    rows = x.detach().reshape(-1, x.shape[-1])
+    if isinstance(x, QuantizedTensor) and not takes_rows(x, groups.calls[0], wgrad=any(need.dw for need in needs)):
+        x = x.dequantize()
+    rows = hollow_rows(x) if isinstance(x, QuantizedTensor) else x.detach().reshape(-1, x.shape[-1])
     if any(need.dx or need.dw for need in needs):  # all groups are padded alike, also one that is frozen
         for call in groups.calls:
             call.padding = call.padding._replace(m_forward=call.padding.m_backward)
-    _quantize_inputs(rows, groups, needs)
+    _quantize_inputs(x, groups, needs)
     outputs, contexts = [], []
     parts = zip(rows.split(groups.sizes), groups.weights, groups.biases, groups.calls, needs, strict=True)
     for group_rows, weight, bias, call, need in parts:
         context = GroupContext()
-        outputs.append(LinearFunction.forward(context, group_rows, weight, bias, call, need))
+        added = None if groups.sums_output else bias
+        outputs.append(LinearFunction.forward(context, group_rows, weight, added, call, need))
+        context.bias_dtype = None if bias is None else bias.dtype
         contexts.append(context)
     saved = [tensor for context in contexts for tensor in context.saved_tensors]
     for context in contexts:
         context.saved_tensors = ()
-    y = torch.cat(outputs).reshape(*x.shape[:-1], groups.weights[0].shape[0])
+    y = torch.cat(outputs)
+    if groups.sums_output:
+        y = _summed_output(y, groups)
+    y = y.reshape(*x.shape[:-1], groups.weights[0].shape[0])
     return _in_memory(y, groups.out), contexts, saved
 
 
@@ -147,8 +162,25 @@ def grouped_backward(
         dws.append(dw)
         dbs.append(db)
     _collect_put_off(contexts, groups)
-    dx = _in_memory(torch.cat(dxs), groups.dgrad_out) if contexts[0].needs.dx else None
+    dx = _in_memory(_whole_input_gradient(dxs, groups), groups.dgrad_out) if contexts[0].needs.dx else None
     return dx, _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
+
+
+def _summed_output(y: Tensor, groups: Groups) -> Tensor:
+    call = groups.calls[0]
+    assert groups.parallel is not None
+    y = groups.parallel.sum(y, call.layer)
+    if groups.biases[0] is None:
+        return y
+    parts = zip(y.split(groups.sizes), groups.biases, strict=True)
+    return torch.cat([rows + bias.detach() for rows, bias in parts if bias is not None]).to(call.dtype)
+
+
+def _whole_input_gradient(parts: Sequence[Tensor], groups: Groups) -> Tensor:
+    dx, call = torch.cat(list(parts)), groups.calls[0]
+    if groups.parallel is None or not groups.parallel.sums_input_gradient:
+        return dx
+    return groups.parallel.sum(dx.to(call.dtype), call.layer).to(dx.dtype)
 
 
 def _in_memory(values: Tensor, memory: Tensor | None) -> Tensor:
@@ -167,18 +199,22 @@ def _padded_sizes(groups: Groups, needs: Sequence[Needs]) -> list[Sizes]:
     ]
 
 
-def _quantize_inputs(rows: Tensor, groups: Groups, needs: list[Needs]) -> None:
+def _quantize_inputs(x: Tensor, groups: Groups, needs: list[Needs]) -> None:
     call = groups.calls[0]
     if call.input is None:
         return
     padded = _padded_sizes(groups, needs)
-    heights = [size.m for size in padded]
     columnwise = any(need.dw for need in needs) and not call.keep_input and call.quantizes_backward
-    quantized = split_quantize.split_quantize(
-        padded_groups(rows.to(call.dtype), groups.sizes, heights, padded[0].k),
-        heights,
-        [call.input.storing(rowwise=True, columnwise=columnwise) for call in groups.calls if call.input is not None],
-    )
+    if isinstance(x, QuantizedTensor):
+        quantized = given_groups(x, groups.sizes, padded, groups.calls, columnwise=columnwise)
+    else:
+        rows, heights = x.detach().reshape(-1, x.shape[-1]).to(call.dtype), [size.m for size in padded]
+        quantizers = [call.input for call in groups.calls if call.input is not None]
+        quantized = split_quantize.split_quantize(
+            padded_groups(rows, groups.sizes, heights, padded[0].k),
+            heights,
+            split_quantize.Storing(quantizers, rowwise=True, columnwise=columnwise),
+        )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_input = group
 
@@ -199,7 +235,7 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
     quantized = split_quantize.split_quantize(
         padded_groups(dy, groups.sizes, heights, contexts[0].padded.n),
         heights,
-        [quantizer.storing(rowwise=rowwise, columnwise=columnwise) for quantizer in quantizers],
+        split_quantize.Storing(quantizers, rowwise=rowwise, columnwise=columnwise),
     )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_gradient = group

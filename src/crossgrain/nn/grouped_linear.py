@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -10,16 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from ..grouped_quantizers import validate_grouped_quantizer_list
-from ..plane import round_up
+from ..plane import ROWWISE, round_up
 from ..quantizer import Quantizer
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
+from ..replay import current_pass
 from ..tensor import QuantizedTensor
 from .base import Mode
 from .compiled import compilable
 from .grouped_function import Groups, grouped_linear
+from .grouped_input import hollow_rows, why_rows_are_not_enough
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterPlan, default_init
 from .options import parameter_options
+from .padding import known_format
 from .split_quantize import padded_groups
+from .tensor_parallel import share
 
 
 class GroupedLinear(LinearModule):
@@ -29,7 +34,7 @@ class GroupedLinear(LinearModule):
                                Kept quantized, formats with a scale per tensor have one for all groups.
     ``single_grouped_bias``    one parameter ``bias`` [groups, out]
 
-    Everything else is as in `Linear`.
+    Everything else is as in `Linear`, but that rows are never shared among ranks (``sequence_parallel``).
     """
 
     def __init__(
@@ -70,15 +75,21 @@ class GroupedLinear(LinearModule):
             save_original_input=save_original_input,
             **gpu_options,
         )
-        if self.tp_size > 1:
-            raise NotImplementedError(f"{self.layer}: each rank holds whole experts: tp_size=1, not {self.tp_size}")
+        if self.tp_size > 1 and parallel_mode is None:
+            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+        if self.sequence_parallel:
+            raise NotImplementedError(
+                f"{self.layer}: ranks do not share rows of groups, which have other sizes in every step: leave "
+                "sequence_parallel off"
+            )
         if num_gemms < 1:
             raise ValueError(f"{self.layer}: there is at least one group, not {num_gemms}")
         if use_grouped_tensor:
             raise NotImplementedError(f"{self.layer}: grouped GEMM kernels are for GPUs; leave use_grouped_tensor off")
         self.num_gemms = num_gemms
-        self.in_features = in_features
-        self.out_features = out_features
+        rows, columns = (self.tp_size if parallel_mode == mode else 1 for mode in ("column", "row"))
+        self.in_features = share(self.layer, "in_features", in_features, columns)
+        self.out_features = share(self.layer, "out_features", out_features, rows)
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
@@ -89,17 +100,20 @@ class GroupedLinear(LinearModule):
     # ---- parameters ----------------------------------------------------------------------------
 
     def _make_parameters(self, init: InitMethod, factory: Mapping[str, Any]) -> None:
-        rows, columns = self.out_features, self.in_features
+        rows, columns, mode = self.out_features, self.in_features, self.parallel_mode
         if self.single_grouped_weight:
-            self._add_weight("weight", (self.num_gemms, rows, columns), partial(_init_each, init), factory)
+            cut = None if mode is None else {"column": 1, "row": 2}[mode]
+            shape = (self.num_gemms, rows, columns)
+            self._make_parameter("weight", ParameterPlan(shape, partial(_init_each, init), True, cut), factory)
             self._check_weight_can_be_cut()
         for g in range(self.num_gemms):
             if not self.single_grouped_weight:
-                self._add_weight(f"weight{g}", (rows, columns), init, factory)
+                self._add_weight(f"weight{g}", (rows, columns), init, factory, mode)
             if self.use_bias and not self.single_grouped_bias:
-                self._add_bias(f"bias{g}", rows, factory)
+                self._add_bias(f"bias{g}", rows, factory, mode=mode)
         if self.single_grouped_bias:
-            self._make_parameter("bias", ParameterPlan((self.num_gemms, rows), nn.init.zeros_), factory)
+            cut = 1 if mode == "column" else None
+            self._make_parameter("bias", ParameterPlan((self.num_gemms, rows), nn.init.zeros_, cut=cut), factory)
 
     def _check_weight_can_be_cut(self) -> None:
         try:
@@ -195,10 +209,14 @@ class GroupedLinear(LinearModule):
         weights, biases = self._group_weights(), self._group_biases()
         packed = self._packed("weight") if self.single_grouped_weight else None
         with self._forward_pass(inp, is_first_microbatch) as this:
-            groups = inp.detach().reshape(-1, inp.shape[-1]).split(sizes)
+            if isinstance(inp, QuantizedTensor) and (this.recipe is None or this.calibrates):
+                inp = inp.dequantize()
+            rows = hollow_rows(inp) if isinstance(inp, QuantizedTensor) else inp.detach().reshape(-1, inp.shape[-1])
             calls = [
-                self._linear_call(g, rows, weight, this, [weight if packed is None else packed])
-                for g, (rows, weight) in enumerate(zip(groups, weights, strict=True))
+                replace(
+                    self._linear_call(g, group, weight, this, [weight if packed is None else packed]), parallel=None
+                )
+                for g, (group, weight) in enumerate(zip(rows.split(sizes), weights, strict=True))
             ]
             call = Groups(
                 sizes,
@@ -209,9 +227,29 @@ class GroupedLinear(LinearModule):
                 packed_bias=self._packed("bias") if self.single_grouped_bias and self.apply_bias else None,
                 out=out,
                 dgrad_out=dgrad_out,
+                parallel=self._parallel(0),
             )
             y = grouped_linear(inp, call)
         return (y, biases) if self.return_bias else y
+
+    def token_quantizer(self) -> Quantizer | None:
+        """By the recipe in force, what makes the rows that fprop reads: for tokens that are sent here quantized.
+
+        None if they are read as they are. Raises if training needs more of them than their rows.
+        """
+        recipe = self._recipe_in_force()
+        if recipe is None or self._only_calibrates():
+            return None
+        quantizer: Quantizer = self._prepare(recipe).details[0].input
+        fmt = known_format(quantizer, ROWWISE)
+        if fmt is not None and fmt.is_identity:
+            return None
+        trains = current_pass().trains and any(getattr(self, name).requires_grad for name in self.weight_names)
+        override = recipe.backward_override
+        reason = why_rows_are_not_enough(quantizer, override, self.save_original_input) if trains else None
+        if reason is not None:
+            raise ValueError(f"{self.layer}: the input cannot be sent to this layer as rowwise planes: {reason}")
+        return quantizer
 
     def _traced(self, inp: Tensor, sizes: list[int]) -> Any:
         """In a graph each group is a layer; the numbers are those of all groups together."""

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives import group_size
+from ..collectives import AwaitedGroup, group_size
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
 from ..recipe import Recipe, keep_high_precision_init_val
 from ..replay import current_pass
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from ..tensor.sharding import is_sharded, local_part, own_rows, write_shard
+from ..tensor.sharding import is_sharded, local_part, own_part, write_shard
 from .base import QuantizedModule
 from .compiled import constant_ticket, traced_linear
 from .forward_pass import ForwardPass, TracedPass
@@ -32,6 +32,7 @@ from .padding import Padding, Sizes, known_format, padding_for
 from .tensor_parallel import (
     ParallelMode,
     TensorParallel,
+    mark_sequence_parallel,
     resolved_group,
     set_tensor_model_parallel_attributes,
     shared_by,
@@ -158,7 +159,7 @@ class LinearModule(QuantizedModule):
         if plan.cut is not None:
             set_tensor_model_parallel_attributes(getattr(self, name), True, plan.cut, 1)
         if plan.sequence_parallel is not None:
-            getattr(self, name).sequence_parallel = plan.sequence_parallel
+            mark_sequence_parallel(self, name, marked=plan.sequence_parallel)
 
     def _initialise(self, value: Tensor, plan: ParameterPlan) -> None:
         tracker, tracker_name = self._rng_tracker
@@ -200,7 +201,8 @@ class LinearModule(QuantizedModule):
         """Every rank makes the whole parameter, and keeps its part: the numbers are those of one process."""
         if parameter.is_meta:
             raise RuntimeError(f"{self.layer}: {name} is sharded and on the meta device: call model.to_empty() first")
-        value, own = own_rows(self._new_value(parameter, plan), parameter), local_part(parameter)
+        whole, own = self._new_value(parameter, plan), local_part(parameter)
+        value = own_part(whole, parameter.device_mesh, parameter.placements)
         if not isinstance(own, QuantizedTensor):
             own.copy_(value)
             return
@@ -225,6 +227,13 @@ class LinearModule(QuantizedModule):
             raise ValueError(f"{self.layer} was made for one rank, and tp_group has {group_size(tp_group)}")
         self.tp_group = tp_group
         self._forget_quantizers()  # which know the group
+        weights = self._quantized_weights()
+        for index, name in enumerate(self.weight_names):  # they may be written before the next forward
+            sharing, weight = self._sharing_of_weight(index), weights.get(name)
+            if sharing is not None and weight is not None:
+                quantizer = weight._get_quantizer().copy()
+                quantizer._leave_group()
+                weight._quantizer = sharing.quantizer("weight", quantizer)
 
     def _mode(self, index: int) -> ParallelMode | None:
         """How ranks share linear layer ``index``."""
@@ -232,6 +241,14 @@ class LinearModule(QuantizedModule):
 
     def _parallel(self, index: int) -> TensorParallel | None:
         return shared_by(self.layer, self._mode(index), self.tp_group, self.tp_size, self.sequence_parallel)
+
+    def _sharing_of_weight(self, index: int) -> TensorParallel | None:
+        group = self.tp_group or AwaitedGroup(
+            f"{self.layer}: its weights are kept quantized under scales that tp_size={self.tp_size} ranks have in "
+            "common, and there is no group of them yet. Give tp_group, or make the layer on the meta device, call "
+            "set_tensor_parallel_group and then reset_parameters"
+        )
+        return shared_by(self.layer, self._mode(index), group, self.tp_size, self.sequence_parallel)
 
     # ---- recipes -------------------------------------------------------------------------------
 

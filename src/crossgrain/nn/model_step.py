@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..recipe import one_step
+from ..recipe.context import leave_abandoned_steps
 
 
 class _Call(NamedTuple):
@@ -88,3 +89,6 @@ def _leave_abandoned() -> None:
         _leave(calls[-1], KeyboardInterrupt, interrupted, None)
         calls = calls[:-1]
     _calls.set(calls)
+
+
+leave_abandoned_steps.append(_leave_abandoned)

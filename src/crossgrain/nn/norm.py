@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..norms import layer_norm, norm_backward, rms_norm
 from ..tensor import QuantizedTensor
 from .options import activation_dtype, parameter_options
+from .tensor_parallel import mark_sequence_parallel
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -104,8 +105,7 @@ class _Norm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         if self.sequence_parallel is not None:
-            for parameter in self.parameters():
-                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            mark_sequence_parallel(self, marked=self.sequence_parallel)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp`` normalized, in its dtype (or that of torch.autocast)."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives import group_size, scattered_sum, summed
 from ..quantizer import Quantizer
@@ -125,3 +125,28 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
     """Note on a parameter which part it is: whether of a whole, and along which dimension that was cut."""
     found: Any = tensor
     found.tensor_model_parallel, found.partition_dim, found.partition_stride = is_parallel, dim, stride
+
+
+_SUMMED = "_sequence_parallel_names"  # on a module: by the name of a parameter, whether its gradient is part of a sum
+
+
+def mark_sequence_parallel(module: nn.Module, *names: str, marked: bool = True) -> None:
+    """Note that gradients of these parameters of ``module``, by default all of its own, are a rank's part of a sum.
+
+    Frameworks look at the mark of the parameter; the module knows it too, for FSDP2 replaces parameters.
+    """
+    noted = vars(module).setdefault(_SUMMED, {})
+    for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
+        parameter: Any = getattr(module, name)
+        parameter.sequence_parallel = noted[name] = marked
+
+
+def sequence_parallel_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that are marked, or that FSDP2 has put in the place of such; each once."""
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        noted = vars(module).get(_SUMMED, {})
+        for name, parameter in module.named_parameters(recurse=False):
+            if getattr(parameter, "sequence_parallel", noted.get(name, False)):
+                found[id(parameter)] = parameter
+    return list(found.values())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..nn.base import Mode
-from ..nn.tensor_parallel import set_tensor_model_parallel_attributes
+from ..nn.tensor_parallel import mark_sequence_parallel, set_tensor_model_parallel_attributes
 from ..recipe import QuantizerRole, Recipe, renew_preserved_values
 from ..tensor.loading import check_formats
 from .basic.bias import Bias
@@ -67,7 +67,7 @@ class Linear(FusedOperation):
         if self.bias is not None and linear.tensor_parallel_mode == "column":
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
         if self.bias is not None and linear.tensor_parallel_mode == "row":
-            self.bias.sequence_parallel = linear.sequence_parallel  # type: ignore[attr-defined]
+            mark_sequence_parallel(self, "bias", marked=linear.sequence_parallel)
 
     def _hold(self, basic_ops: list[BasicOperation]) -> None:
         # Not as submodules, whose parameters would be listed again under other names.

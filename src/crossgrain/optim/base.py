@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part
+from ..tensor.sharding import is_sharded, local_part, sharded_like
 from .masters import (
     as_plain,
     check_in_use,
     check_shapes,
     is_quantized,
     join_master,
-    sharded_like,
     split_master,
     take_master,
     write_params,

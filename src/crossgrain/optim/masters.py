@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part, write_shard
+from ..tensor.sharding import local_part, write_shard
 
 
 def take_master(param: Tensor) -> Tensor:
@@ -83,18 +83,6 @@ def write_params(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             plain.append((own, value))
     if plain:
         torch._foreach_copy_([param for param, _ in plain], [value for _, value in plain])
-
-
-def sharded_like(value: Tensor, param: Tensor) -> Tensor:
-    """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
-    if not is_sharded(param):
-        return value
-    from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
-
-    sharded: Any = param
-    return DTensor.from_local(
-        value, sharded.device_mesh, sharded.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..tensor.sharding import sharded_like
 from .base import MASTER
-from .masters import as_plain, check_in_use, check_shapes, is_quantized, sharded_like, take_master, write_params
+from .masters import as_plain, check_in_use, check_shapes, is_quantized, take_master, write_params
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its master
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)

@@ -13,7 +13,16 @@ from ..recipe import GemmRecipe
 from ..recipe.plan import LayerPlan
 from .layer_cost import Gemm, attention_cost, layer_cost, padded_shapes
 from .network import Core, LinearLayer, Network, unit_of
-from .planes import DTYPES, Gathered, buffer_bytes, gathered_by_plan, master_bytes, moment_bytes, planes_of
+from .planes import (
+    DTYPES,
+    Gathered,
+    buffer_bytes,
+    gathered_by_plan,
+    master_bytes,
+    moment_bytes,
+    numbers_in_shards,
+    planes_of,
+)
 from .result import Memory, Traffic, Work
 from .setup import Setup
 
@@ -48,6 +57,7 @@ class Count:
     gemms: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0]))
     decoded: set[str] = field(default_factory=set)
     _local_numbers: int = 0
+    _reduced_numbers: int = 0
 
     def add_all(self) -> None:
         for layer in self.network.layers:
@@ -62,7 +72,7 @@ class Count:
             self._add_parameter(unit_of(parameter.name), shape, False)
             self.numbers += math.prod(parameter.shape)
             self.weights[setup.dtype] += math.prod(shape) * setup.torch_dtype.itemsize
-            self._add_gather(unit_of(parameter.name), *[math.prod(shape) * setup.torch_dtype.itemsize] * 3)
+            self._add_gather(unit_of(parameter.name), *self._gathered_plain(shape))
             if parameter.is_embedding:  # each rank looks up its part, and the parts are added
                 self.parallel_bytes += 2 * setup.tokens * shape[1] * setup.torch_dtype.itemsize
         for kept in self.network.kept:
@@ -114,7 +124,7 @@ class Count:
         plain = math.prod(shape) * dtype.itemsize
         for _ in range(layer.copies):
             self._add_parameter(unit, shape, quantized)
-        sizes = Gathered(plain, plain, plain)
+        sizes = self._gathered_plain(shape)
         if setup.weights_come_quantized and not self._stays(layer):
             sizes = self._gathered_planes(layer, layer_plan, shape)
         self._add_gather(unit, *(size * layer.copies for size in sizes))
@@ -131,12 +141,20 @@ class Count:
             direction = "columnwise" if plane is columns else "rowwise"
             self.weights[f"{name} {direction}"] += buffer_bytes([plane]) * layer.copies
 
+    def _gathered_plain(self, shape: tuple[int, ...]) -> Gathered:
+        size = numbers_in_shards(shape, self.setup.replicas) * self.setup.torch_dtype.itemsize
+        return Gathered(size, size, size)
+
     def _gathered_planes(self, layer: LinearLayer, layer_plan: LayerPlan, shape: tuple[int, int]) -> Gathered:
         override, setup = self.recipe.backward_override, self.setup
+        padded = shape
         if setup.parameters != "quantized":  # what is quantized before it travels may be padded
-            shape = padded_shapes(layer_plan, override, Sizes(setup.tokens, shape[1], shape[0]))["weight"]
+            padded = padded_shapes(layer_plan, override, Sizes(setup.tokens, shape[1], shape[0]))["weight"]
+        read = (ROWWISE, COLUMNWISE) if override is None else (ROWWISE,)
         try:
-            sizes = gathered_by_plan(layer_plan, shape, setup.replicas, setup.torch_dtype)
+            sizes = gathered_by_plan(
+                layer_plan, shape, setup.replicas, setup.torch_dtype, padded=padded, directions=read
+            )
         except ValueError as error:
             raise ValueError(f"{layer.name}: the weight cannot be kept quantized: {error}") from error
         rows = sizes.forward
@@ -146,6 +164,7 @@ class Count:
         setup = self.setup
         self.units[unit].numbers += math.prod(shape)
         self._local_numbers += math.prod(shape)
+        self._reduced_numbers += numbers_in_shards(shape, setup.replicas) if setup.is_sharded else math.prod(shape)
         self.masters += master_bytes(shape, setup.master, quantized, setup.torch_dtype)
         self.moments += sum(moment_bytes(shape, moment) for moment in setup.moments)
 
@@ -238,7 +257,7 @@ class Count:
                 forward, backward = sum(unit.both for unit in blocks), 0
             found.append(("gather weights for forward", (forward + root.both) * part * setup.micro_batches))
             found.append(("gather weights for backward", backward * part * setup.micro_batches))
-        reduced = self._local_numbers * DTYPES[setup.reduce_dtype].itemsize * part
+        reduced = self._reduced_numbers * DTYPES[setup.reduce_dtype].itemsize * part
         if setup.is_sharded:
             found.append(("reduce-scatter gradients", reduced * setup.micro_batches))
         elif setup.replicas > 1:

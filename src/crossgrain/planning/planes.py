@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..distributed.weight_shard import WeightPlan
 from ..dtypes import DType
 from ..float8 import Float8CurrentScalingQuantizer
-from ..plane import COLUMNWISE, ROWWISE, Direction, Plane, round_up
+from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizer import Quantizer
 from ..recipe import GemmRecipe
 from ..recipe.plan import Choice, LayerPlan
-from ..tensor.gather import m_major_buffers
+from ..tensor.transport import Shipment, kind_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOMENTS = ("fp32", "bf16", "fp16", "fp8")
 MASTERS = ("fp32", "fp16", "remainder", "none")
 
 _META = torch.device("meta")
-_ALIGNMENT = 8  # of what one rank sends of a parameter
 
 
 def quantizer_for(plan: LayerPlan, tensor: str) -> Quantizer:
@@ -84,7 +84,8 @@ def gathered_bytes(
     """What an all-gather of a quantized weight [N, K] carries: rows for forward, columns for backward.
 
     Each rank sends the codes and scales of its rows without padding, and the scale or amax of the whole tensor, which
-    only a few bytes are. Where one direction follows from the other, ``both`` is one of them.
+    only a few bytes are. A rank whose rows end inside a block sends that block. Where one direction follows from the
+    other, ``both`` is one of them.
 
     >>> forward, backward, _ = gathered_bytes("mxfp8-fwd-nvfp4-bwd", (4096, 4096), ranks=8)
     >>> forward / 4096**2, backward / 4096**2  # 1 + 1/32 and 1/2 + 1/16
@@ -96,18 +97,31 @@ def gathered_bytes(
     return gathered_by_plan(plan, (shape[0], shape[1]), ranks, dtype)
 
 
-def gathered_by_plan(plan: LayerPlan, shape: tuple[int, int], ranks: int, dtype: torch.dtype) -> Gathered:
-    rows, columns = planes_of(plan, "weight", shape, dtype, (ROWWISE, COLUMNWISE))
+def gathered_by_plan(
+    plan: LayerPlan,
+    shape: tuple[int, int],
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    padded: tuple[int, int] | None = None,
+    directions: tuple[Direction, ...] = (ROWWISE, COLUMNWISE),
+) -> Gathered:
+    """``padded`` as it is quantized; ``directions`` that GEMMs read, which say where shards end between blocks."""
+    padded = shape if padded is None else padded
+    rows, columns = planes_of(plan, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
     one_serves_both = rows.data is columns.data or (rows.format == columns.format and rows.format.is_symmetric)
-    both = [rows] if one_serves_both else [rows, columns]
-    return Gathered(_sent([rows], ranks), _sent([columns], ranks), _sent(both, ranks))
+    windows = WeightPlan("weight", quantizer_for(plan, "weight"), shape, padded, directions).windows(ranks)
+
+    def sent(*planes: Plane) -> int:
+        kinds = tuple(kind_of(plane) for plane in planes)
+        return ranks * Shipment(padded, tuple(windows), kinds).bytes_per_rank()
+
+    return Gathered(sent(rows), sent(columns), sent(rows) if one_serves_both else sent(rows, columns))
 
 
-def _sent(planes: Sequence[Plane], ranks: int) -> int:
-    """By all ranks together."""
-    shared = sum(buffer.nbytes for plane in planes if (buffer := plane.scale_across((0,))) is not None)
-    parts = sum(buffer.nbytes for plane in planes for _, buffer in m_major_buffers(plane))
-    return ranks * round_up(math.ceil(parts / ranks) + shared, _ALIGNMENT)
+def numbers_in_shards(shape: Sequence[int], ranks: int) -> int:
+    """Of a parameter as FSDP2 cuts it: all ranks move as many rows as the largest shard has."""
+    return math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) if shape else ranks
 
 
 # ---- optimizer -------------------------------------------------------------------------------------

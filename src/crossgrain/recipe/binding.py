@@ -114,7 +114,7 @@ def _stacks(model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> di
     candidates = {
         path: children[path]
         for path, container in containers.items()
-        if isinstance(container, nn.ModuleList | nn.Sequential)
+        if _is_stack(container)
         and len({type(child) for child in container.children()}) == 1
         and any(_is_inside(layer.name, path) for layer in layers)
     }
@@ -122,14 +122,21 @@ def _stacks(model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> di
     best = _outermost([path for path, paths in candidates.items() if len(paths) == longest])
     if not best:
         raise ValueError(
-            f"this {type(model).__name__} has no ModuleList or Sequential of modules of one type; say where its "
-            "blocks are, as in blocks='model.layers'"
+            f"this {type(model).__name__} has no ModuleList, Sequential or numbered ModuleDict of modules of one type; "
+            "say where its blocks are, as in blocks='model.layers'"
         )
     if len(best) > 1:
         raise ValueError(
             f"{' and '.join(best)} have {longest} blocks each; say which are meant, as in blocks={best[0]!r}"
         )
     return {best[0]: candidates[best[0]]}
+
+
+def _is_stack(container: nn.Module) -> bool:
+    """Whether the children follow each other. The keys of a ModuleDict that does (torchtitan's) are numbers."""
+    if isinstance(container, nn.ModuleDict):
+        return all(key.isdecimal() for key in container)
+    return isinstance(container, nn.ModuleList | nn.Sequential)
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

@@ -52,6 +52,9 @@ class PrecisionContext:
     task: int = -1
 
 
+# Whoever opens steps that an interrupt can keep from ending ends those here, before another step joins them.
+leave_abandoned_steps: list[Callable[[], None]] = []
+
 _NOTHING = PrecisionContext()
 _active: ContextVar[PrecisionContext] = ContextVar("crossgrain_precision", default=_NOTHING)
 
@@ -210,6 +213,9 @@ class autocast:
         runs = self._enabled or self._calibrating
         if runs:
             check_recipe_support(recipe)
+        if _active.get().step is not None:
+            for leave in leave_abandoned_steps:
+                leave()
         self._outer, outer = _active.get(), active()
         find_pass(outer)  # checkpoints note what they were entered in
         if runs and outer.step is None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from ..collectives import joined_groups
 from ..formats import Format
 from ..plane import Direction
 from .transport import Shipment, kind_of, packed, rows_of_chunks, unpack
@@ -107,20 +108,22 @@ def share_scales(shard: QuantizedTensor, group: Any) -> None:
 
 
 def reduce_over(quantizer: Any, group: Any) -> None:
-    """Make ``quantizer`` maximise amaxes over ``group``, in every direction."""
+    """Make ``quantizer`` maximise amaxes over ``group`` too, in every direction."""
     for own in plain_quantizers(quantizer):
-        if not own.with_amax_reduction or own.amax_reduction_group is not group:  # options that change cost a memory
+        before = own.amax_reduction_group if own.with_amax_reduction else None
+        groups = joined_groups(group, before)
+        if not own.with_amax_reduction or groups != before:  # options that change cost a memory
             own.with_amax_reduction = True
-            own.amax_reduction_group = group
+            own.amax_reduction_group = groups
 
 
 def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
     """``weight`` is written by ``quantizer`` from now on, and so is the shard that it was gathered from."""
     weight._quantizer = quantizer
     if weight._shard is not None:
-        group = plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
+        groups = plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
         weight._shard._quantizer = quantizer.copy()
-        reduce_over(weight._shard._quantizer, group)
+        reduce_over(weight._shard._quantizer, groups)
 
 
 def local_part(tensor: Any) -> Any:
@@ -134,28 +137,49 @@ def is_sharded(param: Any) -> bool:
     return hasattr(param, "_local_tensor")
 
 
-def own_rows(whole: Tensor, param: Any) -> Tensor:
-    """The part of ``whole`` that this rank has of the DTensor ``param``."""
-    from torch.distributed.tensor import distribute_tensor  # which takes long to import
+def cut_along(placement: Any) -> int | None:
+    """The dimension that ranks share under a placement of a DTensor; None if each has all of it."""
+    dim: int | None = getattr(placement, "dim", None)  # is_shard() is not true of what FSDP2 cuts a second time
+    return dim
 
-    mine = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
-    return local_part(mine)  # type: ignore[no-any-return]
+
+def own_part(whole: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """The part of ``whole`` that this rank has in a DTensor with these placements."""
+    part = whole.detach()
+    cuts = [(at, dim) for at, placement in enumerate(placements) if (dim := cut_along(placement)) is not None]
+    if any(hasattr(placement, "split_factor") for placement in placements):
+        cuts.reverse()  # FSDP2, whose dimensions come first, has cut what a tensor parallel rank has
+    for at, dim in cuts:
+        each = -(-part.shape[dim] // mesh.size(at))
+        start = min(each * mesh.get_local_rank(at), part.shape[dim])
+        part = part.narrow(dim, start, min(each, part.shape[dim] - start))
+    return part
+
+
+def sharded_like(value: Tensor, param: Tensor) -> Tensor:
+    """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
+    if not is_sharded(param):
+        return value
+    from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
+
+    sharded: Any = param
+    return DTensor.from_local(
+        value, sharded.device_mesh, sharded.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def write_shard(param: Any, values: Tensor) -> None:
     """Requantize what this rank has of ``param`` under the scales of all ranks, who have to do the same."""
     shard = local_part(param)
     if is_sharded(param):
-        share_scales(shard, _shard_group(param))
+        share_scales(shard, _shard_groups(param))
     shard.quantize_(values)
 
 
-def _shard_group(param: Any) -> Any:
-    """The ranks that have the other shards of a DTensor."""
-    dims = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
-    if len(dims) != 1:
-        raise NotImplementedError(f"a quantized parameter is sharded over one dimension of its mesh, not {dims}")
-    return param.device_mesh.get_group(dims[0])
+def _shard_groups(param: Any) -> Any:
+    """The ranks that have the other parts of a DTensor: one group, or several that connect them."""
+    cut = [at for at, placement in enumerate(param.placements) if cut_along(placement) is not None]
+    return joined_groups(*(param.device_mesh.get_group(at) for at in cut))
 
 
 def plain_quantizers(quantizer: Any) -> list[Any]:

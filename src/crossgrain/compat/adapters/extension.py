@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ...activations import Activation, activation
 from ...delayed_scaling import update_history_and_scale
+from ...devices import resolved_device
 from ...dtypes import DType, TE_DType_To_Torch
+from ...grouped_tensor import GroupedTensor, quantized_group
 from ...norms import layer_norm, norm_backward, rms_norm
 from ...optim.multi_tensor import (
     multi_tensor_adam,
@@ -32,11 +34,14 @@ __all__ = [
     "FP8BwdTensors",
     "FP8FwdTensors",
     "FP8TensorMeta",
+    "bgrad_group_quantize",
     "bgrad_quantize",
     "dequantize",
     "fused_amax_and_scale_update_after_reduction",
     "generic_gemm",
     "get_cublasLt_version",
+    "group_dequantize",
+    "group_quantize",
     "layernorm_bwd",
     "layernorm_fwd",
     "multi_tensor_adam",
@@ -91,15 +96,48 @@ def bgrad_quantize(tensor: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     return sums, quantizer.quantize(tensor)
 
 
+def group_quantize(
+    tensor: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None = None, **offsets: Any
+) -> GroupedTensor:
+    """Rows in groups, each quantized alone, in one memory; where they begin follows from their sizes."""
+    return quantized_group(tensor, quantizer, num_tensors, first_dims)
+
+
+def group_dequantize(tensor: GroupedTensor, dtype: DType | None = None) -> GroupedTensor:
+    """The numbers, as a group."""
+    return tensor.dequantize(None if dtype is None else TE_DType_To_Torch[DType.cast(dtype)])
+
+
+def bgrad_group_quantize(
+    tensor: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None = None, **offsets: Any
+) -> tuple[GroupedTensor, Tensor]:
+    """`group_quantize`, and the sum of each group over its rows [groups, K]."""
+    group = quantized_group(tensor, quantizer, num_tensors, first_dims)
+    parts = tensor.split([first for first, _ in group.tensor_shapes])
+    return group, torch.stack([part.to(torch.float32).sum(0) for part in parts]).to(tensor.dtype)
+
+
 def splits_to_offsets(first_dims: Tensor, last_dim: int) -> Tensor:
     """Where groups of so many rows of ``last_dim`` numbers begin, and where the last one ends."""
     ends = torch.cumsum(first_dims.to(torch.int64), 0) * last_dim
     return torch.cat((ends.new_zeros(1), ends))
 
 
-def splits_to_offsets_multi(first_dims: Tensor, last_dims: Sequence[int]) -> list[Tensor]:
-    """The same for several sizes of rows."""
-    return [splits_to_offsets(first_dims, last_dim) for last_dim in last_dims]
+def splits_to_offsets_multi(
+    split_sizes: Tensor,
+    device: torch.device | str,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[Tensor, list[Tensor]]:
+    """The sizes as int64, and the same for several sizes of rows, with or without the first 0."""
+    sizes = split_sizes.to(device=resolved_device(device), dtype=torch.int64)
+    offsets = [
+        splits_to_offsets(sizes, stride)[0 if leading else 1 :].to(dtype)
+        for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
+    ]
+    return sizes, offsets
 
 
 def fused_amax_and_scale_update_after_reduction(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import resolved_device
+from ...devices import accelerator
 from ...nn.base import QuantizedModule
 from ...quantizer import Quantizer
 from ...tensor import QuantizedTensor, QuantizedTensorStorage
@@ -30,7 +30,7 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
     """Memory that is given to autograd in place of a weight gradient which is elsewhere; the same for equal shapes."""
     key = (tuple(shape), dtype)
     if key not in _dummies:
-        _dummies[key] = torch.zeros(key[0], dtype=dtype, device=resolved_device("cuda"))
+        _dummies[key] = torch.zeros(key[0], dtype=dtype, device=accelerator())
     dummy = _dummies[key]
     if zero:
         dummy.zero_()
@@ -39,7 +39,7 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
 
 def get_workspace() -> Tensor:
     """GEMMs have their own memory."""
-    return torch.empty(0, dtype=torch.uint8, device=resolved_device("cuda"))
+    return torch.empty(0, dtype=torch.uint8, device=accelerator())
 
 
 def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> bool:

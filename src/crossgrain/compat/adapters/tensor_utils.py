@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...quantizer import Quantizer
-from ...tensor import QuantizedTensorStorage
+from ...tensor import QuantizedTensor, QuantizedTensorStorage
 
 
 def is_custom(x: Quantizer | QuantizedTensorStorage | None = None) -> bool:
@@ -21,3 +23,15 @@ def clear_columnwise_cache(tensor: QuantizedTensorStorage) -> None:
     usages = tensor.get_usages()
     if usages["rowwise"] and usages["columnwise"] and tensor._derivable_formats():
         tensor.update_usage(columnwise_usage=False)
+
+
+class _IdentityFunc(torch.autograd.Function):
+    """A tensor of its own with the same buffers, through which gradients pass; perhaps of another nominal dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, init_kwargs: dict[str, Any] | None = None) -> Any:
+        return tensor._rewrap(**(init_kwargs or {}))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import resolved_device
+from ...devices import accelerator, resolved_device
 from ...settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported
 
 __all__ = [
@@ -65,7 +65,7 @@ def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def gpu_autocast_ctx(*args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
     """``torch.autocast`` of the device that "cuda" means."""
-    return torch.autocast(resolved_device("cuda").type, *args, **kwargs)
+    return torch.autocast(accelerator().type, *args, **kwargs)
 
 
 def is_bf16_compatible() -> bool:

@@ -9,7 +9,14 @@ _EXTENSION = "crossgrain.compat.adapters.extension"
 _GEMM = "crossgrain.compat.adapters.gemm"
 
 _SPLIT = these("crossgrain.nn.split_quantize", "split_quantize")
-_ON_A_GPU = all_need_cuda(
+MULTI_TENSOR_ON_A_GPU = all_need_cuda(
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_adam_fp8",
+    "multi_tensor_adam_param_remainder",
+    "multi_tensor_compute_scale_and_scale_inv",
+)
+_ON_A_GPU = MULTI_TENSOR_ON_A_GPU | all_need_cuda(
     "CommOverlap",
     "CommOverlapHelper",
     "CommOverlapP2P",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..needs_cuda import all_need_cuda
 from .entries import Entry, these
 
 _OPS = "crossgrain.ops"
@@ -42,7 +43,10 @@ OPS: dict[str, Entry] = {
     _AT: {"*": [_OPS]},
     f"{_AT}.basic": {"*": [_BASIC]},
     **{f"{_AT}.basic.{name}": module for name, module in _BASIC_MODULES.items()},
-    f"{_AT}.fused": {"*": [f"{_OPS}.fused"]},
+    f"{_AT}.fused": {
+        "*": [f"{_OPS}.fused"],
+        **all_need_cuda("UserbuffersBackwardLinear", "UserbuffersForwardLinear"),
+    },
     **{f"{_AT}.fused.{name}": module for name, module in _FUSED_MODULES.items()},
     f"{_AT}.fuser": f"{_OPS}.fuser",
     f"{_AT}.linear": f"{_OPS}.linear",

@@ -17,4 +17,10 @@ QUANTIZATION: dict[str, Entry] = {
     "transformer_engine.pytorch.custom_recipes": {},
     "transformer_engine.pytorch.custom_recipes.quantizer_factories": "crossgrain.recipe.factories",
     "transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo": "crossgrain.recipe.zoo",
+    "transformer_engine.pytorch.custom_recipes.gemm": "crossgrain.compat.adapters.reference_gemm",
+    "transformer_engine.pytorch.custom_recipes.reference_utils": "crossgrain.compat.adapters.reference_utils",
+    "transformer_engine.pytorch.custom_recipes.reference_current_scaling": (
+        "crossgrain.compat.adapters.reference_current_scaling"
+    ),
+    "transformer_engine.pytorch.custom_recipes.reference_nvfp4": "crossgrain.compat.adapters.reference_nvfp4",
 }

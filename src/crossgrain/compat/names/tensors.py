@@ -25,24 +25,28 @@ _BASES: dict[str, object] = {
     ),
 }
 
+_GROUPED = these("crossgrain.grouped_tensor", "GroupedTensor", GroupedTensorStorage="GroupedTensor")
+
+_AT = "transformer_engine.pytorch.tensor"
+
 TENSORS: dict[str, Entry] = {
     "transformer_engine.pytorch.quantized_tensor": {
         **_BASES,
         **these("crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction", _DequantizeFunc="DequantizeFunction"),
     },
-    "transformer_engine.pytorch.tensor": {"*": ["crossgrain"], **_BASES},
-    "transformer_engine.pytorch.tensor.utils": {
+    _AT: {"*": ["crossgrain"], **_BASES},
+    f"{_AT}.utils": {
         "*": ["crossgrain.weight_update"],
         **these("crossgrain.compat.adapters.tensor_utils", "is_custom", "clear_columnwise_cache"),
     },
-    "transformer_engine.pytorch.tensor._quantization_helpers": these(
-        "crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction", _IdentityFunc="DequantizeFunction"
-    ),
-    "transformer_engine.pytorch.tensor.storage": {"*": ["crossgrain"]},
-    "transformer_engine.pytorch.float8_tensor": _MODULE_OF["float8"],
-    **{f"transformer_engine.pytorch.tensor.{kind}_tensor": module for kind, module in _MODULE_OF.items()},
-    **{
-        f"transformer_engine.pytorch.tensor.storage.{kind}_tensor_storage": module
-        for kind, module in _MODULE_OF.items()
+    f"{_AT}._quantization_helpers": {
+        **these("crossgrain.tensor.autograd", _QuantizeFunc="QuantizeFunction"),
+        **these("crossgrain.compat.adapters.tensor_utils", "_IdentityFunc"),
     },
+    f"{_AT}.storage": {"*": ["crossgrain"]},
+    f"{_AT}.grouped_tensor": _GROUPED,
+    f"{_AT}.storage.grouped_tensor_storage": f"{_AT}.grouped_tensor",
+    "transformer_engine.pytorch.float8_tensor": _MODULE_OF["float8"],
+    **{f"{_AT}.{kind}_tensor": module for kind, module in _MODULE_OF.items()},
+    **{f"{_AT}.storage.{kind}_tensor_storage": module for kind, module in _MODULE_OF.items()},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..needs_cuda import all_need_cuda
 from .entries import Entry, these
+from .extension import MULTI_TENSOR_ON_A_GPU
 
 _PERMUTATION = "crossgrain.nn.moe.permutation"
 _ROUTER = "crossgrain.nn.moe.router"
@@ -39,7 +40,7 @@ TOP: dict[str, Entry] = {
     },
     "transformer_engine.pytorch.constants": "crossgrain.compat.adapters.constants",
     "transformer_engine.pytorch.utils": "crossgrain.compat.adapters.utils",
-    "transformer_engine.pytorch.optimizers": {"*": ["crossgrain.optimizers"]},
+    "transformer_engine.pytorch.optimizers": {"*": ["crossgrain.optimizers"], **MULTI_TENSOR_ON_A_GPU},
     "transformer_engine.pytorch.optimizers.fused_adam": "crossgrain.optim.fused_adam",
     "transformer_engine.pytorch.optimizers.fused_sgd": "crossgrain.optim.fused_sgd",
     "transformer_engine.pytorch.optimizers.multi_tensor_apply": "crossgrain.optim.multi_tensor",

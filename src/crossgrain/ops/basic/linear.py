@@ -159,6 +159,9 @@ class BasicLinear(LinearOperation):
         mode, size = self.tensor_parallel_mode, self.tensor_parallel_size
         return shared_by(self.layer, mode, self.tp_group, size, self.sequence_parallel)  # type: ignore[arg-type]
 
+    def _sharing_of_weight(self, index: int) -> TensorParallel | None:
+        return self._parallel()
+
     # ---- quantizers ----------------------------------------------------------------------------
 
     @property

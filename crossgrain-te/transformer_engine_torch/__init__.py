@@ -1,0 +1,5 @@
+"""The extension's names, served by crossgrain: this module gives way to another when it is imported."""
+
+from crossgrain.compat import install
+
+install()

@@ -1,0 +1,107 @@
+"""NVFP4 by crossgrain's reference, which is plain torch, with the results under plain names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import DType
+from ...kernels.choice import using_backend
+from ...nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from ...plane import COLUMNWISE, ROWWISE, Direction
+from ...recipe import QuantizerRole
+from .reference_utils import Fp4Formats
+
+__all__ = ["NVFP4QuantizerRef", "NVFP4TensorRef", "nvfp4_ref_rht_2d_factory"]
+
+
+class NVFP4TensorRef(NVFP4TensorStorage):
+    """``data`` [M, K/2] and ``scale`` [M, K/16] of the rows, ``data_t`` and ``scale_t`` of the columns, unpadded."""
+
+    @property
+    def data(self) -> Tensor | None:
+        return self._rowwise_data
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self._scales(ROWWISE)
+
+    @property
+    def data_t(self) -> Tensor | None:
+        return self._columnwise_data
+
+    @property
+    def scale_t(self) -> Tensor | None:
+        return self._scales(COLUMNWISE)
+
+    @property
+    def global_amax_row(self) -> Tensor | None:
+        return self._amax_rowwise
+
+    @property
+    def global_amax_col(self) -> Tensor | None:
+        return self._amax_columnwise
+
+    @property
+    def original_shape(self) -> torch.Size:
+        return self.shape
+
+    def _scales(self, direction: Direction) -> Tensor | None:
+        plane = self.plane(direction)
+        return None if plane is None else plane.operand_scales().contiguous().view(torch.float8_e4m3fn)
+
+
+class _ReferenceTensor(NVFP4Tensor, NVFP4TensorRef):
+    """The same as a torch.Tensor."""
+
+
+class NVFP4QuantizerRef(NVFP4Quantizer):
+    """Quantizes by the reference, to storages.
+
+    ``quant_tile_shape``  (1, 16), or (16, 16) for scales of tiles
+    ``pow_2_scales``, ``eps``  of other formats: off
+    """
+
+    _tensor_class = _ReferenceTensor
+    custom = True
+
+    def __init__(
+        self,
+        dtype: Fp4Formats = Fp4Formats.E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+        quant_tile_shape: tuple[int, int] = (1, 16),
+        with_rht: bool = False,
+        with_random_sign_mask: bool = True,
+        **options: Any,
+    ) -> None:
+        if pow_2_scales or eps:
+            raise NotImplementedError("NVFP4QuantizerRef: scales of NVFP4 are E4M3; leave pow_2_scales and eps off")
+        if quant_tile_shape not in ((1, 16), (16, 16)):
+            raise ValueError(f"NVFP4QuantizerRef: tiles are (1, 16) or (16, 16), not {quant_tile_shape}")
+        super().__init__(
+            DType.kFloat4E2M1,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            with_rht=with_rht,
+            with_post_rht_amax=with_rht,
+            with_2d_quantization=quant_tile_shape == (16, 16),
+            with_random_sign_mask=with_random_sign_mask,
+            **options,
+        )
+        self.internal = True
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        with using_backend("reference"):
+            return super().quantize_impl(tensor)
+
+
+def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:
+    """Weights in tiles, everything else in rows and rotated columns."""
+    if role is not None and role.tensor_type == "weight":
+        return NVFP4QuantizerRef(quant_tile_shape=(16, 16))
+    return NVFP4QuantizerRef(with_rht=True)
