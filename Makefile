@@ -3,6 +3,7 @@
 #   make test    lint, types, tests      make demo    a small GPT by several recipes, against fp32
 #   make lint    lint and types only     make bench   times of kernels and layers
 #   make clean   remove everything that make has made
+#   make test-clients   trainers that know nothing of crossgrain: Megatron-core on the CPU
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -10,9 +11,10 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 
 .DEFAULT_GOAL := test
-.PHONY: setup test lint demo bench clean
+.PHONY: setup test test-clients lint demo bench clean
 
 setup: $(STAMP)
 
@@ -31,6 +33,13 @@ lint: $(STAMP)
 # One thread here and per worker: the matrices are small, and idle OpenMP threads only fight over the cores.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+$(CLIENTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[clients]'
+	touch $@
+
+test-clients: $(CLIENTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/clients
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out
