@@ -38,11 +38,11 @@ test: lint
 $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt pip setuptools
-	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,clients]'
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[clients]'
 	touch $@
 
 test-clients: $(CLIENTS)/.installed
-	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) tests/clients tests/test_hugging_face.py
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/test_hugging_face.py
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out

@@ -28,6 +28,7 @@ from .tensor import QuantizedTensor, QuantizedTensorStorage
 from .tensor.sharding import exchanged
 from .weight_gather import (
     columns_made_from_rows,
+    is_written_whole,
     leave_for_processing,
     make_columns_from_rows,
     post_all_gather_processing,
@@ -140,7 +141,8 @@ def quantize_master_weights(
     rows - columns of formats with whole-tensor scales or square tiles, and of hybrids with
     ``columnwise_source="rowwise_dequantized"`` - are made by `post_all_gather_processing`; until then
     reading them is an error, or, for the former and without ``manual_post_all_gather_processing``, they are
-    dropped and made when they are next needed.
+    dropped and made when they are next needed. A weight whose codes will not all be gathered, because
+    `replace_raw_data` has put only some of them where they are, is written whole on every rank.
 
     ``fsdp_shard_model_weights[i]`` takes the codes of the piece instead of the weight's own buffer: a tensor,
     or one for each plane. Everything is checked before anything is written, on all ranks; preserved initial
@@ -160,7 +162,7 @@ def quantize_master_weights(
         _write(weights, group, ranks)
         for item in weights:
             clear_preserved_value(item.weight)
-            if ranks > 1:
+            if ranks > 1 and not is_written_whole(item.weight):
                 leave_for_processing(item.weight, manual_post_all_gather_processing)
 
 
@@ -270,11 +272,15 @@ def _write(weights: Sequence[_Weight], group: Any, ranks: int) -> None:
     for item in weights:
         if item.weight.numel() == 0 or (ranks == 1 and item.is_complete()):
             item.weight.quantize_(item.matrix().view(item.weight.shape))
-        elif item.needs_whole():
+        elif is_written_whole(item.weight) or item.needs_whole():
             x = _assembled(item, group, ranks)
+            if is_written_whole(item.weight):
+                item.spans = [(0, item.weight.numel())]
             parts = _parts(item, x)
             _reduce_overall(parts, group)
             _write_parts(item, x, parts, group, ranks)
+            if is_written_whole(item.weight):
+                post_all_gather_processing(item.weight)
         else:
             pending.append((item, _parts(item, item.matrix())))
     measured = [part for _, parts in pending for part in parts]

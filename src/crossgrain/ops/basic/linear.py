@@ -96,7 +96,7 @@ class BasicLinear(LinearOperation):
         in_features: int,
         out_features: int,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: str | None = None,
         tensor_parallel_group: Any = None,
