@@ -144,7 +144,22 @@ def test_quantizing(x):
         x, [32, 96], [QUANTIZERS["mxfp8"](), QUANTIZERS["mxfp8"]()], torch.float32, compute_dbias=True
     )
     assert_same_bytes(groups[0], quantizer(x[:32].float()))
+    hybrids = [hybrid_of("mxfp8", "nvfp4") for _ in range(2)]
+    halves = te.module._split_quantization._split_quantize_hybrid(x, [32, 96], hybrids)
+    assert_same_bytes(halves[1], hybrids[0](x[32:]))
     assert torch.equal(dbias[1], x[32:].float().sum(0))
+
+
+def test_quantizing_groups(x):
+    sizes, quantizer = torch.tensor([32, 96]), QUANTIZERS["mxfp8"]()
+    group = tex.group_quantize(x, quantizer, 2, sizes, tensor_offsets=None)
+    assert isinstance(group, te.tensor.grouped_tensor.GroupedTensor)
+    for member, part in zip(group.split_into_quantized_tensors(), x.split([32, 96]), strict=True):
+        assert_same_bytes(member, quantizer(part))
+    plain = tex.group_dequantize(group, te.DType.kFloat32)
+    assert torch.equal(plain.rowwise_data.view(128, 256)[32:], quantizer(x[32:]).dequantize(dtype=torch.float32))
+    group, sums = tex.bgrad_group_quantize(x, quantizer, 4)
+    assert group.all_same_shape() and torch.equal(sums[1], x[32:64].float().sum(0).to(x.dtype))
 
 
 def test_activations_and_their_gradients():

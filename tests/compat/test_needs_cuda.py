@@ -18,9 +18,9 @@ ON_A_GPU = [
     (te.ep, "ep_dispatch"),
     (te.attention.dot_product_attention.backends, "FlashAttention"),
     (te.cpp_extensions.fused_attn, "fused_attn_fwd"),
-    (te.tensor.grouped_tensor, "GroupedTensor"),
     (tex, "CommOverlap"),
-    (tex, "group_quantize"),
+    (tex, "multi_tensor_adam_fp8"),
+    (te.ops.fused, "UserbuffersForwardLinear"),
 ]
 
 

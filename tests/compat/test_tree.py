@@ -69,6 +69,8 @@ NAMES = {
     "pytorch.tensor.utils": """
         quantize_master_weights cast_master_weights_to_fp8 post_all_gather_processing replace_raw_data
         clear_columnwise_cache is_custom""",
+    "pytorch.tensor.grouped_tensor": "GroupedTensor",
+    "pytorch.tensor.storage.grouped_tensor_storage": "GroupedTensorStorage",
     "pytorch.cpp_extensions": "general_gemm general_grouped_gemm",
     "pytorch.cpp_extensions.gemm": """
         general_gemm general_grouped_gemm _unwrap_tensor _validate_native_gemm_output_quantizer""",

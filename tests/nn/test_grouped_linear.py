@@ -187,6 +187,16 @@ def test_rows_with_an_amax_each_are_quantized_together(monkeypatch):
     assert torch.equal(parts[1].plane(ROWWISE).amax, alone.plane(ROWWISE).amax)
 
 
+def test_quantizers_of_groups_are_copied_when_they_are_asked_for():
+    """Where groups are quantized as a whole only the first is; a copy of a hybrid takes longer than a small group."""
+    originals = [QUANTIZERS["mxfp8"]() for _ in range(3)]
+    storing = splitting.Storing(originals, rowwise=True, columnwise=False)
+    split_quantize(torch.randn(96, 64), [32, 32, 32], storing)
+    assert list(storing._copies) == [0] and storing[0] is storing[0] is not originals[0]
+    assert len(list(storing)) == 3 and all(q.internal and not q.columnwise_usage for q in storing)
+    assert not any(q.internal for q in originals)
+
+
 @pytest.mark.parametrize("splits", ["aligned", "ragged"])
 def test_a_layer_quantizes_its_groups_together(splits, monkeypatch):
     """One call for x and one for dy, padding included."""

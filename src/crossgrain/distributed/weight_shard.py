@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -178,6 +178,18 @@ class WeightShard(Tensor):
         return weight, buffers_of(weight.quantized)
 
     # ---- a tensor like others ------------------------------------------------------------------
+
+    @property
+    def data(self) -> Self:
+        with torch.no_grad():
+            return cast(Self, self.detach())
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch's setter moves shape, dtype and device, but knows nothing of the plain tensor.
+        new = type(self)(getattr(value, "_plain", value), self.plan)
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._plain = new._plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(self._plain.clone(), self.plan)

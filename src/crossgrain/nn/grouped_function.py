@@ -213,7 +213,7 @@ def _quantize_inputs(x: Tensor, groups: Groups, needs: list[Needs]) -> None:
         quantized = split_quantize.split_quantize(
             padded_groups(rows, groups.sizes, heights, padded[0].k),
             heights,
-            [quantizer.storing(rowwise=True, columnwise=columnwise) for quantizer in quantizers],
+            split_quantize.Storing(quantizers, rowwise=True, columnwise=columnwise),
         )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_input = group
@@ -235,7 +235,7 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
     quantized = split_quantize.split_quantize(
         padded_groups(dy, groups.sizes, heights, contexts[0].padded.n),
         heights,
-        [quantizer.storing(rowwise=rowwise, columnwise=columnwise) for quantizer in quantizers],
+        split_quantize.Storing(quantizers, rowwise=rowwise, columnwise=columnwise),
     )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_gradient = group

@@ -43,8 +43,7 @@ def split_quantize(
     directions = [direction for direction in Direction if usages[direction.value]]
     if not directions:
         raise ValueError("neither rowwise nor columnwise data is asked for")
-    bare = all(quantizer.internal for quantizer in quantizers)
-    if len(tensor) and bare and not disable_bulk_allocation:
+    if len(tensor) and quantizers[0].internal and not disable_bulk_allocation:
         if _quantizes_as_a_whole(quantizers[0], directions, split_sections):
             whole = _quantized(quantizers[0], tensor)
             ends = accumulate(split_sections)
@@ -53,6 +52,26 @@ def split_quantize(
             return quantize_groups(tensor, split_sections, quantizers)
     groups = zip(quantizers, tensor.split(list(split_sections)), strict=True)
     return [_quantized(quantizer, group) for quantizer, group in groups]
+
+
+class Storing(Sequence[Quantizer]):
+    """The quantizers as ones that make bare storages with these directions, each copied when it is asked for.
+
+    Where groups are quantized as a whole only the first is, and a copy of a hybrid is not cheap.
+    """
+
+    def __init__(self, quantizers: Sequence[Quantizer], *, rowwise: bool, columnwise: bool) -> None:
+        self._quantizers = quantizers
+        self._usages = {"rowwise": rowwise, "columnwise": columnwise}
+        self._copies: dict[int, Quantizer] = {}
+
+    def __len__(self) -> int:
+        return len(self._quantizers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._copies:
+            self._copies[index] = self._quantizers[index].storing(**self._usages)
+        return self._copies[index]
 
 
 def _quantized(quantizer: Quantizer, rows: Tensor) -> Any:

@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = rest
-        sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
+        if not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
         runpy.run_path(rest[0], run_name="__main__")
 
 

@@ -13,6 +13,7 @@ from ...activations import Activation, activation
 from ...delayed_scaling import update_history_and_scale
 from ...devices import resolved_device
 from ...dtypes import DType, TE_DType_To_Torch
+from ...grouped_tensor import GroupedTensor, quantized_group
 from ...norms import layer_norm, norm_backward, rms_norm
 from ...optim.multi_tensor import (
     multi_tensor_adam,
@@ -33,11 +34,14 @@ __all__ = [
     "FP8BwdTensors",
     "FP8FwdTensors",
     "FP8TensorMeta",
+    "bgrad_group_quantize",
     "bgrad_quantize",
     "dequantize",
     "fused_amax_and_scale_update_after_reduction",
     "generic_gemm",
     "get_cublasLt_version",
+    "group_dequantize",
+    "group_quantize",
     "layernorm_bwd",
     "layernorm_fwd",
     "multi_tensor_adam",
@@ -90,6 +94,27 @@ def bgrad_quantize(tensor: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     """The sum over rows, which is the gradient of a bias, and the quantized tensor."""
     sums = tensor.reshape(-1, tensor.shape[-1]).to(torch.float32).sum(0).to(tensor.dtype)
     return sums, quantizer.quantize(tensor)
+
+
+def group_quantize(
+    tensor: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None = None, **offsets: Any
+) -> GroupedTensor:
+    """Rows in groups, each quantized alone, in one memory; where they begin follows from their sizes."""
+    return quantized_group(tensor, quantizer, num_tensors, first_dims)
+
+
+def group_dequantize(tensor: GroupedTensor, dtype: DType | None = None) -> GroupedTensor:
+    """The numbers, as a group."""
+    return tensor.dequantize(None if dtype is None else TE_DType_To_Torch[DType.cast(dtype)])
+
+
+def bgrad_group_quantize(
+    tensor: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None = None, **offsets: Any
+) -> tuple[GroupedTensor, Tensor]:
+    """`group_quantize`, and the sum of each group over its rows [groups, K]."""
+    group = quantized_group(tensor, quantizer, num_tensors, first_dims)
+    parts = tensor.split([first for first, _ in group.tensor_shapes])
+    return group, torch.stack([part.to(torch.float32).sum(0) for part in parts]).to(tensor.dtype)
 
 
 def splits_to_offsets(first_dims: Tensor, last_dim: int) -> Tensor:

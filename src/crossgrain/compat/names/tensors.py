@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..needs_cuda import all_need_cuda
 from .entries import Entry, these
 
 _MODULE_OF = {
@@ -26,7 +25,7 @@ _BASES: dict[str, object] = {
     ),
 }
 
-_GROUPED = all_need_cuda("GroupedTensor", "GroupedTensorStorage")
+_GROUPED = these("crossgrain.grouped_tensor", "GroupedTensor", GroupedTensorStorage="GroupedTensor")
 
 _AT = "transformer_engine.pytorch.tensor"
 

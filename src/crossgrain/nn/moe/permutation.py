@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...activations import compute_dtype
+
 MapType = Literal["mask", "index"]
 
 
@@ -78,7 +80,7 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Each token's rows added up in float32, times ``merging_probs`` (of the shape of the places) if there are any.
+    """Each token's rows added up in float32 or wider, times ``merging_probs``, of the shape of the places, if given.
 
     ``probs`` is an older name of ``merging_probs``. ``restore_shape`` and ``pad_offsets`` follow from the places.
     """
@@ -92,9 +94,10 @@ def moe_unpermute(
             f"{list(row_id_map.shape)}"
         )
     tokens, experts = _pairs(row_id_map)
-    rows = inp.index_select(0, row_id_map[tokens, experts].to(torch.int64)).to(torch.float32)
+    rows = inp.index_select(0, row_id_map[tokens, experts].to(torch.int64))
+    rows = rows.to(compute_dtype(rows))
     if merging_probs is not None:
-        rows = rows * merging_probs[tokens, experts].to(torch.float32).unsqueeze(-1)
+        rows = rows * merging_probs[tokens, experts].to(rows.dtype).unsqueeze(-1)
     total = rows.new_zeros((row_id_map.shape[0], inp.shape[-1])).index_add(0, tokens, rows)
     if restore_shape is not None and tuple(restore_shape) != tuple(total.shape):
         raise ValueError(f"moe_unpermute: restore_shape {list(restore_shape)}, but there are {list(total.shape)}")
