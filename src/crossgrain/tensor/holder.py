@@ -46,7 +46,7 @@ class Epoch:
     Shared by all objects that hold its buffers.
     """
 
-    __slots__ = ("init_value", "number", "received")
+    __slots__ = ("__weakref__", "init_value", "number", "received")
 
     def __init__(self, number: int = 0) -> None:
         self.number = number

@@ -8,6 +8,7 @@ the value. That is how FSDP2 makes shards.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ class InitValue:
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self._value: Tensor | None = value.detach().to("cpu", copy=True)
-        self._writes = _writes(parameter)
+        # Marks know the value, which must not keep them alive: a parameter that is replaced lets its value go at once.
+        self._writes = [(weakref.ref(mark), number) for mark, number in _writes(parameter)]
         self._cuts: Cuts = getattr(parameter, "_cuts", ())
 
     def get(self) -> Tensor | None:
@@ -38,7 +40,7 @@ class InitValue:
 
         Each has marks of its own for planes that it does not hold.
         """
-        size, then = len(self._cuts), {id(mark): number for mark, number in self._writes}
+        size, then = len(self._cuts), {id(mark()): number for mark, number in self._writes}
         last = max(then.values(), default=0)
         written = any(number > then.get(id(mark), last) for mark, number in _writes(part))
         if self._value is None or part._cuts[:size] != self._cuts or written:
@@ -51,7 +53,8 @@ class InitValue:
     def _is_last_write(self, parameter: Tensor) -> bool:
         now = _writes(parameter)
         return len(now) == len(self._writes) and all(
-            mark is then and number == before for (mark, number), (then, before) in zip(now, self._writes, strict=True)
+            mark is then() and number == before
+            for (mark, number), (then, before) in zip(now, self._writes, strict=True)
         )
 
     def is_of(self, parameter: QuantizedTensor) -> bool:
