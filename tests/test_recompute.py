@@ -203,6 +203,20 @@ def test_keyword_arguments_get_gradients(reentrant):
     assert torch.allclose(x.grad, 2 * x * scale**2) and torch.allclose(scale.grad, 2 * scale * x**2)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_bias_that_is_returned_is_still_the_parameter(reentrant):
+    """As an output of a reentrant checkpoint it would have a history, of which it is a part."""
+    layer, x = cg.Linear(32, 32, return_bias=True), torch.randn(8, 32, requires_grad=True)
+    grads = []
+    for again in (False, True):
+        y, bias = cg.checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
+        assert layer.bias.is_leaf
+        layer.zero_grad()
+        (y + bias).square().sum().backward()
+        grads.append([layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+
+
 def test_activations_are_not_distributed():
     with pytest.raises(ValueError, match="needs the tp_group"):
         cg.checkpoint(torch.sin, torch.ones(2), distribute_saved_activations=True)

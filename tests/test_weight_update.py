@@ -17,6 +17,7 @@ from crossgrain.weight_update import (
     replace_raw_data,
 )
 
+from .distributed.ranks import error_of, run
 from .quantizers import PAIRS, QUANTIZERS, assert_same_bytes, buffers_of, hybrid_of
 
 SHAPE = (64, 96)
@@ -210,6 +211,16 @@ def test_replace_raw_data(name):
         replace_raw_data(weight, buffer[:1])
 
 
+def test_raw_data_of_a_hybrid_is_that_of_its_rows():
+    weight = old_weight(hybrid_of("mxfp8", "nvfp4", "original"))
+    before, buffer = buffers_of(weight), torch.zeros(SHAPE, dtype=torch.uint8)
+    replace_raw_data(weight, buffer)
+    assert weight.plane(ROWWISE).data.data_ptr() == buffer.data_ptr()
+    assert all(torch.equal(before[name], data) for name, data in weight._buffers())
+    with pytest.raises(ValueError, match=r"rowwise codes of a .*\[64, 96\] are torch.uint8 \[64, 96\]"):
+        replace_raw_data(weight, buffer.float())
+
+
 def test_processing_twice_or_without_need_changes_nothing():
     with cg.settings.override(non_tn_fp8_gemm=False):
         names = ["fp8", "mxfp8", "nvfp4_2d", "fp8_block_2d", "identity", "mxfp8|nvfp4_rht|rowwise_dequantized"]
@@ -225,6 +236,7 @@ def test_processing_twice_or_without_need_changes_nothing():
 
 
 NAMES = [*QUANTIZERS, *HYBRIDS]
+IN_BYTES = [name for name in NAMES if not name.startswith("identity")]
 
 
 def _gather(plane, spans):
@@ -258,6 +270,8 @@ def _rank(rank, path, cut, results):
     post_all_gather_processing(weights)
     results[rank] = [(buffers_of(weight), flags) for weight, flags in zip(weights, stale, strict=True)]
 
+    results[f"shared{rank}"] = _update_in_one_buffer(spans, masters, group)
+
     dropped = old_weight(QUANTIZERS["nvfp4_2d"]())
     quantize_master_weights([dropped], [masters[0]], [spans[0][0]], group)
     results[f"usages{rank}"] = dropped.get_usages()
@@ -271,6 +285,25 @@ def _rank(rank, path, cut, results):
     torch.distributed.destroy_process_group()
 
 
+def _update_in_one_buffer(spans, masters, group):
+    """As distributed optimizers do that have a byte for each number, and gather nothing else."""
+    torch.manual_seed(5)
+    weights = [old_weight(quantizer_of(name), shape_of(name)) for name in IN_BYTES]
+    raw = [torch.zeros(weight.shape, dtype=torch.uint8) for weight in weights]
+    for weight, buffer in zip(weights, raw, strict=True):
+        replace_raw_data(weight, buffer)
+    own = [NAMES.index(name) for name in IN_BYTES]
+    spans, masters = [spans[i] for i in own], [masters[i] for i in own]
+    quantize_master_weights(weights, masters, [start for start, _ in spans], group, None, True)
+    for buffer, (start, end) in zip(raw, spans, strict=True):
+        mine = torch.zeros_like(buffer).flatten()
+        mine[start:end] = buffer.flatten()[start:end]
+        torch.distributed.all_reduce(mine)
+        buffer.copy_(mine.view(buffer.shape))
+    post_all_gather_processing(weights)
+    return [buffers_of(weight) for weight in weights]
+
+
 @pytest.mark.parametrize("cut", [3072, 1111])
 def test_two_ranks_write_what_one_would(cut, tmp_path):
     """The same bytes on both, once the codes are gathered; what follows from them cannot be read before."""
@@ -278,7 +311,7 @@ def test_two_ranks_write_what_one_would(cut, tmp_path):
         results = manager.dict()
         mp.start_processes(_rank, args=(str(tmp_path / "store"), cut, results), nprocs=2, start_method="fork")
         found, errors = [results[rank] for rank in range(2)], [results[f"error{rank}"] for rank in range(2)]
-        usages = results["usages0"]
+        shared, usages = [results[f"shared{rank}"] for rank in range(2)], results["usages0"]
     assert usages == {"rowwise": True, "columnwise": False}, "made from the rows when it is next needed"
     assert "is not a piece of it" in errors[0] and "another rank refused" in errors[1]
     with cg.settings.override(non_tn_fp8_gemm=False):
@@ -292,3 +325,50 @@ def test_two_ranks_write_what_one_would(cut, tmp_path):
             if "_sr" not in name:  # their seeds depend on how many were drawn before
                 for key, buffer in buffers_of(whole).items():
                     assert torch.equal(mine[key], buffer), (name, key)
+        for name, mine, theirs in zip(IN_BYTES, *shared, strict=True):
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+            if "_sr" not in name:
+                for key, buffer in buffers_of(expected_weight(name, new_master(shape_of(name)))).items():
+                    assert torch.equal(mine[key], buffer), (name, key)
+
+
+NEED_NEIGHBOURS = ["nvfp4_rht", "nvfp4_max256", "mxfp8|nvfp4_rht|original"]
+
+
+def _all_have_all(rank):
+    group, made = torch.distributed.group.WORLD, []
+    for name in NEED_NEIGHBOURS:
+        weight, master = old_weight(quantizer_of(name), shape_of(name)), new_master(shape_of(name)).flatten()
+        start = 100 * rank
+        quantize_master_weights([weight], [master[start:]], [start], group)
+        made.append(weight)
+    return [buffers_of(weight) for weight in made] if rank == 0 else None
+
+
+def test_pieces_of_several_ranks_may_overlap(tmp_path):
+    """Also where codes are made from the numbers of all."""
+    found, _ = run(_all_have_all, 2, tmp_path)
+    for name, buffers in zip(NEED_NEIGHBOURS, found, strict=True):
+        whole = buffers_of(expected_weight(name, new_master(shape_of(name))))
+        assert all(torch.equal(buffers[key], buffer) for key, buffer in whole.items()), name
+
+
+def _other_lists(rank):
+    group, errors = torch.distributed.group.WORLD, []
+    for mine, theirs in (
+        ([("mxfp8", 64), ("mxfp8", 128)], [("mxfp8", 128), ("mxfp8", 64)]),
+        ([("mxfp8", 64)], [("mxfp8", 64), ("mxfp8", 64)]),
+        ([("mxfp8", 64)], [("fp8", 64)]),
+    ):
+        weights = [old_weight(QUANTIZERS[name](), (64, columns)) for name, columns in (theirs if rank else mine)]
+        before = [buffers_of(weight) for weight in weights]
+        masters = [torch.ones(64) for _ in weights]
+        errors.append(error_of(lambda w=weights, m=masters: quantize_master_weights(w, m, [0] * len(m), group)))
+        assert all(torch.equal(old[key], b) for w, old in zip(weights, before, strict=True) for key, b in w._buffers())
+    return errors
+
+
+def test_ranks_have_to_list_the_same_weights(tmp_path):
+    for errors in run(_other_lists, 2, tmp_path):
+        assert [kind for kind, _ in errors] == ["ValueError"] * 3
+        assert all("ranks [1] of the group list other weights" in text for _, text in errors)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_map_only
 
 from .recipe.context import active, this_pass
 
@@ -51,11 +52,11 @@ def checkpoint(
     def run(*flat: Any) -> Any:
         again = next(passes, False) is False
         if tracker is None or not again:
-            return function(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+            return _apart(function(*flat[:count], **dict(zip(names, flat[count:], strict=True))))
         now = tracker.get_states()
         tracker.set_states(first_states)
         try:
-            return function(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+            return _apart(function(*flat[:count], **dict(zip(names, flat[count:], strict=True))))
         finally:
             tracker.set_states(now)
 
@@ -70,6 +71,15 @@ def checkpoint(
         determinism_check=determinism_check,
         debug=debug,
     )
+
+
+def _apart(outputs: Any) -> Any:
+    """Outputs, of which parameters are copies.
+
+    A reentrant checkpoint makes its outputs part of its own graph. A parameter, such as a bias that is returned to be
+    added later, would no longer be a leaf, and backward, which computes it again, would find itself without end.
+    """
+    return tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_leaf and t.requires_grad else t, outputs)
 
 
 def _refuse_distributed(distribute: bool, group: Any) -> None:

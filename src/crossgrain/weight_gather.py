@@ -83,18 +83,40 @@ def _process(weight: QuantizedTensorStorage) -> None:
 
 
 def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: Tensor) -> None:
-    """Move the codes of ``tensor`` into ``new_raw_data``, which it uses from now on: the rowwise plane's if it has one.
+    """Move the codes of ``tensor`` into ``new_raw_data``, which it uses from now on: the rows if it has any.
 
-    Of a hybrid, move those of ``rowwise_sub_storage`` and ``columnwise_sub_storage``.
+    ``new_raw_data`` is as large as these codes, or has a byte for each number of ``tensor``. Codes of 4 bits do not
+    fit into the latter; they stay where they are. What other ranks write arrives by this buffer alone, so
+    `quantize_master_weights` writes all of a weight whose other planes do not follow from it (`is_written_whole`).
     """
-    if not isinstance(tensor, QuantizedTensorStorage) or not tensor._plane_buffers or not tensor.planes():
-        raise TypeError(f"replace_raw_data: a {type(tensor).__name__} has no plane of its own")
-    plane = tensor.planes()[0]
-    if new_raw_data.shape != plane.data.shape or new_raw_data.dtype != plane.data.dtype:
+    holder = _holder_of_rows(tensor)
+    plane = holder.planes()[0]
+    if new_raw_data.shape == plane.data.shape and new_raw_data.dtype == plane.data.dtype:
+        new = new_raw_data.detach()
+        new.copy_(plane.data)
+        setattr(holder, holder._plane_buffers[plane.direction].data, new)
+    elif new_raw_data.shape != tensor.shape or new_raw_data.dtype != torch.uint8:
         raise ValueError(
-            f"replace_raw_data: the codes are {plane.data.dtype} {list(plane.data.shape)}, the new buffer is "
+            f"replace_raw_data: the {plane.direction.value} codes of a {type(tensor).__name__} of shape "
+            f"{list(tensor.shape)} are {plane.data.dtype} {list(plane.data.shape)}, the new buffer is "
             f"{new_raw_data.dtype} {list(new_raw_data.shape)}"
         )
-    new = new_raw_data.detach()
-    new.copy_(plane.data)
-    setattr(tensor, tensor._plane_buffers[plane.direction].data, new)
+    tensor._raw_data = new_raw_data
+
+
+def _holder_of_rows(tensor: QuantizedTensorStorage) -> QuantizedTensorStorage:
+    """Of a hybrid, its rowwise child; its columnwise one if that is all it has."""
+    if isinstance(tensor, HybridQuantizedTensorStorage):
+        tensor = next(iter(tensor._children().values()), tensor)
+    if not isinstance(tensor, QuantizedTensorStorage) or not tensor._plane_buffers or not tensor.planes():
+        raise TypeError(f"replace_raw_data: a {type(tensor).__name__} has no plane of its own")
+    return tensor
+
+
+def is_written_whole(weight: QuantizedTensorStorage) -> bool:
+    """Whether codes of other ranks do not arrive in all planes: `replace_raw_data` was given a buffer of some."""
+    if weight._raw_data is None:
+        return False
+    first, *others = weight.planes()
+    follows = columns_made_from_rows(weight) is not None or _transposed_columns(weight) is not None
+    return first.data.data_ptr() != weight._raw_data.data_ptr() or (bool(others) and not follows)

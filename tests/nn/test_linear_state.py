@@ -445,3 +445,25 @@ def test_histories_move_along():
         "there is nothing in it"
     )
     assert old.fits(recipes.DelayedScaling(), device="cpu") and not old.fits(recipes.DelayedScaling(), device="meta")
+
+
+@pytest.mark.parametrize("layer_type", [cg.Linear, cg.ops.BasicLinear], ids=lambda kind: kind.__module__)
+def test_what_others_have_said_of_a_quantized_weight_survives_conversions(layer_type):
+    """torch exchanges the parameter with a new one."""
+    with cg.quantized_model_init(recipe="mxfp8", preserve_high_precision_init_val=True):
+        layer = layer_type(64, 64)
+    weight = layer.weight
+    weight.sequence_parallel, value = True, weight.get_high_precision_init_val()
+    nn.Sequential(layer).bfloat16()
+    assert layer.weight is weight and weight.dtype == torch.bfloat16
+    assert weight.sequence_parallel and weight.get_high_precision_init_val() is value
+    assert torch.equal(recipes.preserved_value(weight), value)
+
+
+def test_the_rank_may_be_said_before_the_layer_is_made():
+    class Column(cg.Linear):
+        def __init__(self):
+            self.tp_rank = 3
+            super().__init__(32, 32)
+
+    assert Column().tp_rank == 3 and cg.Linear(32, 32).tp_rank == 0

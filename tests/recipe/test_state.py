@@ -60,10 +60,12 @@ def test_other_objects_are_refused():
         RecipeState.create(object(), mode="forward")
 
 
-def test_a_device_that_is_not_there_is_the_cpu():
+@pytest.mark.parametrize("device", ["cuda", 0, torch.device("cuda", 1)], ids=str)
+def test_a_device_that_is_not_there_is_the_cpu(device):
     if not torch.cuda.is_available():
-        state = RecipeState.create(DelayedScaling(), mode="forward", device="cuda")
+        state = RecipeState.create(DelayedScaling(), mode="forward", device=device)
         assert state.scale.device.type == "cpu"
+        assert cg.Linear(32, 32, device=device).weight.device.type == "cpu"
 
 
 def test_slot_roles_and_positions():

@@ -40,6 +40,7 @@ from ..tensor.loading import check_formats
 from ..tensor.sharding import follow_quantizer, is_sharded, local_part
 from ..torch_checkpoints import in_backward, unseen_by_policies
 from .field_names import FieldNames
+from .kept_attributes import kept_attributes
 from .padding import known_format
 from .tensor_parallel import TensorParallel
 from .weight_cache import WeightCache
@@ -380,7 +381,8 @@ class QuantizedModule(FieldNames):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._weight_cache.clear()  # parameters move or change: copies of them would be stale
-        return super()._apply(fn, recurse)
+        with kept_attributes(self):
+            return super()._apply(fn, recurse)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for `backward_dw`."""

@@ -19,6 +19,7 @@ class FieldNames(nn.Module):
     fp8: bool
     tp_group: Any
     ub_name: str | None = None
+    _tp_rank: int = 0
 
     @property
     def fp8_calibration(self) -> bool:
@@ -36,5 +37,9 @@ class FieldNames(nn.Module):
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among those that share the layer."""
-        return 0 if self.tp_group is None else group_rank(self.tp_group)
+        """This rank's place among those that share the layer. Of a layer without a group it may be said."""
+        return self._tp_rank if self.tp_group is None else group_rank(self.tp_group)
+
+    @tp_rank.setter
+    def tp_rank(self, rank: int) -> None:
+        self._tp_rank = rank

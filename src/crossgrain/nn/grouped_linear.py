@@ -53,7 +53,7 @@ class GroupedLinear(LinearModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: Literal["row", "column"] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         single_grouped_weight: bool = False,

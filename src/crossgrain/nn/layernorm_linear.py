@@ -48,7 +48,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
         return_layernorm_output_gathered: bool = False,
         parameters_split: ParametersSplit = None,
         zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,

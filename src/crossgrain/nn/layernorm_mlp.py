@@ -67,7 +67,7 @@ class LayerNormMLP(NormFirst):
         micro_batch_size: int | None = None,
         set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         delay_wgrad_compute: bool = False,
         checkpoint: bool = False,
         name: str | None = None,

@@ -153,7 +153,7 @@ class Linear(SingleLinear):
         params_dtype: torch.dtype | None = None,
         parallel_mode: ParallelMode | None = None,
         parameters_split: ParametersSplit = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,

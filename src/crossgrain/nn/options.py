@@ -18,7 +18,7 @@ def activation_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | None) -> dict[str, Any]:
+def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | int | None) -> dict[str, Any]:
     """For ``torch.empty``."""
     return {"dtype": params_dtype or torch.get_default_dtype(), "device": resolved_device(device)}
 

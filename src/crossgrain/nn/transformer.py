@@ -73,7 +73,7 @@ class TransformerLayer(nn.Module):
         activation: str = "gelu",
         activation_params: dict[str, Any] | None = None,
         normalization: Normalization = "LayerNorm",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         attn_input_format: str = "sbhd",
         name: str | None = None,
         qk_norm_type: str | None = None,

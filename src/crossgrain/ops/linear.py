@@ -32,7 +32,7 @@ class Linear(FusedOperation):
         out_features: int,
         bias: bool = True,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: str | None = None,
         tensor_parallel_group: Any = None,

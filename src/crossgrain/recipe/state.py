@@ -58,7 +58,7 @@ class RecipeState:
         *,
         mode: Mode,
         num_quantizers: int = 1,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         roles: Roles | None = None,
     ) -> None:
         if mode not in _BY_POSITION:
@@ -78,7 +78,7 @@ class RecipeState:
         *,
         mode: Mode,
         num_quantizers: int = 1,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         roles: Roles | None = None,
     ) -> RecipeState:
         """The state for any recipe."""
@@ -103,7 +103,7 @@ class RecipeState:
         """The state with scales and histories, if there are any."""
         return None
 
-    def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | None = None) -> bool:
+    def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | int | None = None) -> bool:
         """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place.
 
         ``device``  where their scales and histories would be; None: it does not matter

@@ -34,6 +34,8 @@ class QuantizedTensorStorage(PlaneHolder):
     _strict_decodes_rowwise_only: ClassVar[bool] = False
     _missing_plane_error: ClassVar[type[Exception]] = RuntimeError
 
+    _raw_data: Tensor | None = None  # by which codes of other ranks arrive: the buffer of `replace_raw_data`
+
     # ---- reading and writing -------------------------------------------------------------------
 
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:

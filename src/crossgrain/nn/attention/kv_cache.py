@@ -45,7 +45,7 @@ class InferenceParams:
         dtype: torch.dtype = torch.bfloat16,
         head_dim_v: int | None = None,
         is_paged: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         if is_paged:
             raise NotImplementedError("a cache in pages is not supported: is_paged=False")

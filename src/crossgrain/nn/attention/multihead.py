@@ -67,7 +67,7 @@ class MultiheadAttention(nn.Module):
         qkv_weight_interleaved: bool = True,
         bias: bool = True,
         normalization: Normalization = "LayerNorm",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         qkv_format: str = "sbhd",
         name: str | None = None,
         qk_norm_type: str | None = None,

@@ -28,7 +28,7 @@ class RotaryPositionEmbedding(nn.Module):
         pretrained_max_position_embeddings: int | None = None,
         rotary_base: float = 10000.0,
         interleaved: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         dim = int(dim * rotary_percent)

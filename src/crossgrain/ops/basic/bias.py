@@ -30,7 +30,7 @@ class Bias(BasicOperation):
         self,
         size: int,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,

@@ -48,7 +48,7 @@ class GroupedLinear(LinearOperation):
         out_features: int,
         *,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,

@@ -30,7 +30,7 @@ class _Norm(BasicOperation):
         normalized_shape: int | Iterable[int],
         *,
         eps: float = 1e-5,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         sm_margin: Any = 0,

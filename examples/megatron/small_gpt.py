@@ -1,0 +1,173 @@
+"""A small GPT of Megatron-core that trains on CPUs, with crossgrain in the place of Transformer Engine.
+
+The model, the data-parallel wrapper, the optimizer and the schedule are Megatron's own. Import this module before
+anything of ``megatron.core``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import cuda_on_cpu
+import torch
+from torch import Tensor, nn
+
+import crossgrain.compat
+
+cuda_on_cpu.install()
+crossgrain.compat.install()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of apex and other kernels that are not there
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY, CONTEXT = 64, 32
+
+# What Megatron's configuration says for each recipe.
+RECIPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+    "hybrid": {
+        "fp8": "e4m3",
+        "fp8_recipe": "custom",
+        "fp8_quantizer_factory": "crossgrain.recipe.zoo.mxfp8_fwd_nvfp4_bwd_factory",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run. ``config`` and ``ddp`` are further options of Megatron's configurations."""
+
+    recipe: str = "none"
+    bf16: bool = True  # of parameters and activations; else float32
+    width: int = 128
+    layers: int = 2
+    batch: int = 4  # of all ranks together
+    microbatches: int = 1
+    local_spec: bool = False  # Megatron's own layers, without Transformer Engine
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    quantized_parameters: bool = False  # "--fp8-param-gather"
+    clip_grad: float = 1.0
+    config: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+def transformer_config(options: Options) -> TransformerConfig:
+    settings: dict[str, Any] = {
+        "num_layers": options.layers,
+        "hidden_size": options.width,
+        "num_attention_heads": 4,
+        "tensor_model_parallel_size": options.tensor_parallel,
+        "sequence_parallel": options.sequence_parallel,
+        "params_dtype": torch.bfloat16 if options.bf16 else torch.float32,
+        "bf16": options.bf16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,  # of Megatron's own layers: a CUDA extension of apex
+        "masked_softmax_fusion": False,
+        "fp8_param": options.quantized_parameters,
+        "finalize_model_grads_func": finalize_model_grads,
+    }
+    return TransformerConfig(**{**settings, **RECIPES[options.recipe], **options.config})
+
+
+def build(options: Options, seed: int = 1234) -> tuple[DistributedDataParallel, Any]:
+    """The model, wrapped for data parallelism, and its optimizer. Process groups of torch have to be there."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    config = transformer_config(options)
+    layer = get_gpt_layer_local_spec if options.local_spec else get_gpt_layer_with_transformer_engine_spec
+    spec = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    model = GPTModel(config, spec, VOCABULARY, CONTEXT, position_embedding_type="rope")
+    reuse = options.quantized_parameters and options.recipe == "mxfp8"  # Megatron has no other way for MXFP8
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed_optimizer,
+        fp8_param_gather=options.quantized_parameters,
+        reuse_grad_buf_for_mxfp8_param_ag=reuse,
+        **options.ddp,
+    )
+    wrapped = DistributedDataParallel(config, ddp_config, Float16Module(config, model) if options.bf16 else model)
+    optimizer_config = OptimizerConfig(
+        lr=2e-3,
+        bf16=options.bf16,
+        params_dtype=config.params_dtype,
+        clip_grad=options.clip_grad,
+        fp8_recipe=config.fp8_recipe if config.fp8 else None,
+        use_distributed_optimizer=options.distributed_optimizer,
+        reuse_grad_buf_for_mxfp8_param_ag=reuse,
+    )
+    return wrapped, get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
+
+
+def batches(options: Options, seed: int = 7) -> Iterator[tuple[Tensor, Tensor]]:
+    """Microbatches of this rank, for ever: counting up or down from random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    size = options.batch // (ranks * options.microbatches)
+    while True:
+        start = torch.randint(VOCABULARY, (options.batch, 1), generator=generator)
+        step = torch.randint(1, 4, (options.batch, 1), generator=generator)
+        text = (start + step * torch.arange(CONTEXT + 1)) % VOCABULARY
+        for mine in text.chunk(ranks)[rank].split(size):
+            yield mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    tokens, labels = next(data)
+    positions = torch.arange(CONTEXT).expand_as(tokens)
+    mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool).triu(1)
+    losses = model(tokens, positions, mask, labels=labels)
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach().clone()}  # Megatron divides the loss itself by the number of microbatches
+
+    return losses, loss_of
+
+
+def train(options: Options, steps: int) -> list[tuple[float, float]]:
+    """The loss of the batch and the norm of all gradients, of every step."""
+    return list(run(*build(options), options, steps))
+
+
+def run(model: nn.Module, optimizer: Any, options: Options, steps: int) -> Iterator[tuple[float, float]]:
+    data = batches(options)
+    for _ in range(steps):
+        model.zero_grad_buffer()  # type: ignore[operator]
+        optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=options.microbatches,
+            seq_length=CONTEXT,
+            micro_batch_size=options.batch // options.microbatches,
+        )
+        updated, norm, _ = optimizer.step()
+        if not updated:
+            raise RuntimeError("a gradient is not finite")
+        loss = torch.stack([each["loss"] for each in losses]).mean()
+        torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        yield loss.item() / parallel_state.get_data_parallel_world_size(), float(norm)
