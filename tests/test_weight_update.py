@@ -198,6 +198,23 @@ def test_everything_is_checked_before_anything_is_written(change, error, message
     assert all(torch.equal(before[name], buffer) for name, buffer in first._buffers())
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "identity"])
+def test_codes_whose_memory_was_freed_are_not_touched(name):
+    """Nor read: that would end the process. Scales are written, and codes to shards."""
+    master, weight = new_master(), old_weight(QUANTIZERS[name]())
+    expected = expected_weight(name, master)
+    planes = weight.planes()
+    for plane in planes:
+        plane.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="weight 0: the memory of its rowwise codes was freed, and no shard is given"):
+        quantize_master_weights([weight], [master.flatten()], [0])
+    quantize_master_weights([weight], [None], [None])
+    shards = [torch.zeros(master.numel(), dtype=plane.data.dtype) for plane in planes]
+    quantize_master_weights([weight], [master.flatten()], [0], None, [shards])
+    for shard, plane in zip(shards, expected.planes(), strict=True):
+        assert torch.equal(shard, codes_of(plane))
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "fp8", "nvfp4_2d", "identity"])
 def test_replace_raw_data(name):
     weight = old_weight(QUANTIZERS[name]())
