@@ -17,6 +17,7 @@ from crossgrain.weight_update import (
     replace_raw_data,
 )
 
+from .distributed.ranks import error_of, run
 from .quantizers import PAIRS, QUANTIZERS, assert_same_bytes, buffers_of, hybrid_of
 
 SHAPE = (64, 96)
@@ -346,3 +347,45 @@ def test_two_ranks_write_what_one_would(cut, tmp_path):
             if "_sr" not in name:
                 for key, buffer in buffers_of(expected_weight(name, new_master(shape_of(name)))).items():
                     assert torch.equal(mine[key], buffer), (name, key)
+
+
+NEED_NEIGHBOURS = ["nvfp4_rht", "nvfp4_max256", "mxfp8|nvfp4_rht|original"]
+
+
+def _all_have_all(rank):
+    group, made = torch.distributed.group.WORLD, []
+    for name in NEED_NEIGHBOURS:
+        weight, master = old_weight(quantizer_of(name), shape_of(name)), new_master(shape_of(name)).flatten()
+        start = 100 * rank
+        quantize_master_weights([weight], [master[start:]], [start], group)
+        made.append(weight)
+    return [buffers_of(weight) for weight in made] if rank == 0 else None
+
+
+def test_pieces_of_several_ranks_may_overlap(tmp_path):
+    """Also where codes are made from the numbers of all."""
+    found, _ = run(_all_have_all, 2, tmp_path)
+    for name, buffers in zip(NEED_NEIGHBOURS, found, strict=True):
+        whole = buffers_of(expected_weight(name, new_master(shape_of(name))))
+        assert all(torch.equal(buffers[key], buffer) for key, buffer in whole.items()), name
+
+
+def _other_lists(rank):
+    group, errors = torch.distributed.group.WORLD, []
+    for mine, theirs in (
+        ([("mxfp8", 64), ("mxfp8", 128)], [("mxfp8", 128), ("mxfp8", 64)]),
+        ([("mxfp8", 64)], [("mxfp8", 64), ("mxfp8", 64)]),
+        ([("mxfp8", 64)], [("fp8", 64)]),
+    ):
+        weights = [old_weight(QUANTIZERS[name](), (64, columns)) for name, columns in (theirs if rank else mine)]
+        before = [buffers_of(weight) for weight in weights]
+        masters = [torch.ones(64) for _ in weights]
+        errors.append(error_of(lambda w=weights, m=masters: quantize_master_weights(w, m, [0] * len(m), group)))
+        assert all(torch.equal(old[key], b) for w, old in zip(weights, before, strict=True) for key, b in w._buffers())
+    return errors
+
+
+def test_ranks_have_to_list_the_same_weights(tmp_path):
+    for errors in run(_other_lists, 2, tmp_path):
+        assert [kind for kind, _ in errors] == ["ValueError"] * 3
+        assert all("ranks [1] of the group list other weights" in text for _, text in errors)

@@ -47,7 +47,15 @@ def should_load_extra_state_pickle(*args: Any, **kwargs: Any) -> bool:
 
 
 def passes_over(extra: Any, recipe: Recipe | None) -> bool:
-    """Whether ``extra`` is a pickle that a module with this recipe needs nothing of."""
+    """Whether ``extra`` is nothing at all, or a pickle that a module with this recipe needs nothing of."""
+    if _stands_for_nothing(extra):
+        return True
     is_pickle = isinstance(extra, Tensor) and extra.dtype == torch.uint8 and extra.numel() > 0
     known = CheckpointExtraStatePolicy.REFUSE if recipe is None else _RECIPE_POLICIES.get(type(recipe))
     return is_pickle and known is CheckpointExtraStatePolicy.PASS_OVER
+
+
+def _stands_for_nothing(extra: Any) -> bool:
+    """What `torch.distributed.checkpoint.state_dict` puts where a full state dict has no extra state."""
+    kind = type(extra)
+    return (kind.__module__, kind.__name__) == ("torch.distributed.checkpoint.state_dict", "_EXTRA_STATE")

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .failures import communicate
+
 
 def group_size(group: Any = None) -> int:
     """How many ranks there are; one where nothing is distributed."""
@@ -30,14 +32,14 @@ def gathered_rows(x: Tensor, group: Any) -> Tensor:
     """The rows of all ranks, one rank after the other; each has as many."""
     x = x.detach().contiguous()
     out = x.new_empty(x.shape[0] * group_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    communicate(dist.all_gather_into_tensor, out, x, group=group)
     return out
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
     """The sum over ranks."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group)
+    communicate(dist.all_reduce, out, group=group)
     return out
 
 
@@ -68,7 +70,7 @@ def maximise_(x: Tensor, group: Any) -> None:
     for each in group if isinstance(group, tuple) else (group,):
         if isinstance(each, AwaitedGroup):
             raise RuntimeError(each.problem)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=each)
+        communicate(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=each)
 
 
 def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:
@@ -77,7 +79,7 @@ def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:
     if x.dim() == 0 or x.shape[0] % ranks:
         raise ValueError(f"{layer}: {x.shape[0] if x.dim() else 0} rows cannot be divided evenly among {ranks} ranks")
     out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.detach().contiguous(), group=group)
+    communicate(dist.reduce_scatter_tensor, out, x.detach().contiguous(), group=group)
     return out
 
 

@@ -7,6 +7,7 @@ quantized weight, under scales that come from the whole weight, and then the cod
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from .plane import COLUMNWISE, ROWWISE
 from .quantizer import Quantizer, draw_seed
 from .recipe import clear_preserved_value
 from .tensor import QuantizedTensor, QuantizedTensorStorage
+from .tensor.sharding import exchanged
 from .weight_gather import (
     columns_made_from_rows,
     is_written_whole,
@@ -85,6 +87,11 @@ class _Weight:
             if not (direction is COLUMNWISE and self.derives_columns() and ROWWISE in children)
         ]
 
+    def described(self) -> str:
+        """What has to be the same on all ranks."""
+        planes = ", ".join(f"{plane.direction.value} {plane.format.name}" for plane in self.weight.planes())
+        return f"{type(self.weight).__name__} {list(self.weight.shape)} of {planes}"
+
     def derives_columns(self) -> bool:
         quantizer = self.weight._get_quantizer()
         return isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns()
@@ -123,7 +130,8 @@ def quantize_master_weights(
 
     ``master_weights[i]`` is the piece ``[start, start + n)`` of the flattened master of ``model_weights[i]``
     that this rank has, or None; a weight may be listed several times with several pieces. ``group`` is who
-    has the others; None or a group of one: nobody. Every rank lists the same weights.
+    has the others; None or a group of one: nobody. Every rank lists the same weights in the same order. What
+    several ranks have has to be the same on all of them.
 
     Pieces are cast to the weight's dtype. Scales are those of the whole master, the same on every rank:
     bitwise what ``weight.quantize_(master)`` would give; so are the codes of this rank's pieces, in every
@@ -142,14 +150,14 @@ def quantize_master_weights(
     """
     ranks = 1 if group is None else torch.distributed.get_world_size(group)
     problem: Exception | None = None
+    weights: list[_Weight] = []
     try:
         weights = _checked(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
         if ranks > 1:
             _refuse_unshared_randomness(weights)
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         problem = error
-    if _any_rank(problem is not None, group, ranks):
-        raise problem or RuntimeError("quantize_master_weights: another rank refused its weights; nothing was written")
+    _raise_together(problem, weights, group, ranks)
     with torch.no_grad():
         _write(weights, group, ranks)
         for item in weights:
@@ -250,13 +258,21 @@ def _checked_shard(item: _Weight, shard: Shard, where: str) -> Shard:
     return shards
 
 
-def _any_rank(found: bool, group: Any, ranks: int) -> bool:
-    """Whether it was found on some rank: all have to agree, or the others would wait for ever."""
-    if ranks == 1:
-        return found
-    flag = torch.tensor([int(found)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
-    return bool(flag)
+def _raise_together(problem: Exception | None, weights: Sequence[_Weight], group: Any, ranks: int) -> None:
+    """Raise on all ranks if one has a problem or lists other weights: their amaxes would be mixed up."""
+    listed = [item.described() for item in weights]
+    mine = [problem is not None, zlib.crc32(str(listed).encode())]
+    found = exchanged(mine, group, ranks, torch.device("cpu"))
+    if problem is not None:
+        raise problem
+    if any(refused for refused, _ in found):
+        raise RuntimeError("quantize_master_weights: another rank refused its weights; nothing was written")
+    others = [rank for rank, (_, other) in enumerate(found) if other != found[0][1]]
+    if others:
+        raise ValueError(
+            f"quantize_master_weights: ranks {others} of the group list other weights than rank 0, or in another "
+            f"order; here: {len(listed)}, the first of them {'; '.join(listed[:3])}. Nothing was written."
+        )
 
 
 # ---- writing -----------------------------------------------------------------------------------------
@@ -286,10 +302,10 @@ def _write(weights: Sequence[_Weight], group: Any, ranks: int) -> None:
 
 
 def _assembled(item: _Weight, group: Any, ranks: int) -> Tensor:
-    """The matrix that codes are made from, known to all ranks: bytes add up exactly where each has one owner."""
+    """The matrix that codes are made from, known to all ranks: who does not know a number has bytes of zero."""
     x = item.matrix()
     if ranks > 1:
-        torch.distributed.all_reduce(x.view(torch.uint8), group=group)
+        torch.distributed.all_reduce(x.view(torch.uint8), op=torch.distributed.ReduceOp.MAX, group=group)
     if not item.lacks_rows():
         return x
     quantizer = item.weight._get_quantizer()
@@ -317,7 +333,7 @@ def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
     if ranks == 1 or not amaxes:
         return
     packed = torch.cat([amax.reshape(-1) for amax in amaxes])
-    torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
+    maximise_(packed, group)
     reduced = iter(packed.split([amax.numel() for amax in amaxes]))
     for part in parts:
         if part.target.amax is not None:
@@ -365,7 +381,7 @@ def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, r
 def _shared_seed(group: Any, ranks: int) -> int:
     seed = torch.tensor([draw_seed()], dtype=torch.int64)
     if ranks > 1:
-        torch.distributed.all_reduce(seed, op=torch.distributed.ReduceOp.MAX, group=group)
+        maximise_(seed, group)
     return int(seed)
 
 

@@ -144,6 +144,9 @@ def test_quantizing(x):
         x, [32, 96], [QUANTIZERS["mxfp8"](), QUANTIZERS["mxfp8"]()], torch.float32, compute_dbias=True
     )
     assert_same_bytes(groups[0], quantizer(x[:32].float()))
+    hybrids = [hybrid_of("mxfp8", "nvfp4") for _ in range(2)]
+    halves = te.module._split_quantization._split_quantize_hybrid(x, [32, 96], hybrids)
+    assert_same_bytes(halves[1], hybrids[0](x[32:]))
     assert torch.equal(dbias[1], x[32:].float().sum(0))
 
 

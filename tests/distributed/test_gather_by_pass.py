@@ -169,6 +169,86 @@ def test_recomputation(tmp_path):
         assert switched_off == (within[0], None)
 
 
+class Block(nn.Module):
+    """Two sharded layers of which the first may be recomputed in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers, self.reentrant = quantized_model("mxfp8-fwd-nvfp4-bwd")[:3], reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def gradients(model):
+    torch.manual_seed(1)
+    model(torch.randn(32, 64, requires_grad=True)).square().mean().backward()
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+
+
+def _recomputed_one_by_one(rank, reentrant):
+    model = Block(reentrant)
+    shard(model.layers, mesh_of(2), reshard_after_forward=True)
+    gather_by_pass(model)
+    found, count = gradients(model), count_gathered_bytes(model)
+    model(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    return found, count.sizes
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_recomputed_one_by_one(tmp_path, reentrant):
+    """FSDP2 prefetches a layer for its backward pass, and the recomputed forward pass comes first."""
+    expected = gradients(Block(None))
+    for found, (first, second, *backward) in run(_recomputed_one_by_one, 2, tmp_path, reentrant):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert len(backward) == 2, "no layer is gathered twice"
+        assert backward[0] > second, "both directions"
+        assert backward[1] > first
+
+
+def _accumulated(rank):
+    model = quantized_model("mxfp8-fwd-nvfp4-bwd")
+    gather_by_pass(shard(model, mesh_of(2), reshard_after_forward=True))
+    count = count_gathered_bytes(model)
+    gathered = []
+    model.register_forward_hook(lambda *_: gathered.append(count.total))
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        gathered.append(count.total)
+        found = gradients(model) if last else model(torch.ones(32, 64)).sum().backward()
+    return gathered[3] - gathered[2], found
+
+
+def test_weights_that_stay_gathered_after_backward(tmp_path):
+    """Both directions, for the next forward pass."""
+    alone = quantized_model("mxfp8-fwd-nvfp4-bwd")
+    alone(torch.ones(32, 64)).sum().backward()
+    expected = gradients(alone)
+    for again, found in run(_accumulated, 2, tmp_path):
+        assert again == 0
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _failed(rank):
+    model = quantized_model("mxfp8-fwd-nvfp4-bwd")
+    gather_by_pass(shard(model, mesh_of(2), reshard_after_forward=True))
+    hook = model[1].register_full_backward_hook(lambda *_: "no gradient")
+    failed = error_of(model(torch.ones(32, 64)).sum().backward)
+    hook.remove()
+    return failed, model(torch.ones(32, 64)).detach()
+
+
+def test_a_forward_pass_after_a_backward_pass_that_failed(tmp_path):
+    """Columns are there, and rows are gathered."""
+    expected = quantized_model("mxfp8-fwd-nvfp4-bwd")(torch.ones(32, 64)).detach()
+    for failed, y in run(_failed, 2, tmp_path):
+        assert failed is not None
+        assert torch.equal(y, expected)
+
+
 def _offloaded(rank):
     found = []
     for kind in (quantized_model, converted_model):

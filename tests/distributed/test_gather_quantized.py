@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -276,6 +277,25 @@ def test_a_shard_is_a_tensor_like_others():
     assert torch.equal(loaded["weight"], local_part(shard_))
 
 
+def _other_data(rank):
+    """Data that replaces what was there when the weights were marked."""
+    found = []
+    for change in (lambda m: m.to(torch.bfloat16), lambda m: setattr(m[0].weight, "data", torch.ones(128, 64))):
+        alone, marked = converted_model("mxfp8")[:3], converted_model("mxfp8")[:3]
+        gather_quantized(marked)
+        for model in (alone, marked):
+            change(model)
+        shard(marked, mesh_of(2))
+        x = batches(1)[0].to(alone[0].weight.dtype)
+        found.append((type(marked[0].weight._local_tensor), torch.equal(marked(x), alone(x))))
+    return found
+
+
+def test_data_may_be_replaced_before_a_model_is_sharded(tmp_path):
+    for found in run(_other_data, 2, tmp_path):
+        assert found == [(WeightShard, True)] * 2
+
+
 def test_a_model_that_is_not_sharded_yet_trains_as_before():
     alone, marked = converted_model("mxfp8", hidden=90), converted_model("mxfp8", hidden=90)
     gather_quantized(marked)
@@ -331,6 +351,22 @@ def test_state_dicts_are_plain_numbers(tmp_path):
         for name, value in model.state_dict().items():
             assert torch.equal(whole[name], value)
             assert torch.equal(loaded[name], value)
+
+
+def _whole_states(rank, broadcast):
+    whole, model = converted_model("mxfp8"), converted_model("mxfp8", seed=1)
+    gather_quantized(model)
+    shard(model, mesh_of(2))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, whole.state_dict() if rank == 0 or not broadcast else {}, options=options)
+    again = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    expected = whole.state_dict()
+    return again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_whole_state_dicts_of_torch(tmp_path, broadcast):
+    assert run(_whole_states, 2, tmp_path, broadcast) == [True, True]
 
 
 def test_gathered_weights_hold_both_directions(tmp_path):

@@ -249,6 +249,24 @@ def test_what_would_miss_other_ranks_is_refused(tmp_path):
         assert "put off or added to main_grad would not reach the other ranks" in delayed[1]
 
 
+def _late_optimizers(rank):
+    """Made when the model is gathered, as after a forward pass for validation."""
+    found = []
+    for recipe in ("mxfp8", "mxfp8-fwd-nvfp4-bwd"):
+        model = shard(quantized_model(recipe), mesh_of(2), reshard_after_forward=False)
+        with torch.no_grad():
+            model(torch.randn(32, 64))
+        for late in (fused(model), cg.optim.with_masters(torch.optim.SGD, model.parameters(), lr=1.0)):
+            found.append(error_of(lambda model=model, late=late: train(model, late, 1)))
+    return found
+
+
+def test_optimizers_of_gathered_weights_are_refused(tmp_path):
+    """They would never see a gradient."""
+    for found in run(_late_optimizers, 2, tmp_path):
+        assert all("that FSDP2 had gathered when the optimizer was made" in text for _, text in found)
+
+
 def _state(rank):
     model = shard(quantized_model("mxfp8-fwd-nvfp4-bwd"), mesh_of(2))
     optimizer = fused(model)

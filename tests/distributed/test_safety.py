@@ -130,6 +130,30 @@ def test_broadcasts_move_the_bytes(tmp_path):
         assert all(found.values()), found
 
 
+def _slices(rank):
+    found = {}
+    for name, make in {
+        "fp8": lambda s: quantized(s, "fp8"),
+        "mxfp8": lambda s: quantized(s, "mxfp8"),
+        "hybrid": hybrid,
+    }.items():
+        whole = make(rank)
+        error = error_of(lambda part=whole[:32]: dist.broadcast(part, 0))
+        rest = same_bytes(whole[32:].clone(), make(rank)[32:].clone())
+        found[name] = error, rest, same_bytes(whole[:32].clone(), make(0)[:32].clone())
+    return found
+
+
+def test_a_slice_may_only_be_sent_if_its_scales_are_its_own(tmp_path):
+    """The rest of the tensor it was cut from would be read under the scale of another."""
+    for rank, found in enumerate(run(_slices, 2, tmp_path)):
+        for name, (error, rest_stays, arrived) in found.items():
+            assert rest_stays, name
+            assert arrived is (name == "mxfp8" or rank == 0), name
+            assert (error is None) is (name == "mxfp8"), name
+            assert error is None or "shares its per-tensor" in error[1]
+
+
 class Wrapped(DistributedDataParallel):
     def __getitem__(self, at):
         return self.module[at]

@@ -365,6 +365,8 @@ def test_devices_may_be_changed():
         ({"device": "b200, fp4=0"}, "fp4 is more than 0"),
         ({"device": "b200, link=-1"}, "link is more than 0"),
         ({"gpus": 0}, "gpus is a whole number from 1 up, not 0"),
+        ({"gpus": True}, "gpus is a whole number from 1 up, not True"),
+        ({"moments": ("fp32",)}, "moments is one choice for both or a pair of them"),
         ({"gpus": 6, "tensor_parallel": 4}, "6 GPUs cannot be divided into groups of tensor_parallel=4"),
         ({"gpus": 8, "tensor_parallel": 8}, "4 heads of keys do not divide by tensor_parallel=8"),
         ({"gpus": 2, "tensor_parallel": 2, "sequence": 127}, "127 tokens .* do not divide by"),

@@ -11,7 +11,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..plane import COLUMNWISE, ROWWISE, Direction
 from ..tensor.sharding import gathering
-from ..torch_checkpoints import in_backward
+from ..torch_checkpoints import in_backward, running_checkpoints
+
+_BOTH = tuple(Direction)
 
 
 def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
@@ -36,24 +38,43 @@ def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
 class _GroupByPass(FSDPParamGroup):
     """Parameters that are gathered together, which say what they are gathered for."""
 
+    _brought: tuple[Direction, ...] = ()  # by the last gather
+    _will_recompute = False  # the last forward pass was the first of a checkpoint, whose second runs in backward
+
     def unshard(self, async_op: bool = False) -> None:
-        with gathering(self._directions()):
+        directions = self._directions()
+        if not set(directions) <= set(self._brought):
+            self._let_go()
+        if self.is_sharded and self._all_gather_result is None:
+            self._brought = directions
+        with gathering(directions):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
         if self._all_gather_result is not None:
             _forget_sizes(self)
-        with gathering(self._directions()):  # a mesh of one rank asks for the bytes here
+        with gathering(self._brought):  # a mesh of one rank asks for the bytes here
             super().wait_for_unshard()
 
     def _directions(self) -> tuple[Direction, ...]:
         state: Any = self._training_state
         if state == TrainingState.PRE_BACKWARD:
-            return (COLUMNWISE,)
+            # What stays after backward is there for the next forward, and what is prefetched for a recomputation.
+            return (COLUMNWISE,) if self.reshard_after_backward and not self._will_recompute else _BOTH
         recomputes = in_backward()  # what follows is a forward and, without another gather, a backward pass
-        if state == TrainingState.FORWARD and self._reshard_after_forward and not recomputes:
-            return (ROWWISE,)
-        return (ROWWISE, COLUMNWISE)
+        if state != TrainingState.FORWARD or recomputes:
+            return _BOTH
+        self._will_recompute = bool(running_checkpoints().first)
+        return (ROWWISE,) if self._reshard_after_forward else _BOTH
+
+    def _let_go(self) -> None:
+        """Of what an earlier gather brought for another pass: columns, where a forward pass comes after all."""
+        if self._all_gather_result is not None:
+            work: Any = self._all_gather_result.all_gather_work
+            if work is not None:
+                work.wait()
+            self._all_gather_result = None
+        self._to_sharded()
 
 
 def _forget_sizes(group: FSDPParamGroup) -> None:

@@ -10,10 +10,8 @@ whole or not at all.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +30,13 @@ from ..files.bound import RecipeChoice, recipe_text
 from ..files.durable import publish_directory, temporary_beside
 from ..files.manifest import check_files, write_manifest
 from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
-from ..files.training import Checkpoint, check_request, manifest_of
+from ..files.training import INIT_VALUES, Checkpoint, check_request, manifest_of
 from ..files.undo import all_or_nothing
+from ..recipe import keep_high_precision_init_val, preserved_value
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part
+from ..tensor.sharding import is_sharded, local_part, sharded_like
+from .agreement import check_agreement, on_first_rank, raise_together
+from .random_states import RANDOM, expect_random_state, take_random_state
 from .state_tree import Tensors, put_together, taken_apart
 
 _EXTRAS = "extras"
@@ -97,21 +98,30 @@ def async_save(
 
 
 @torch.no_grad()
-def load(path: str | os.PathLike[str], *, strict: bool = True, verify: bool = True, **objects: Any) -> Checkpoint:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    random_state: bool | None = None,
+    **objects: Any,
+) -> Checkpoint:
     """Load a checkpoint, or the latest of a directory of them, into ``objects``, on any number of ranks.
 
     Everything is read and checked before anything changes. Quantized parameters have to be of the formats that were
-    saved. ``verify=False`` does not compare checksums, for which the first rank reads all files.
+    saved. ``verify=False`` does not compare checksums, for which the first rank reads all files. ``random_state``: each
+    rank's random number generators go on as they would have; None: if there are as many ranks as there were.
     """
-    found, manifest = _on_first_rank(lambda: _checked(Path(path), verify, objects))
+    found, manifest = on_first_rank(lambda: _checked(Path(path), verify, objects))
     tensors: Tensors = {}
     problems: list[str] = []
     finishes = {
-        name: put_together(plain, (name,), tensors, _layout_of(name, objects.get(name)), problems)
+        name: put_together(plain, (name,), tensors, _layout_of(name, objects), problems)
         for name, plain in manifest["shards"].items()
-        if name in objects or name == _EXTRAS
+        if name.removeprefix(INIT_VALUES) in objects or name == _EXTRAS
     }
-    _raise_together(ValueError(f"{found} does not fit: {'; '.join(problems)}") if problems else None)
+    raise_together(ValueError(f"{found} does not fit: {'; '.join(problems)}") if problems else None)
+    set_random_state = expect_random_state(manifest, random_state, tensors)
     with _clear_errors(None):
         load_shards(tensors, storage_reader=FileSystemReader(found), no_dist=not dist.is_initialized())
     states = {name: finish() for name, finish in finishes.items()}
@@ -123,6 +133,12 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, verify: bool = Tr
                 value.load_state_dict(states[name], strict=strict)
             else:
                 value.load_state_dict(states[name])
+        set_random_state()
+    for name, value in objects.items():
+        preserved = states.get(f"{INIT_VALUES}{name}", {})
+        for path, param in value.named_parameters() if preserved else ():
+            if path in preserved:
+                keep_high_precision_init_val(local_part(param), local_part(preserved[path]))
     return Checkpoint(found, manifest["step"], manifest["recipe"], states[_EXTRAS])
 
 
@@ -161,9 +177,10 @@ def _prepared(
         content = _described(step, recipe, extras, keep, objects, tensors)
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
-    _raise_together(problem)
-    _check_agreement(tensors, content)
-    temporary, destination = _on_first_rank(lambda: _begun(Path(root), content["step"]))
+    raise_together(problem)
+    content[RANDOM] = take_random_state(tensors)
+    check_agreement(tensors, content)
+    temporary, destination = on_first_rank(lambda: _begun(Path(root), content["step"]))
     return tensors, _Writer(temporary, destination, content, keep)
 
 
@@ -180,8 +197,17 @@ def _described(
     step = checked_step(step)
     text = recipe_text(recipe, objects.values())
     states = {**{name: value.state_dict() for name, value in objects.items()}, _EXTRAS: dict(extras or {})}
+    states |= {f"{INIT_VALUES}{name}": kept for name, value in objects.items() if (kept := _preserved(value))}
     shards = {name: taken_apart(state, (name,), tensors) for name, state in states.items()}
     return {"step": step, "recipe": text, "objects": sorted(objects), "shards": shards}
+
+
+def _preserved(value: Any) -> dict[str, Tensor]:
+    """Initial values that masters are still to be made from, sharded like their parameters."""
+    parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
+    quantized = {name: param for name, param in parameters if isinstance(local_part(param), QuantizedTensor)}
+    found = {name: preserved_value(param) for name, param in quantized.items()}
+    return {name: sharded_like(kept, quantized[name]) for name, kept in found.items() if kept is not None}
 
 
 def _begun(root: Path, step: int) -> tuple[Path, Path]:
@@ -189,32 +215,6 @@ def _begun(root: Path, step: int) -> tuple[Path, Path]:
     temporary = temporary_beside(destination)
     temporary.mkdir()
     return temporary, destination
-
-
-def _check_agreement(tensors: Tensors, content: Mapping[str, Any]) -> None:
-    """Only one rank writes what is not sharded, so all have to hold the same."""
-    if not dist.is_initialized():
-        return
-    mine = {name: _checksum(tensor) for name, tensor in tensors.items() if _is_the_same_everywhere(tensor)}
-    mine["what is to be saved"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    theirs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(theirs, mine)
-    for rank, other in enumerate(theirs):
-        different = [name for name in theirs[0] if other.get(name) != theirs[0][name]]
-        if different:
-            raise ValueError(
-                f"{different[0]} is not sharded, but rank {rank} holds something else than rank 0; a checkpoint has "
-                f"one value for all ranks ({len(different)} such)"
-            )
-
-
-def _is_the_same_everywhere(tensor: Any) -> bool:
-    return not is_sharded(tensor) or not any(placement.is_shard() for placement in tensor.placements)
-
-
-def _checksum(tensor: Tensor) -> int:
-    data = local_part(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy().data)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------
@@ -233,8 +233,12 @@ def _checked(path: Path, verify: bool, objects: Mapping[str, Any]) -> tuple[Path
     return path, manifest
 
 
-def _layout_of(name: str, value: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """Tensors of ``value``, by the path of a tensor in its state, that have the layout it is to be loaded in."""
+def _layout_of(name: str, objects: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    """Tensors of an object, by the path of a tensor in its state, that have the layout it is to be loaded in."""
+    value = objects.get(name.removeprefix(INIT_VALUES))
+    if name.startswith(INIT_VALUES):
+        parameters = dict(value.named_parameters()) if isinstance(value, nn.Module) else {}
+        return lambda path: _plain_layout(parameters.get(path[1])) if len(path) == 2 else None
     if isinstance(value, nn.Module):
         state = value.state_dict()
         return lambda path: state.get(path[1]) if len(path) == 2 else None
@@ -256,37 +260,6 @@ def _shards_stand_alone(model: nn.Module) -> None:
     for param in model.parameters():
         if is_sharded(param) and isinstance(local_part(param), QuantizedTensor):
             local_part(param)._stand_alone()
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------
-
-
-def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns on the first rank; what it raises there is raised on all."""
-    if not dist.is_initialized():
-        return work()
-    told: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            told[0] = work()
-        except Exception as error:
-            told[1] = error
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
-
-
-def _raise_together(problem: Exception | None) -> None:
-    """Raise on all ranks if one has a problem: those who go on would wait for it."""
-    if dist.is_initialized():
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, None if problem is None else str(problem))
-        for rank, other in enumerate(problems):
-            if other is not None and problem is None:
-                problem = RuntimeError(f"rank {rank}: {other}")
-    if problem is not None:
-        raise problem
 
 
 @contextmanager

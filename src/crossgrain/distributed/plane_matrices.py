@@ -16,7 +16,7 @@ from ..hybrid_tensor import HybridQuantizedTensorStorage
 from ..plane import ROWWISE, Direction, Plane
 from ..tensor import QuantizedTensorStorage
 from ..tensor.gather import m_major_buffers
-from ..tensor.sharding import is_sharded, local_part
+from ..tensor.sharding import cut_along, is_sharded, local_part
 from ..tensor.transport import kind_of
 
 
@@ -62,12 +62,12 @@ def _sharded(name: str, matrix: _Matrix, whole: Tensor, tensor: Any) -> Tensor:
 
     placements = []
     for placement in tensor.placements:
-        axis = None
-        if placement.is_shard():
-            axis = {0: 0, tensor.dim() - 1: 1}.get(placement.dim)
+        axis, dim = None, cut_along(placement)
+        if dim is not None:
+            axis = {0: 0, tensor.dim() - 1: 1}.get(dim)
             if axis is None:
                 raise NotImplementedError(
-                    f"a quantized tensor of shape {list(tensor.shape)} that is sharded along dimension {placement.dim} "
+                    f"a quantized tensor of shape {list(tensor.shape)} that is sharded along dimension {dim} "
                     "cannot be saved: its planes can be cut along the first and the last"
                 )
         placements.append(_along(placement, axis) if axis in matrix.cut_along else Replicate())

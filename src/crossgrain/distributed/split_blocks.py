@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import maximise_, without_group
+from ..failures import communicate
 from ..hybrid import HybridQuantizer
 from ..kernels import Target
 from ..kernels.partial import part_amaxes, write_part
@@ -57,7 +58,7 @@ def fill_split_blocks(x: Tensor, cuts: Sequence[int], block: int, first: int, gr
     starts = sorted({cut // block * block - first for cut in cuts if cut % block})
     blocks = [x[max(start, 0) : max(start + block, 0)] if start < x.shape[0] else x[:0] for start in starts]
     packed = torch.stack([padded_matrix(rows, block, x.shape[1]) for rows in blocks]).view(torch.uint8)
-    torch.distributed.all_reduce(packed, group=group)
+    communicate(torch.distributed.all_reduce, packed, group=group)
     for rows, piece in zip(blocks, packed.view(x.dtype), strict=True):
         rows.copy_(piece[: rows.shape[0]])
 

@@ -17,6 +17,7 @@ from ..nn.converted import ConvertedConv1D
 from ..nn.layernorm_linear import LayerNormLinear
 from ..nn.linear import SingleLinear
 from ..nn.tensor_parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
+from ..recipe import keep_high_precision_init_val, preserved_value
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import own_part
 from .weight_shard import WeightShard
@@ -96,9 +97,15 @@ class _LinearStyle(ParallelStyle):
 
     def _distributed(self, weight: QuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
         """The planes of a rank are cut from those of the whole, under the same scales."""
+        value = None if weight.is_meta else preserved_value(weight)
         if self.src_data_rank is not None and not weight.is_meta:
-            dist.broadcast(weight.detach(), group=mesh.get_group(), group_src=self.src_data_rank)
+            source: Any = {"group": mesh.get_group(), "group_src": self.src_data_rank}
+            dist.broadcast(weight.detach(), **source)
+            if value is not None:
+                dist.broadcast(value := value.to(weight.device, copy=True), **source)
         part = own_part(weight, mesh, [placement]).clone()
+        if value is not None:
+            keep_high_precision_init_val(part, own_part(value, mesh, [placement]))
         return DTensor.from_local(part, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())
 
     def _placement(self, name: str, layer: SingleLinear) -> Placement:

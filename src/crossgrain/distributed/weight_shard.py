@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..failures import telling_others
 from ..kernels.partial import needs_neighbours
 from ..nn.gathered_weight import GatheredWeight
 from ..nn.padding import known_format, padded_matrix
@@ -138,7 +139,7 @@ class WeightShard(Tensor):
                 f"{plan.layer}: this rank has {list(self.shape)} of the weight {list(plan.shape)}, and rows {start} to "
                 f"{stop} of it by its place among {ranks}: shard the weight along its first dimension"
             )
-        with torch.no_grad():
+        with torch.no_grad(), telling_others(plan.layer):
             shard = self._quantized(own, windows, rank, group, directions)
         planes = shard._planes_that_travel(directions)
         shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), plan.known(own))
@@ -177,6 +178,18 @@ class WeightShard(Tensor):
         return weight, buffers_of(weight.quantized)
 
     # ---- a tensor like others ------------------------------------------------------------------
+
+    @property
+    def data(self) -> Self:
+        with torch.no_grad():
+            return cast(Self, self.detach())
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch's setter moves shape, dtype and device, but knows nothing of the plain tensor.
+        new = type(self)(getattr(value, "_plain", value), self.plan)
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._plain = new._plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self)(self._plain.clone(), self.plan)

@@ -32,7 +32,7 @@ from .steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_ste
 from .undo import all_or_nothing
 
 _RANDOM, _EXTRAS = "random", "extras"
-_INIT_VALUES = "init_values_of_"  # followed by the name of a model
+INIT_VALUES = "init_values_of_"  # followed by the name of a model
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ def load_checkpoint(
         there = ", ".join(manifest["objects"]) or "nothing"
         raise ValueError(f"{path} has no {', '.join(missing)}; it has {there}")
     check_files(path, manifest)
-    wanted = [*objects, *(f"{_INIT_VALUES}{name}" for name in objects), _EXTRAS, _RANDOM]
+    wanted = [*objects, *(f"{INIT_VALUES}{name}" for name in objects), _EXTRAS, _RANDOM]
     contents = {name: _read(path / f"{name}.pt") for name in wanted if f"{name}.pt" in manifest["files"]}
     with all_or_nothing(*objects.values()):
         # Optimizers look at parameters, so these come first.
         for name, value in sorted(objects.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             if isinstance(value, nn.Module):
                 load_in_place(value, contents[name], strict=strict, assign=assign, requantize=requantize)
-                _preserve(value, contents.get(f"{_INIT_VALUES}{name}", {}))
+                _preserve(value, contents.get(f"{INIT_VALUES}{name}", {}))
             else:
                 value.load_state_dict(contents[name])
         if random_state:
@@ -146,7 +146,7 @@ def check_request(objects: Mapping[str, Any], keep: int | None) -> None:
     if keep is not None and keep < 1:
         raise ValueError(f"keep is the number of checkpoints to keep, at least 1, not {keep}")
     for name, value in objects.items():
-        if name in (_RANDOM, _EXTRAS) or name.startswith(_INIT_VALUES):
+        if name in (_RANDOM, _EXTRAS) or name.startswith(INIT_VALUES):
             raise ValueError(f"{name!r} is a name that checkpoints use themselves")
         if not name or name != Path(name).name or name.startswith("."):
             raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
@@ -159,7 +159,7 @@ def _contents(objects: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in objects.items():
         preserved = _preserved(value) if isinstance(value, nn.Module) else {}
         if preserved:
-            contents[f"{_INIT_VALUES}{name}"] = preserved
+            contents[f"{INIT_VALUES}{name}"] = preserved
     return contents
 
 

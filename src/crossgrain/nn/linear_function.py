@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..dtypes import HIGH_PRECISION
+from ..failures import telling_others
 from ..gemm import gemm
 from ..hybrid import HybridQuantizer
 from ..offload.staying import mark_not_offload
@@ -158,7 +159,10 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return *gradients(ctx, dy), None, None
+        if ctx.call.parallel is None:
+            return *gradients(ctx, dy), None, None
+        with telling_others(f"{ctx.call.layer}, backward"):
+            return *gradients(ctx, dy), None, None
 
 
 def saved_forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import AwaitedGroup, group_size
+from ..failures import telling_others
 from ..hybrid import HybridQuantizer
 from ..plane import Direction
 from ..quantizer import Quantizer
@@ -210,6 +211,8 @@ class LinearModule(QuantizedModule):
             built = self._build_quantizers(self._parameter_init.recipe)
             own._quantizer = self._weight_quantizers(built.quantizers)[name]
         write_shard(parameter, value)
+        if self._parameter_init is not None and self._parameter_init.preserve_init_value:
+            keep_high_precision_init_val(own, value)
 
     def _requantize_in_place(self, parameter: Any, value: Tensor) -> None:
         with torch.no_grad():
@@ -287,7 +290,7 @@ class LinearModule(QuantizedModule):
     def _eager_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[ForwardPass]:
         recipe = self._recipe_in_force()
         built = self._prepare(recipe)
-        with self._step(recipe, built):
+        with self._step(recipe, built), telling_others(self.layer) if self.tp_size > 1 else nullcontext():
             yield ForwardPass(recipe, built, self._only_calibrates(), activation_dtype(x), is_first_microbatch)
 
     def _linear(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
-from ..tensor.sharding import is_sharded, local_part, sharded_like
+from ..tensor.sharding import is_sharded, local_part, shard_groups, sharded_like
 from .masters import (
     as_plain,
     check_in_use,
@@ -263,7 +263,7 @@ class FusedOptimizer(Optimizer):
             state.copy_(remainder)
             local_part(param).detach().copy_(rounded)
         else:
-            store(value, state, self._scale(param, name))
+            store(value, state, self._scale(param, name), shard_groups(param))
 
     # ---- copies and checkpoints ----------------------------------------------------------------
 

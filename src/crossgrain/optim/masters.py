@@ -25,7 +25,7 @@ def take_master(param: Tensor) -> Tensor:
     Of a sharded parameter: of what this rank has.
     """
     value: Tensor | None = None
-    if isinstance(param, QuantizedTensor):
+    if is_quantized(param):
         value = preserved_value(param)
         clear_preserved_value(param)
     if value is None:
@@ -39,9 +39,15 @@ def is_quantized(param: Tensor) -> bool:
 
 
 def check_in_use(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise if a parameter has been replaced in its model: training would silently go nowhere."""
+    """Raise if a parameter is not the one that its model keeps: training would silently go nowhere."""
     for group in groups:
         for param in group["params"]:
+            if getattr(param, "_shard", None) is not None:
+                raise RuntimeError(
+                    f"the optimizer holds a {type(param).__name__} {list(param.shape)} that FSDP2 had gathered when "
+                    "the optimizer was made, not the shard that this rank keeps; call reshard() on the model before "
+                    "model.parameters()"
+                )
             if getattr(param, "was_replaced", False):
                 raise RuntimeError(
                     f"the optimizer holds a {type(param).__name__} {list(param.shape)} that requantize_ has replaced "

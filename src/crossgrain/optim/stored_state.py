@@ -4,19 +4,24 @@ float32   as they are
 bfloat16  rounded
 float16   divided by a scale of their own, so that the largest magnitude is half of float16's maximum
 uint8     FP8 (E4M3) with a scale per tensor: a `Float8Tensor`
+
+A scale is that of the whole state, of which ranks may have parts: ``groups`` connect them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..collectives import maximise_
 from ..dtypes import DType
 from ..float8 import Float8CurrentScalingQuantizer, Float8Tensor
 from ..tensor import QuantizedTensor
+from ..tensor.sharding import reduce_over
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
@@ -39,14 +44,19 @@ def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
     return state.to(torch.float32) if scale is None else state.to(torch.float32).mul_(scale)
 
 
-def store(value: Tensor, state: Tensor, scale: Tensor | None) -> None:
+def store(value: Tensor, state: Tensor, scale: Tensor | None, groups: Any = None) -> None:
     """Write a float32 ``value`` to ``state``, and its scale if it has one."""
     if isinstance(state, QuantizedTensor):
+        if groups is not None:
+            reduce_over(state._get_quantizer(), groups)  # which copies do not have
         state.quantize_(value.reshape(state.shape))
     elif scale is None:
         state.copy_(value)
     else:
-        scale.copy_(kernels.amax(value) / _FLOAT16_RANGE)
+        amax = kernels.amax(value)
+        if groups is not None:
+            maximise_(amax, groups)
+        scale.copy_(amax / _FLOAT16_RANGE)
         state.copy_(value * torch.where(scale > 0, scale.reciprocal(), 0.0))
 
 

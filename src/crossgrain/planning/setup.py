@@ -51,12 +51,14 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("gpus", "sequence", "batch", "micro_batches", "tensor_parallel"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is a whole number from 1 up, not {value!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}: no {value!r}{did_you_mean(str(value), choices)}")
+        if not isinstance(self.moments, tuple | list) or len(self.moments) != 2:
+            raise ValueError(f"moments is one choice for both or a pair of them, not {self.moments!r}")
         for moment in self.moments:
             if moment not in MOMENTS:
                 raise ValueError(f"moments: no {moment!r}{did_you_mean(moment, MOMENTS)}")

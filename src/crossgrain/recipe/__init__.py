@@ -1,5 +1,11 @@
 """What the user asks for: recipes, roles, factories, the per-GEMM language."""
 
+from ..tensor.init_values import (
+    clear_preserved_value,
+    keep_high_precision_init_val,
+    preserved_value,
+    renew_preserved_values,
+)
 from . import factories, zoo
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -27,12 +33,6 @@ from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
-from .init_values import (
-    clear_preserved_value,
-    keep_high_precision_init_val,
-    preserved_value,
-    renew_preserved_values,
-)
 from .pairing import check_pairs
 from .params import Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives import maximise_
 from .delayed_state import DelayedScalingRecipeState
 from .state import RecipeState
 
@@ -106,7 +107,7 @@ def _reduced_amaxes(ran: list[tuple[DelayedScalingRecipeState, Any]]) -> dict[in
     for group, states in buckets.values():
         _refuse_different_layouts(group, states)
         packed = torch.cat([state.amax_history[0] for state in states])
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+        maximise_(packed, group)
         pieces = packed.split([state.num_quantizers for state in states])
         reduced |= {id(state): piece for state, piece in zip(states, pieces, strict=True)}
     return reduced
@@ -117,7 +118,7 @@ def _refuse_different_layouts(group: Any, states: list[DelayedScalingRecipeState
     layout = ",".join(f"{state.mode}:{state.num_quantizers}" for state in states)
     checksum = zlib.crc32(layout.encode())
     bounds = torch.tensor([checksum, -checksum], dtype=torch.int64, device=states[0].device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    maximise_(bounds, group)
     if bounds[0].item() != -bounds[1].item():
         raise RuntimeError(
             "delayed scaling: the ranks of the amax reduction group ran different modules in this step "

@@ -143,12 +143,22 @@ def _handles_view(*funcs: Any) -> Callable[[Handler], Handler]:
 
 @_handles(aten.detach.default, aten.alias.default)
 def _detach(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    return tensor._rewrap()
+    return _knowing_cuts(tensor._rewrap(), tensor)
 
 
 @_handles_view(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], *_: Any) -> QuantizedTensor:
-    return tensor._viewed(resolved_shape(tensor.shape, shape))
+    return _knowing_cuts(tensor._viewed(resolved_shape(tensor.shape, shape)), tensor)
+
+
+def _cut(tensor: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
+    return _knowing_cuts(tensor._sliced(dim, start, stop), tensor, (dim, start, stop))
+
+
+def _knowing_cuts(new: QuantizedTensor, tensor: QuantizedTensor, *cuts: tuple[int, int, int]) -> QuantizedTensor:
+    if tensor._cuts or cuts:
+        new._cuts = (*tensor._cuts, *cuts)
+    return new
 
 
 @_handles_view(aten.slice.Tensor)
@@ -164,7 +174,7 @@ def _slice(
     first, last, _ = slice(start, stop).indices(tensor.shape[dim])
     if step != 1:
         raise ValueError(f"{type(tensor).__name__} cannot be sliced with step {step}; dequantize() it first")
-    return tensor._sliced(dim, first, max(first, last))
+    return _cut(tensor, dim, first, max(first, last))
 
 
 @_handles_view(aten.split.Tensor)
@@ -174,7 +184,7 @@ def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[
     if size <= 0 < total:
         raise ValueError(f"cannot split {total} along dimension {dim} into pieces of {size}")
     starts = range(0, total, size) if total else range(1)
-    return [tensor._sliced(dim, start, min(start + size, total)) for start in starts]
+    return [_cut(tensor, dim, start, min(start + size, total)) for start in starts]
 
 
 @_handles_view(aten.split_with_sizes.default)
@@ -183,7 +193,7 @@ def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], 
     if sum(sizes) != tensor.shape[dim]:
         raise ValueError(f"split sizes {list(sizes)} do not add up to {tensor.shape[dim]}, the size of dimension {dim}")
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    return [tensor._sliced(dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [_cut(tensor, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 @_handles_view(aten.as_strided.default)
@@ -222,12 +232,14 @@ def _to_copy(
 
 @_handles(aten.copy_.default)
 def _copy_(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    from .init_values import hand_on_init_value
     from .tensor import QuantizedTensor
 
     if not isinstance(dst, QuantizedTensor):
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
     if isinstance(src, QuantizedTensor) and src.shape == dst.shape and dst._copy_bytes_from(src):
+        hand_on_init_value(src, dst)
         return dst
     plain = src.dequantize() if isinstance(src, QuantizedTensor) else src
     plain = plain if plain.dtype in HIGH_PRECISION else plain.to(dst.dtype)

@@ -41,13 +41,20 @@ def next_write_number() -> int:
 
 
 class Epoch:
-    """When a plane was last written, and last by another rank; shared by all objects that hold its buffers."""
+    """When a plane was last written, and last by another rank, and what from, if that is preserved.
 
-    __slots__ = ("number", "received")
+    Shared by all objects that hold its buffers.
+    """
+
+    __slots__ = ("__weakref__", "init_value", "number", "received")
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.received = 0
+        self.init_value: Any = None  # an `InitValue`
+
+
+Cuts = tuple[tuple[int, int, int], ...]  # one after the other: dimension, first, last (exclusive)
 
 
 class PlaneHolder:
@@ -69,6 +76,7 @@ class PlaneHolder:
     _quantizer: Quantizer | None = None
     _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
     _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
+    _cuts: Cuts = ()  # that were made, as operations of torch, out of the tensor whose marks of writes it shares
     _shard: Any = None  # of a parameter that FSDP2 gathered: what this rank keeps of it
     _made_of_zeros: bool = False  # for FSDP2 to fill the first rows of: what is cut off may be part of a block
 

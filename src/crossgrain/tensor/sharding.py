@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..collectives import joined_groups
+from ..failures import communicate, telling_others
 from ..formats import Format
 from ..plane import Direction
 from .transport import Shipment, kind_of, packed, rows_of_chunks, unpack
@@ -171,13 +172,18 @@ def sharded_like(value: Tensor, param: Tensor) -> Tensor:
 def write_shard(param: Any, values: Tensor) -> None:
     """Requantize what this rank has of ``param`` under the scales of all ranks, who have to do the same."""
     shard = local_part(param)
-    if is_sharded(param):
-        share_scales(shard, _shard_groups(param))
-    shard.quantize_(values)
+    if not is_sharded(param):
+        shard.quantize_(values)
+        return
+    with telling_others(f"a shard of a {type(shard).__name__} of shape {list(param.shape)}"):
+        share_scales(shard, shard_groups(param))
+        shard.quantize_(values)
 
 
-def _shard_groups(param: Any) -> Any:
-    """The ranks that have the other parts of a DTensor: one group, or several that connect them."""
+def shard_groups(param: Any) -> Any:
+    """The ranks that have the other parts of a DTensor: one group, or several that connect them. None: nobody."""
+    if not is_sharded(param):
+        return None
     cut = [at for at, placement in enumerate(param.placements) if cut_along(placement) is not None]
     return joined_groups(*(param.device_mesh.get_group(at) for at in cut))
 
@@ -221,7 +227,7 @@ def exchanged(numbers: Sequence[int], group: Any, ranks: int, device: torch.devi
     if ranks == 1:
         return [mine.tolist()]
     theirs = [torch.empty_like(mine) for _ in range(ranks)]
-    torch.distributed.all_gather(theirs, mine, group=group)
+    communicate(torch.distributed.all_gather, theirs, mine, group=group)
     return [other.tolist() for other in theirs]
 
 

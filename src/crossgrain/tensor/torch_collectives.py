@@ -67,6 +67,7 @@ def _check_agreement(tensors: Sequence[QuantizedTensor], group: Any) -> None:
     try:
         for tensor in tensors:
             tensor._check_fresh()
+            _refuse_shared_scales(tensor)
     except RuntimeError as error:
         problem = error
     held = str(
@@ -85,6 +86,13 @@ def _check_agreement(tensors: Sequence[QuantizedTensor], group: Any) -> None:
         raise RuntimeError(
             f"a broadcast of {_names(tensors)}: they hold different planes on different ranks; here {held}"
         )
+
+
+def _refuse_shared_scales(tensor: QuantizedTensor) -> None:
+    """A slice whose scale is that of a larger tensor, the rest of which would not be sent along."""
+    for plane in tensor.planes():
+        if plane.scale_across(tensor._cut_axes) is not None:
+            tensor._refuse_slice_write(plane)
 
 
 def _names(tensors: Sequence[QuantizedTensor]) -> str:

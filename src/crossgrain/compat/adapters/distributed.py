@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...rng import CudaRNGStatesTracker
-
 _tracked: dict[str, Any] = {}
 
 
@@ -46,13 +44,3 @@ def prepare_te_modules_for_fsdp(fsdp_root: nn.Module) -> None:
             f"prepare_te_modules_for_fsdp: {type(fsdp_root).__name__} has no module that fully_shard has sharded; "
             "FullyShardedDataParallel is not supported"
         )
-
-
-__all__ = [
-    "CudaRNGStatesTracker",
-    "activation_recompute_forward",
-    "get_all_rng_states",
-    "graph_safe_rng_available",
-    "prepare_te_modules_for_fsdp",
-    "set_all_rng_states",
-]

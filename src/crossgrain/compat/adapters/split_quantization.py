@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hybrid import HybridQuantizer
 from ...nn import split_quantize as _split
 from ...quantizer import Quantizer
 
@@ -32,15 +31,8 @@ def _split_quantize(
     return groups, sums
 
 
-def _split_quantize_hybrid(
-    tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[HybridQuantizer], *args: Any, **options: Any
-) -> list[Any]:
-    """By hybrid quantizers."""
-    return list(_split.split_quantize(tensor.reshape(-1, tensor.shape[-1]), split_sizes, quantizers))
-
-
-def _split_quantize_non_hybrid(
+def split_rows(
     tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[Quantizer], *args: Any, **options: Any
 ) -> list[Any]:
-    """By others."""
+    """The groups, quantized, by hybrids or others; further arguments are about memory."""
     return list(_split.split_quantize(tensor.reshape(-1, tensor.shape[-1]), split_sizes, quantizers))

@@ -33,8 +33,8 @@ MODULES: dict[str, Entry] = {
         **these(
             "crossgrain.compat.adapters.split_quantization",
             "_split_quantize",
-            "_split_quantize_hybrid",
-            "_split_quantize_non_hybrid",
+            _split_quantize_hybrid="split_rows",
+            _split_quantize_non_hybrid="split_rows",
         ),
         **these("crossgrain.grouped_quantizers", "validate_grouped_quantizer_list"),
         **TEX,

@@ -8,11 +8,13 @@ away, neither by a step without gradients nor by another recipe.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...failures import telling_others
 from ...nn.base import Mode
 from ...nn.linear_function import LinearCall, LinearFunction, Needs, check_input
 from ...nn.padding import NO_PADDING, Padding, padding_for
@@ -231,6 +233,10 @@ class BasicLinear(LinearOperation):
 
     def gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
         """y in high precision; what backward needs is kept in ``ctx``."""
+        with nullcontext() if self.tensor_parallel_mode is None else telling_others(self.layer):
+            return self._gemm_forward(ctx, x)
+
+    def _gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
         check_input(x, self.weight, self.layer)
         operands = None
         if self._calibrates:

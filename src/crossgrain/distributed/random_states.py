@@ -1,0 +1,46 @@
+"""Random states in a checkpoint in shards: each rank writes its own, and gets it back if there are as many ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import group_rank, group_size
+from ..files.random_state import get_random_state, set_random_state
+from .state_tree import Tensors
+
+RANDOM = "random"
+
+
+def take_random_state(tensors: Tensors) -> list[int]:
+    """Add this rank's state to what it writes; returns the bytes of each rank's."""
+    buffer = io.BytesIO()
+    torch.save(get_random_state(), buffer)
+    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    tensors[_name()] = mine
+    sizes: list[Any] = [mine.numel()] * group_size()
+    if dist.is_initialized():
+        dist.all_gather_object(sizes, mine.numel())
+    return sizes
+
+
+def expect_random_state(manifest: Mapping[str, Any], wanted: bool | None, tensors: Tensors) -> Callable[[], None]:
+    """Add an empty tensor for this rank's state. When it is filled, call what is returned.
+
+    ``wanted``  None: if there are as many ranks as there were
+    """
+    sizes = manifest.get(RANDOM, [])
+    if not wanted and (wanted is False or len(sizes) != group_size()):
+        return lambda: None
+    if len(sizes) != group_size():
+        raise ValueError(f"the checkpoint has random states of {len(sizes)} ranks, and there are {group_size()}")
+    mine = tensors[_name()] = torch.empty(sizes[group_rank()], dtype=torch.uint8)
+    return lambda: set_random_state(torch.load(io.BytesIO(mine.numpy().tobytes()), weights_only=True))
+
+
+def _name() -> str:
+    return f"{RANDOM}.{group_rank()}"
