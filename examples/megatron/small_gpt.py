@@ -95,10 +95,14 @@ def transformer_config(options: Options) -> TransformerConfig:
 
 def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
     """The model, wrapped for data parallelism, and its optimizer. Process groups of torch have to be there."""
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = transformer_config(options)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            options.tensor_parallel,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     layer = get_gpt_layer_local_spec if options.local_spec else get_gpt_layer_with_transformer_engine_spec
     spec = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     model = GPTModel(config, spec, VOCABULARY, CONTEXT, position_embedding_type="rope")
