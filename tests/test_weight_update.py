@@ -321,6 +321,28 @@ def _update_in_one_buffer(spans, masters, group):
     return [buffers_of(weight) for weight in weights]
 
 
+def _process_in_other_orders(rank, path, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    quantizer = hybrid_of("mxfp8", "nvfp4", "rowwise_dequantized")
+    weights = [quantizer(new_master().bfloat16() * scale) for scale in (1, 100)]
+    for weight in weights:  # as a module does whose weight is shared
+        weight._quantizer = quantizer.reducing(torch.distributed.group.WORLD, axis=1)
+    for weight in weights:
+        replace_raw_data(weight, torch.zeros(SHAPE, dtype=torch.uint8))
+    post_all_gather_processing(weights[:: 1 if rank else -1])
+    results[rank] = [weight.plane(COLUMNWISE).amax.item() for weight in weights]
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_share_amaxes_may_process_weights_in_other_orders(tmp_path):
+    """Megatron has them in a set."""
+    with mp.get_context("fork").Manager() as manager:
+        results = manager.dict()
+        args = (str(tmp_path / "store"), results)
+        mp.start_processes(_process_in_other_orders, args=args, nprocs=2, start_method="fork")
+        assert results[0] == results[1] and results[0][1] > 50 * results[0][0]
+
+
 @pytest.mark.parametrize("cut", [3072, 1111])
 def test_two_ranks_write_what_one_would(cut, tmp_path):
     """The same bytes on both, once the codes are gathered; what follows from them cannot be read before."""

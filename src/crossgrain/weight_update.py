@@ -31,6 +31,7 @@ from .weight_gather import (
     is_written_whole,
     leave_for_processing,
     make_columns_from_rows,
+    note_place,
     post_all_gather_processing,
     replace_raw_data,
 )
@@ -159,6 +160,8 @@ def quantize_master_weights(
         problem = error
     _raise_together(problem, weights, group, ranks)
     with torch.no_grad():
+        for item in weights:
+            note_place(item.weight)
         _write(weights, group, ranks)
         for item in weights:
             clear_preserved_value(item.weight)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .megatron_runs import STEPS, losses, losses_and_norms
+from .megatron_runs import NEVER_CLIPPED, STEPS, losses, losses_and_norms
 
 RECOMPUTED = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -62,7 +62,7 @@ def both_kinds_of_experts(rank, recipe):
         config = {**EXPERTS, "add_bias_linear": False, "moe_grouped_gemm": grouped}
         if recipe in NOT_RANDOM:  # what is rounded at random follows the order in which experts are computed
             config["fp8_quantizer_factory"] = NOT_RANDOM[recipe]
-        options = small_gpt.Options(recipe=recipe, config=config, clip_grad=1e9)
+        options = small_gpt.Options(recipe=recipe, config=config, clip_grad=NEVER_CLIPPED)
         built.append((*small_gpt.build(options), options))
     grouped, alone = (dict(model.named_parameters()) for model, _, _ in built)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def train_experts(rank, recipe, ranks, start):
     import small_gpt
 
     config = {**EXPERTS, "add_bias_linear": False, "moe_grouped_gemm": True, "expert_model_parallel_size": ranks}
-    options = small_gpt.Options(recipe=recipe, bf16=False, config=config, clip_grad=1e9)
+    options = small_gpt.Options(recipe=recipe, bf16=False, config=config, clip_grad=NEVER_CLIPPED)
     model, optimizer = small_gpt.build(options)
     first = rank * 4 // ranks if ranks > 1 else 0
     with torch.no_grad():
