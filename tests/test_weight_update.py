@@ -199,6 +199,23 @@ def test_everything_is_checked_before_anything_is_written(change, error, message
     assert all(torch.equal(before[name], buffer) for name, buffer in first._buffers())
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "identity"])
+def test_codes_whose_memory_was_freed_are_not_touched(name):
+    """Nor read: that would end the process. Scales are written, and codes to shards."""
+    master, weight = new_master(), old_weight(QUANTIZERS[name]())
+    expected = expected_weight(name, master)
+    planes = weight.planes()
+    for plane in planes:
+        plane.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="weight 0: the memory of its rowwise codes was freed, and no shard is given"):
+        quantize_master_weights([weight], [master.flatten()], [0])
+    quantize_master_weights([weight], [None], [None])
+    shards = [torch.zeros(master.numel(), dtype=plane.data.dtype) for plane in planes]
+    quantize_master_weights([weight], [master.flatten()], [0], None, [shards])
+    for shard, plane in zip(shards, expected.planes(), strict=True):
+        assert torch.equal(shard, codes_of(plane))
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "fp8", "nvfp4_2d", "identity"])
 def test_replace_raw_data(name):
     weight = old_weight(QUANTIZERS[name]())
@@ -302,6 +319,28 @@ def _update_in_one_buffer(spans, masters, group):
         buffer.copy_(mine.view(buffer.shape))
     post_all_gather_processing(weights)
     return [buffers_of(weight) for weight in weights]
+
+
+def _process_in_other_orders(rank, path, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    quantizer = hybrid_of("mxfp8", "nvfp4", "rowwise_dequantized")
+    weights = [quantizer(new_master().bfloat16() * scale) for scale in (1, 100)]
+    for weight in weights:  # as a module does whose weight is shared
+        weight._quantizer = quantizer.reducing(torch.distributed.group.WORLD, axis=1)
+    for weight in weights:
+        replace_raw_data(weight, torch.zeros(SHAPE, dtype=torch.uint8))
+    post_all_gather_processing(weights[:: 1 if rank else -1])
+    results[rank] = [weight.plane(COLUMNWISE).amax.item() for weight in weights]
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_share_amaxes_may_process_weights_in_other_orders(tmp_path):
+    """Megatron has them in a set."""
+    with mp.get_context("fork").Manager() as manager:
+        results = manager.dict()
+        args = (str(tmp_path / "store"), results)
+        mp.start_processes(_process_in_other_orders, args=args, nprocs=2, start_method="fork")
+        assert results[0] == results[1] and results[0][1] > 50 * results[0][0]
 
 
 @pytest.mark.parametrize("cut", [3072, 1111])

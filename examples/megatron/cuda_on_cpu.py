@@ -10,7 +10,7 @@ those names a meaning on a machine without a GPU, before Megatron is imported:
 - **memory and markers**: nothing is counted, nothing is marked;
 - **collectives**: those which Megatron puts together run one after the other. Gloo (torch 2.13) gives wrong numbers for
   gathers of several dtypes in one, and puts together only collectives of one kind. As with NCCL, autograd does not
-  see that they write;
+  see that they write. Split sizes of an exchange, which come from the GPU, become numbers;
 - **apex**: gradients of weights are added to ``main_grad`` by a product of torch, where Megatron asks a CUDA extension;
 - **compilers**: ``torch.compile``, which Megatron uses for small fusions, returns the function as it is.
 
@@ -261,12 +261,26 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -
         works.started.append(call.op(*tensors, group=group, async_op=async_ops, **options))
 
 
+def _numbers(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
 def _collectives() -> None:
     for owner in (dist, distributed_c10d):
         _put(owner, _coalescing_manager=one_by_one)
-    barrier = dist.barrier
-    # Gloo has no devices to choose among.
-    _put(dist, barrier=lambda group=None, async_op=False, device_ids=None: barrier(group=group, async_op=async_op))
+    barrier, exchange = dist.barrier, dist.all_to_all_single
+
+    def all_to_all_single(output: Any, input: Any, *splits: Any, **kwargs: Any) -> Any:
+        """Megatron makes numbers of split sizes when it moves them from the GPU, where ours never were."""
+        splits = tuple(map(_numbers, splits))
+        return exchange(output, input, *splits, **{name: _numbers(value) for name, value in kwargs.items()})
+
+    _put(
+        dist,
+        # Gloo has no devices to choose among.
+        barrier=lambda group=None, async_op=False, device_ids=None: barrier(group=group, async_op=async_op),
+        all_to_all_single=all_to_all_single,
+    )
 
 
 # ---- an extension of apex ----------------------------------------------------------------------------------

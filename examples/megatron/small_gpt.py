@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of apex and other kernels that are not there
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
@@ -66,6 +67,7 @@ class Options:
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    fsdp: bool = False  # Megatron's own
     quantized_parameters: bool = False  # "--fp8-param-gather"
     clip_grad: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
@@ -91,31 +93,42 @@ def transformer_config(options: Options) -> TransformerConfig:
     return TransformerConfig(**{**settings, **RECIPES[options.recipe], **options.config})
 
 
-def build(options: Options, seed: int = 1234) -> tuple[DistributedDataParallel, Any]:
+def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
     """The model, wrapped for data parallelism, and its optimizer. Process groups of torch have to be there."""
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = transformer_config(options)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            options.tensor_parallel,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     layer = get_gpt_layer_local_spec if options.local_spec else get_gpt_layer_with_transformer_engine_spec
     spec = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     model = GPTModel(config, spec, VOCABULARY, CONTEXT, position_embedding_type="rope")
-    reuse = options.quantized_parameters and options.recipe == "mxfp8"  # Megatron has no other way for MXFP8
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=options.distributed_optimizer,
-        fp8_param_gather=options.quantized_parameters,
-        reuse_grad_buf_for_mxfp8_param_ag=reuse,
-        **options.ddp,
-    )
-    wrapped = DistributedDataParallel(config, ddp_config, Float16Module(config, model) if options.bf16 else model)
+    sharded = options.distributed_optimizer or options.fsdp
+    # MXFP8 parameters have no other way to the ranks of Megatron's distributed optimizer.
+    reuse = options.quantized_parameters and options.recipe == "mxfp8" and not options.fsdp
+    settings: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": sharded,
+        "use_megatron_fsdp": options.fsdp,
+        "fp8_param_gather": options.quantized_parameters,
+        "reuse_grad_buf_for_mxfp8_param_ag": reuse,
+    }
+    if options.fsdp:
+        settings |= {"data_parallel_sharding_strategy": "optim_grads_params", "overlap_param_gather": True}
+        settings |= {"overlap_grad_reduce": True, "gradient_reduce_div_fusion": False}  # a sum that gloo has not
+    ddp_config = DistributedDataParallelConfig(**{**settings, **options.ddp})
+    wrapper = FullyShardedDataParallel if options.fsdp else DistributedDataParallel
+    wrapped = wrapper(config, ddp_config, Float16Module(config, model) if options.bf16 else model)
     optimizer_config = OptimizerConfig(
         lr=2e-3,
         bf16=options.bf16,
         params_dtype=config.params_dtype,
         clip_grad=options.clip_grad,
         fp8_recipe=config.fp8_recipe if config.fp8 else None,
-        use_distributed_optimizer=options.distributed_optimizer,
+        use_distributed_optimizer=sharded,
         reuse_grad_buf_for_mxfp8_param_ag=reuse,
     )
     return wrapped, get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)

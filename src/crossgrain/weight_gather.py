@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,18 +52,30 @@ def leave_for_processing(weight: QuantizedTensor, manual: bool) -> None:
         weight.update_usage(columnwise_usage=False)
 
 
+_places = itertools.count(1)
+
+
+def note_place(weight: QuantizedTensorStorage) -> None:
+    """To be called for the same weights in the same order on all ranks."""
+    if not weight._place:
+        weight._place = next(_places)
+
+
 def post_all_gather_processing(model_weights: Any) -> None:
     """Make what follows from the rows, after codes of all ranks have been gathered into them.
+
+    Weights may come in any order, as from a set: amaxes are reduced over tensor parallel ranks in the order in which
+    `replace_raw_data` and `quantize_master_weights` have seen them.
 
     Columns with the same codes as the rows are transposed, columns of hybrids with
     ``columnwise_source="rowwise_dequantized"`` are quantized again: if they round stochastically, ranks agree
     only where their random states do. Other weights are left alone.
     """
-    weights = model_weights if isinstance(model_weights, Iterable) and not isinstance(model_weights, Tensor) else None
+    several = isinstance(model_weights, Iterable) and not isinstance(model_weights, Tensor)
+    weights = [w for w in (model_weights if several else [model_weights]) if isinstance(w, QuantizedTensorStorage)]
     with torch.no_grad():
-        for weight in [model_weights] if weights is None else weights:
-            if isinstance(weight, QuantizedTensorStorage):
-                _process(weight)
+        for weight in sorted(weights, key=lambda weight: weight._place):
+            _process(weight)
 
 
 def _process(weight: QuantizedTensorStorage) -> None:
@@ -102,6 +115,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: Tensor) -> No
             f"{new_raw_data.dtype} {list(new_raw_data.shape)}"
         )
     tensor._raw_data = new_raw_data
+    note_place(tensor)
 
 
 def _holder_of_rows(tensor: QuantizedTensorStorage) -> QuantizedTensorStorage:

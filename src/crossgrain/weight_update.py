@@ -31,6 +31,7 @@ from .weight_gather import (
     is_written_whole,
     leave_for_processing,
     make_columns_from_rows,
+    note_place,
     post_all_gather_processing,
     replace_raw_data,
 )
@@ -42,7 +43,7 @@ __all__ = [
     "replace_raw_data",
 ]
 
-Shard = Tensor | tuple[Tensor | None, ...] | None
+Shard = Tensor | Sequence[Tensor | None] | None
 
 
 @dataclass
@@ -159,6 +160,8 @@ def quantize_master_weights(
         problem = error
     _raise_together(problem, weights, group, ranks)
     with torch.no_grad():
+        for item in weights:
+            note_place(item.weight)
         _write(weights, group, ranks)
         for item in weights:
             clear_preserved_value(item.weight)
@@ -203,6 +206,8 @@ def _checked(
         item.pieces.append(master.detach().reshape(-1))
         if shard is not None:
             item.shard = _checked_shard(item, shard, where)
+        else:
+            _check_memory(item, where)
     return list(found.values())
 
 
@@ -212,6 +217,15 @@ def _check_weight(weight: QuantizedTensor, where: str) -> None:
     if not weight.planes() or (isinstance(weight, HybridQuantizedTensorStorage) and _has_custom_child(weight)):
         raise NotImplementedError(f"{where}: {type(weight).__name__} is not made of planes")
     weight._get_quantizer().check_writable(weight)
+
+
+def _check_memory(item: _Weight, where: str) -> None:
+    """Wrappers that shard let go of the memory of whole weights, but not of the tensors."""
+    for plane in item.weight.planes():
+        if plane.data.numel() and not plane.data.untyped_storage().nbytes():
+            raise ValueError(
+                f"{where}: the memory of its {plane.direction.value} codes was freed, and no shard is given"
+            )
 
 
 def _refuse_unshared_randomness(weights: Sequence[_Weight]) -> None:
@@ -230,7 +244,7 @@ def _has_custom_child(weight: HybridQuantizedTensorStorage) -> bool:
 
 def _checked_shard(item: _Weight, shard: Shard, where: str) -> Shard:
     planes = [plane for _, storage in item.holders() for plane in storage.planes()]
-    shards = shard if isinstance(shard, tuple) else (shard,)
+    shards = (shard,) if shard is None or isinstance(shard, Tensor) else tuple(shard)
     if len(item.spans) > 1 or len(shards) != len(planes):
         raise ValueError(f"{where} has {len(planes)} planes to write and {len(shards)} shards for one piece of each")
     size = item.pieces[0].numel()

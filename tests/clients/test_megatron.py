@@ -1,8 +1,14 @@
 """Megatron-core's GPT with the layers of Transformer Engine, which are crossgrain's, in one process."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from .conftest import EXAMPLE
 from .megatron_runs import STEPS, losses
 
 RECIPES = ["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "hybrid"]
@@ -40,3 +46,11 @@ def test_recipes_train(recipe, megatron):
     [plain], [found] = megatron(losses, 1, {}), megatron(losses, 1, {"recipe": recipe})
     assert found == pytest.approx(plain, rel=0.02)
     assert all(ours != theirs for ours, theirs in zip(found, plain, strict=True))
+
+
+def test_the_command_of_the_example_prints_these_losses(megatron):
+    [expected] = megatron(losses, 1, {"recipe": "mxfp8"})
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--recipe", "mxfp8", "--steps", "5"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert re.findall(r"step \d: loss (\S+),", done.stdout) == [f"{loss:.6f}" for loss in expected]

@@ -37,12 +37,14 @@ def part_amaxes(x: Tensor, target: Target) -> tuple[Tensor | None, Tensor | None
 def write_part(
     x: Tensor, target: Target, block_max: Tensor | None, spans: Sequence[Span], seed: int | None, out: Tensor | None
 ) -> None:
-    """Write the scales, and the codes of ``spans``, to ``target.plane``; the codes to ``out`` instead, if given.
+    """Write the scales, and the codes of ``spans`` if any, to ``target.plane``; the codes to ``out`` instead, if given.
 
     ``x`` is the matrix [M, K], of which only ``spans`` has to be right if the amaxes are given.
     """
     plane, fmt = target.plane, target.encoding.format
     if fmt.is_identity:
+        if not spans:
+            return
         merged = plane.data.reshape(-1)
         _write_spans(x.reshape(-1), merged, spans, out)
         if not plane.data.is_contiguous():  # then it was a copy
@@ -53,7 +55,7 @@ def write_part(
     new = _logical(codes, plane).reshape(-1)
     if out is not None:
         _write_spans(new, new, spans, out)
-    else:
+    elif spans:
         merged = _logical(unpack(plane.operand_codes(), fmt.element.bits), plane).reshape(-1).clone()
         _write_spans(new, merged, spans, None)
         plane.operand_codes().copy_(pack(_logical(merged.view(plane.shape), plane).contiguous(), fmt.element.bits))

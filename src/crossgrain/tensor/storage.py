@@ -35,6 +35,7 @@ class QuantizedTensorStorage(PlaneHolder):
     _missing_plane_error: ClassVar[type[Exception]] = RuntimeError
 
     _raw_data: Tensor | None = None  # by which codes of other ranks arrive: the buffer of `replace_raw_data`
+    _place: int = 0  # among the weights of an optimizer, the same on all ranks: see `weight_gather.note_place`
 
     # ---- reading and writing -------------------------------------------------------------------
 
