@@ -14,6 +14,8 @@ from crossgrain.plane import empty_plane
 
 from .quantizers import QUANTIZERS
 
+pytestmark = pytest.mark.xdist_group("warm-up")  # which takes minutes, and is done once in each worker that has some
+
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[set]:

@@ -148,7 +148,8 @@ def test_exceptions_give_back_all(where, kind, tmp_path):
 
 
 SCRIPT = """
-import os, sys, torch, crossgrain as cg
+import os, signal, sys, torch, crossgrain as cg
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 offload = cg.offload(sys.argv[1], min_bytes=0)
 x = torch.ones(4096, requires_grad=True)
 with offload:
