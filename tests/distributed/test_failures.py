@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import crossgrain as cg
 from crossgrain import ops
-from crossgrain.distributed import gather_quantized
+from crossgrain.distributed import TokenExchange, gather_quantized
 from crossgrain.failures import OtherRankFailed, communicate, telling_others
 from crossgrain.tensor.sharding import local_part, write_shard
 
@@ -71,7 +71,12 @@ def in_a_gather():
     model(torch.randn(32, 64))
 
 
+def in_an_exchange():
+    TokenExchange([1, 2]).dispatch(torch.ones(3 + dist.get_rank(), 32))
+
+
 CASES = {
+    in_an_exchange: "dispatched tokens: ValueError: 3 rows are to be dispatched, not a tensor of [4, 32]",
     in_forward: "up: ValueError: up: the input [32, 48] has to end in 64",
     in_an_operation: "up: ValueError: up: the input [32, 48] has to end in 64",
     in_a_quantizer: "up: ValueError: no such number",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import group_size
+from ..failures import communicate, telling_others
 from ..hybrid import HybridQuantizer
 from ..nn.options import activation_dtype
 from ..plane import ROWWISE, Plane
@@ -71,7 +72,7 @@ def _exchanged(rows: Tensor, sent: list[int], got: list[int], group: Any) -> Ten
     if group_size(group) == 1:
         arrived.copy_(rows)
     else:
-        dist.all_to_all_single(arrived, rows.detach().contiguous(), got, sent, group=group)
+        communicate(dist.all_to_all_single, arrived, rows.detach().contiguous(), got, sent, group=group)
     for count in _counts:
         count.sizes.append(arrived.numel() * arrived.element_size())
     return arrived
@@ -88,15 +89,16 @@ class TokenExchange:
 
     def __init__(self, counts: Tensor | Sequence[int], group: Any = None) -> None:
         counts, ranks = torch.as_tensor(counts, dtype=torch.int64).cpu(), group_size(group)
-        if counts.dim() != 1 or counts.numel() % ranks:
-            raise ValueError(f"counts {list(counts.shape)} of experts cannot be dealt out to {ranks} ranks")
-        if (counts < 0).any():
-            raise ValueError(f"there cannot be fewer rows than none for an expert: {counts.tolist()}")
+        with telling_others("tokens of experts"):
+            if counts.dim() != 1 or counts.numel() % ranks:
+                raise ValueError(f"counts {list(counts.shape)} of experts cannot be dealt out to {ranks} ranks")
+            if (counts < 0).any():
+                raise ValueError(f"there cannot be fewer rows than none for an expert: {counts.tolist()}")
         self.group = group
         here = counts.numel() // ranks
         arriving = counts.clone()
         if ranks > 1:
-            dist.all_to_all_single(arriving, counts, group=group)
+            communicate(dist.all_to_all_single, arriving, counts, group=group)
         self._sent: list[int] = counts.view(ranks, here).sum(1).tolist()
         self._got: list[int] = arriving.view(ranks, here).sum(1).tolist()
         self.sizes: list[int] = arriving.view(ranks, here).sum(0).tolist()
@@ -110,16 +112,18 @@ class TokenExchange:
 
         With a ``quantizer`` they are sent as its rowwise planes, and are a quantized tensor with rows alone.
         """
-        self._check(rows, sum(self._sent), "dispatched")
-        if quantizer is None:
-            return all_to_all_rows(rows, self._sent, self._got, self.group)[self._by_expert.to(rows.device)]
-        out: Tensor = _QuantizedDispatch.apply(rows, self, _row_quantizer(quantizer, self.group))
+        with telling_others("dispatched tokens"):
+            self._check(rows, sum(self._sent), "dispatched")
+            if quantizer is None:
+                return all_to_all_rows(rows, self._sent, self._got, self.group)[self._by_expert.to(rows.device)]
+            out: Tensor = _QuantizedDispatch.apply(rows, self, _row_quantizer(quantizer, self.group))
         return out
 
     def combine(self, rows: Tensor) -> Tensor:
         """Outputs of the experts, in the order of what `dispatch` returned, back where their tokens came from."""
-        self._check(rows, sum(self._got), "combined")
-        return all_to_all_rows(rows[self._by_rank.to(rows.device)], self._got, self._sent, self.group)
+        with telling_others("combined tokens"):
+            self._check(rows, sum(self._got), "combined")
+            return all_to_all_rows(rows[self._by_rank.to(rows.device)], self._got, self._sent, self.group)
 
     def _check(self, rows: Tensor, count: int, done: str) -> None:
         if isinstance(rows, QuantizedTensor):
