@@ -9,20 +9,9 @@ from torch import nn
 import crossgrain as cg
 from crossgrain.nn.converted import ConvertedConv1D
 
+from .tiny_models import tiny_llama
+
 transformers = pytest.importorskip("transformers")
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
@@ -32,7 +21,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-MODELS = {"llama": llama, "gpt2": gpt2}
+MODELS = {"llama": tiny_llama, "gpt2": gpt2}
 
 
 @pytest.fixture

@@ -12,23 +12,15 @@ from torch import nn
 
 import crossgrain as cg
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
+from ..tiny_models import tiny_llama
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 STEPS = 3
 
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return tiny_llama(tie_word_embeddings=False)
 
 
 def batches() -> list[torch.Tensor]:
