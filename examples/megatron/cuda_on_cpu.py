@@ -4,7 +4,8 @@ Megatron-core names CUDA wherever it makes a tensor, draws a random number or wa
 those names a meaning on a machine without a GPU, before Megatron is imported:
 
 - **devices**: "cuda", ``torch.device("cuda")`` and the number of a device mean "cpu" wherever a tensor is made or
-  moved; ``Tensor.type()`` answers with the name of the CUDA type, by which Megatron's optimizers sort parameters;
+  moved, or ranks form a mesh; ``Tensor.type()`` answers with the name of the CUDA type, by which Megatron's optimizers
+  sort parameters;
 - **random numbers**: the generator of the GPU is the default generator of the CPU;
 - **streams and events**: everything has happened by the time a call returns, so there is nothing to wait for;
 - **memory and markers**: nothing is counted, nothing is marked;
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
@@ -82,6 +84,7 @@ def _devices() -> None:
     for owner in (torch.Tensor, torch.nn.Module):
         _put(owner, to=_translating_first(owner.to), cuda=lambda self, *args, **kwargs: self)
     _put(torch.Tensor, type=_type_on_cuda(torch.Tensor.type))
+    _put(DeviceMesh, __init__=_translating_first(DeviceMesh.__init__))
     _put(
         torch.cuda,
         current_device=lambda: 0,

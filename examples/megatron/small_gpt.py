@@ -23,7 +23,13 @@ crossgrain.compat.install()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of apex and other kernels that are not there
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        TorchFullyShardedDataParallel,
+        TorchFullyShardedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -68,6 +74,7 @@ class Options:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     fsdp: bool = False  # Megatron's own
+    torch_fsdp: bool = False  # torch's FSDP2
     quantized_parameters: bool = False  # "--fp8-param-gather"
     clip_grad: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +95,8 @@ def transformer_config(options: Options) -> TransformerConfig:
         "gradient_accumulation_fusion": False,  # of Megatron's own layers: a CUDA extension of apex
         "masked_softmax_fusion": False,
         "fp8_param": options.quantized_parameters,
-        "finalize_model_grads_func": finalize_model_grads,
+        # FSDP2 reduces gradients by itself, and its wrapper does not take what Megatron would say to it here.
+        "finalize_model_grads_func": None if options.torch_fsdp else finalize_model_grads,
     }
     return TransformerConfig(**{**settings, **RECIPES[options.recipe], **options.config})
 
@@ -121,6 +129,8 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
         settings |= {"overlap_grad_reduce": True, "gradient_reduce_div_fusion": False}  # a sum that gloo has not
     ddp_config = DistributedDataParallelConfig(**{**settings, **options.ddp})
     wrapper = FullyShardedDataParallel if options.fsdp else DistributedDataParallel
+    if options.torch_fsdp:
+        ddp_config, wrapper = TorchFullyShardedDataParallelConfig(), TorchFullyShardedDataParallel
     wrapped = wrapper(config, ddp_config, Float16Module(config, model) if options.bf16 else model)
     optimizer_config = OptimizerConfig(
         lr=2e-3,

@@ -1,4 +1,4 @@
-"""Megatron-FSDP over two ranks: the losses of the distributed optimizer, also of weights kept quantized."""
+"""Megatron-FSDP over two ranks: the losses of the distributed optimizer, also of weights kept quantized. And FSDP2."""
 
 import pytest
 
@@ -23,6 +23,13 @@ def test_hybrids_too_unless_they_are_kept_quantized(megatron):
     assert megatron(losses, 2, {**options, "fsdp": True}) == expected
     for kind, text in megatron(error_of_training, 2, {**options, "fsdp": True, "quantized_parameters": True}):
         assert kind == "RuntimeError" and "has no columnwise plane, which dgrad reads: HybridQuantizedTensor" in text
+
+
+@pytest.mark.parametrize("recipe", ["none", "tensorwise", "blockwise", "mxfp8", "nvfp4", "hybrid"])
+def test_fsdp2_changes_no_bit(recipe, megatron):
+    """In float32: Megatron's own wrapper reduces gradients of bfloat16 in float32, FSDP2 as they are."""
+    options = {**OPTIONS, "recipe": recipe, "bf16": False}
+    assert megatron(losses, 2, {**options, "torch_fsdp": True}) == megatron(losses, 2, options)
 
 
 def error_of_training(rank, options):
