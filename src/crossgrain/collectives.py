@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +29,17 @@ def same_ranks(group: Any, other: Any) -> bool:
     return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
+def _either(name: str, old_name: str) -> Callable[..., Any]:
+    """A collective under its name since torch 2.13, which warns of the old one, or else under that."""
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, old_name)
+    return found
+
+
 def gathered_rows(x: Tensor, group: Any) -> Tensor:
     """The rows of all ranks, one rank after the other; each has as many."""
     x = x.detach().contiguous()
     out = x.new_empty(x.shape[0] * group_size(group), *x.shape[1:])
-    communicate(dist.all_gather_into_tensor, out, x, group=group)
+    communicate(_either("all_gather_single", "all_gather_into_tensor"), out, x, group=group)
     return out
 
 
@@ -79,7 +86,8 @@ def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:
     if x.dim() == 0 or x.shape[0] % ranks:
         raise ValueError(f"{layer}: {x.shape[0] if x.dim() else 0} rows cannot be divided evenly among {ranks} ranks")
     out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-    communicate(dist.reduce_scatter_tensor, out, x.detach().contiguous(), group=group)
+    collective = _either("reduce_scatter_single", "reduce_scatter_tensor")
+    communicate(collective, out, x.detach().contiguous(), group=group)
     return out
 
 

@@ -193,7 +193,7 @@ def traffic(rank, recipe, mode):
     x, w, b, dy = tensors("mxfp8", exact_numbers, RANKS, (64, 128, 64))
     layer = shared_layer(rank, RANKS, mode, True, w, b)
     x, dy = parts_of_step(rank, RANKS, mode, True, x, dy)
-    sent, kept, gather = [], [], dist.all_gather_into_tensor
+    sent, kept, gather = [], [], dist.all_gather_single
 
     def counting(out, x, **options):
         sent.append((x.dtype, x.numel() * x.element_size()))
@@ -203,14 +203,14 @@ def traffic(rank, recipe, mode):
         kept.append(tensor.numel() * tensor.element_size())
         return tensor
 
-    dist.all_gather_into_tensor = counting
+    dist.all_gather_single = counting
     try:
         with cg.autocast(enabled=recipe is not None, recipe=recipe), saved_tensors_hooks(keep, lambda tensor: tensor):
             y = layer(x.requires_grad_())
         forward = list(sent)
         y.backward(dy)
     finally:
-        dist.all_gather_into_tensor = gather
+        dist.all_gather_single = gather
     return forward, sent[len(forward) :], kept[0]
 
 

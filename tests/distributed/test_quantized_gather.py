@@ -1,5 +1,6 @@
 """Gathered planes are those of quantizing the gathered tensor, bit for bit, whether they travelled or not."""
 
+import warnings
 from functools import partial
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain.collectives import gathered_rows, scattered_sum
 from crossgrain.distributed import gather_along_first_dim
 from crossgrain.quantized_gather import why_not_gathered
 
@@ -60,13 +62,13 @@ def quantized(name, usages, x):
 
 def on_ranks(rank, ranks, names):
     found, sent = {}, []
-    gather = dist.all_gather_into_tensor
+    gather = dist.all_gather_single
 
     def counting(out, x, **options):
         sent.append((x.dtype, x.numel() * x.element_size()))
         return gather(out, x, **options)
 
-    dist.all_gather_into_tensor = counting
+    dist.all_gather_single = counting
     for name, usages, rows in cases(ranks, names):
         torch.manual_seed(0)
         sent.clear()
@@ -149,3 +151,16 @@ def test_codes_of_different_scales_are_refused_by_all(tmp_path):
     """Delayed scaling whose histories are not reduced over these ranks."""
     for kind, text in run(scales_differ, 2, tmp_path):
         assert kind == "RuntimeError" and "different rowwise fp8 scales for the whole" in text
+
+
+def _collectives_under_their_new_names(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        rows = gathered_rows(torch.full((1, 2), float(rank)), dist.group.WORLD)
+        share = scattered_sum(rows, dist.group.WORLD, "a layer")
+    return rows.tolist(), share.tolist()
+
+
+def test_torch_has_nothing_to_say_about_old_names(tmp_path):
+    rows = [[0.0, 0.0], [1.0, 1.0]]
+    assert run(_collectives_under_their_new_names, 2, tmp_path) == [(rows, [[0.0, 0.0]]), (rows, [[2.0, 2.0]])]
