@@ -106,6 +106,18 @@ def test_gradient_added_to_main_grad() -> None:
     assert_close([op.weight.main_grad], [wanted + 1], torch.float32)
 
 
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8"])
+def test_the_weight_chooses_the_dtype(recipe: str | None) -> None:
+    op = ops.Linear(32, 32, dtype=torch.bfloat16)
+    x = torch.randn(32, 32, requires_grad=True)
+    with cg.autocast(enabled=recipe is not None, recipe=RECIPES[recipe]() if recipe else None):
+        y = op(x)
+        rounded = op(x.detach().bfloat16())
+    assert torch.equal(y, rounded) and y.dtype == torch.bfloat16
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and (x.grad.dtype, op.weight.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
 def test_torch_autocast_chooses_the_dtype() -> None:
     op, x = ops.Sequential(ops.Linear(32, 32), ops.GELU()), torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16):

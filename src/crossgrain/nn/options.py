@@ -11,11 +11,11 @@ from torch import Tensor
 from ..devices import resolved_device
 
 
-def activation_dtype(x: Tensor) -> torch.dtype:
-    """What a module computes in: the input's dtype, unless torch.autocast says otherwise."""
+def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:
+    """What a module computes in: what torch.autocast says, else ``otherwise``, by default the input's dtype."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return x.dtype if otherwise is None else otherwise
 
 
 def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | int | None) -> dict[str, Any]:

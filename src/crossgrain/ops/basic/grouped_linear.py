@@ -207,7 +207,7 @@ class GroupedLinear(LinearOperation):
         if self._recipe is not None and not self._calibrates:
             operands = self._gemm_operands(self.quantizers)
         padding = NO_PADDING if operands[0] is None else self._built.details
-        calls = [self._call(input_, operands[g], padding) for g in range(self.num_groups)]
+        calls = [self._call(input_, weights[g], operands[g], padding) for g in range(self.num_groups)]
         for g, rows in enumerate(x.split(ctx.sizes)):
             calls[g].wgrad_queue = self._wgrads if self.delay_wgrad_compute else None
             if self._calibrates:

@@ -56,10 +56,17 @@ class LinearOperation(BasicOperation):
         weight.set_usage(rowwise=True, columnwise=requires_grad)
         grad_output.set_usage(rowwise=True, columnwise=weight_requires_grad and quantizes_backward)
 
-    def _call(self, x: Tensor, operands: Mapping[str, Quantizer] | None, padding: Padding) -> LinearCall:
-        """A call of the linear layer with these quantizers; None: in high precision."""
+    def _call(
+        self, x: Tensor, weight: Tensor, operands: Mapping[str, Quantizer] | None, padding: Padding
+    ) -> LinearCall:
+        """A call of the linear layer with these quantizers; None: in high precision.
+
+        It computes in the dtype of the weight, unless torch.autocast says otherwise.
+        """
         call = LinearCall(
-            dtype=activation_dtype(x), accumulate_main_grad=self.accumulate_into_main_grad, layer=self.layer
+            dtype=activation_dtype(x, weight.dtype),
+            accumulate_main_grad=self.accumulate_into_main_grad,
+            layer=self.layer,
         )
         if operands is not None:
             assert self._recipe is not None
@@ -246,7 +253,7 @@ class BasicLinear(LinearOperation):
         parallel = self._parallel()
         if parallel is not None and operands is not None:
             operands = {name: parallel.quantizer(name, quantizer) for name, quantizer in operands.items()}
-        call = self._call(x, operands, NO_PADDING if operands is None else self._built.details)
+        call = self._call(x, self.weight, operands, NO_PADDING if operands is None else self._built.details)
         call.parallel = parallel
         needs = Needs(ctx.input_requires_grad, ctx.requires_grad and self.weight.requires_grad, False)
         bias = self._bias[0].bias.detach() if self._bias else None
