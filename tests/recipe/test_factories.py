@@ -18,6 +18,7 @@ from crossgrain.recipe import (
     QuantizerRole,
     RecipeState,
     factories,
+    quantizer_factory,
     zoo,
 )
 
@@ -144,3 +145,22 @@ def test_request_defaults():
         Format.HYBRID, margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=True
     )
     assert DType.kFloat8E4M3.name[-4:] == "E4M3"
+
+
+def test_factories_have_keys():
+    made = [value for module in (factories, zoo) for name, value in vars(module).items() if name.endswith("_factory")]
+    own = [factory for factory in made if factory is not quantizer_factory]
+    keys = {factory: factory.qfactory_key for factory in own}
+    assert set(keys.values()) == {(factory.__name__, 1) for factory in own}
+    assert all(CustomRecipe(qfactory=factory).qfactory_key == key for factory, key in keys.items())
+    assert CustomRecipe(factories.mxfp8_factory, qfactory_key=("mine", 2)).qfactory_key == ("mine", 2)
+    assert CustomRecipe(lambda role: None).qfactory_key is None
+
+
+def test_a_key_names_a_factory_and_does_not_stand_for_it():
+    first, second = (quantizer_factory(key=("same", 1))(lambda role: cg.IdentityQuantizer()) for _ in range(2))
+    state = RecipeState.create(CustomRecipe(first), mode="forward", roles=[None])
+    assert state.fits(CustomRecipe(first, qfactory_key=("other", 1)), [None])
+    assert not state.fits(CustomRecipe(second), [None])
+    with pytest.raises(TypeError, match="unhashable"):
+        quantizer_factory(key=["a", 1])

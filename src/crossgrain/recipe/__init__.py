@@ -25,7 +25,7 @@ from .context import (
     quantized_model_init,
     this_pass,
 )
-from .custom import CustomRecipe
+from .custom import CustomRecipe, quantizer_factory
 from .custom_state import CustomRecipeState
 from .delayed_state import DelayedScalingRecipeState
 from .explain import Explanation
@@ -124,6 +124,7 @@ __all__ = [
     "preserved_value",
     "preset_table",
     "quantized_model_init",
+    "quantizer_factory",
     "renew_preserved_values",
     "this_pass",
     "zoo",

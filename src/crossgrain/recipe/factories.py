@@ -8,6 +8,7 @@ from ..float8_block import Float8BlockQuantizer
 from ..identity import IdentityQuantizer
 from ..mxfp8 import MXFP8Quantizer
 from ..nvfp4 import NVFP4Quantizer
+from .custom import quantizer_factory
 from .params import Format
 from .requests import DelayedScalingRequest
 from .roles import QuantizerRole
@@ -20,33 +21,39 @@ def tensor_of(role: QuantizerRole | None, *module_types: str) -> str:
     return role.tensor_type if role is not None and role.module_type in module_types else ""
 
 
+@quantizer_factory(key=("high_precision_factory", 1))
 def high_precision_factory(role: QuantizerRole | None) -> IdentityQuantizer:
     """Nothing is quantized."""
     return IdentityQuantizer()
 
 
+@quantizer_factory(key=("delayed_scaling_factory", 1))
 def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
     """Delayed scaling for all: E4M3 forward, E5M2 backward."""
     return DelayedScalingRequest(fp8_format=Format.HYBRID)
 
 
+@quantizer_factory(key=("current_scaling_factory", 1))
 def current_scaling_factory(role: QuantizerRole | None) -> Float8CurrentScalingQuantizer:
     """Current scaling: E5M2 for output gradients, else E4M3."""
     is_gradient = role is not None and role.tensor_type == "grad_output"
     return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_gradient else DType.kFloat8E4M3)
 
 
+@quantizer_factory(key=("float8_block_scaling_factory", 1))
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Float8BlockQuantizer:
     """E4M3 with power-of-two scales: 128x128 blocks for weights, else 1x128."""
     dim = 2 if tensor_of(role, *LINEAR) == "weight" else 1
     return Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
 
 
+@quantizer_factory(key=("mxfp8_factory", 1))
 def mxfp8_factory(role: QuantizerRole | None) -> MXFP8Quantizer:
     """MXFP8 E4M3 for all."""
     return MXFP8Quantizer(DType.kFloat8E4M3)
 
 
+@quantizer_factory(key=("nvfp4_factory", 1))
 def nvfp4_factory(role: QuantizerRole | None) -> NVFP4Quantizer:
     """NVFP4: tiles for weights, rotation for the rest, stochastic rounding for output gradients."""
     tensor_type = tensor_of(role, *LINEAR)

@@ -17,6 +17,7 @@ from ..identity import IdentityQuantizer
 from ..nvfp4 import NVFP4Quantizer
 from ..quantizer import Quantizer
 from ..request import QuantizerRequest
+from .custom import quantizer_factory
 from .factories import LINEAR, mxfp8_factory, nvfp4_factory, tensor_of
 from .params import Format
 from .requests import DelayedScalingRequest
@@ -38,6 +39,7 @@ def _plain_nvfp4(*, row_scaled: bool = False) -> NVFP4Quantizer:
     return NVFP4Quantizer(row_scaled_nvfp4=row_scaled)
 
 
+@quantizer_factory(key=("high_precision_fwd_mxfp8_bwd_factory", 1))
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """fprop as it is; dgrad and wgrad in MXFP8."""
     if tensor_of(role, *LINEAR) == "grad_output":
@@ -45,6 +47,7 @@ def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantize
     return _original(IdentityQuantizer(), mxfp8_factory(role))
 
 
+@quantizer_factory(key=("mxfp8_fwd_nvfp4_bwd_factory", 1))
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """fprop in MXFP8; dgrad and wgrad in NVFP4, the weight from its MXFP8 values."""
     tensor_type = tensor_of(role, *LINEAR)
@@ -55,6 +58,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     return nvfp4_factory(role) if tensor_type == "grad_output" else mxfp8_factory(role)
 
 
+@quantizer_factory(key=("nvfp4_1d_weight_factory", 1))
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
     """NVFP4 with 1x16 blocks for weights instead of tiles; backward sees the rounded weights."""
     if tensor_of(role, *LINEAR) == "weight":
@@ -62,6 +66,7 @@ def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
     return nvfp4_factory(role)
 
 
+@quantizer_factory(key=("mxfp8_fwd_high_precision_bwd_factory", 1))
 def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """fprop in MXFP8; dgrad and wgrad in high precision on the rounded weights and inputs."""
     tensor_type = tensor_of(role, *LINEAR)
@@ -70,6 +75,7 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
     return IdentityQuantizer() if tensor_type == "grad_output" else mxfp8_factory(role)
 
 
+@quantizer_factory(key=("nvfp4_row_scaled_fwd_mxfp8_bwd_factory", 1))
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """Grouped layers: fprop in NVFP4 with an amax per row, dgrad and wgrad in MXFP8. Other layers: MXFP8."""
     tensor_type = tensor_of(role, "grouped_linear")
@@ -78,6 +84,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quanti
     return mxfp8_factory(role)
 
 
+@quantizer_factory(key=("nvfp4_row_scaled_fwd_high_precision_bwd_factory", 1))
 def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """fprop in NVFP4 with an amax per row; dgrad and wgrad in high precision on the rounded values."""
     tensor_type = tensor_of(role, *LINEAR)
@@ -86,6 +93,7 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
     return IdentityQuantizer() if tensor_type == "grad_output" else _plain_nvfp4()
 
 
+@quantizer_factory(key=("nvfp4_linear_fp8_dpa_factory", 1))
 def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Quantizer | QuantizerRequest:
     """NVFP4 layers and FP8 attention (with ``fp8_dpa=True``); softmax and its gradient by delayed scaling."""
     tensor_type = tensor_of(role, "dpa")

@@ -11,7 +11,7 @@ from ...dtypes import DType
 from ...kernels.choice import using_backend
 from ...nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from ...plane import COLUMNWISE, ROWWISE, Direction
-from ...recipe import QuantizerRole
+from ...recipe import QuantizerRole, quantizer_factory
 from .reference_utils import Fp4Formats
 
 __all__ = ["NVFP4QuantizerRef", "NVFP4TensorRef", "nvfp4_ref_rht_2d_factory"]
@@ -100,6 +100,7 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
             return super().quantize_impl(tensor)
 
 
+@quantizer_factory(key=("nvfp4_ref_rht_2d_factory", 1))
 def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:
     """Weights in tiles, everything else in rows and rotated columns."""
     if role is not None and role.tensor_type == "weight":
