@@ -8,7 +8,7 @@ from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain import recipe as recipes
 from crossgrain.nn import split_quantize as splitting
 from crossgrain.nn.split_quantize import split_quantize
-from crossgrain.recipe import MXFP8BlockScaling
+from crossgrain.recipe import CustomRecipe, MXFP8BlockScaling, factories
 
 from ..quantizers import QUANTIZERS
 from .families import PLAIN, make_hybrid_recipe, make_recipe
@@ -454,6 +454,15 @@ def test_padding_and_back():
     assert torch.equal(x.grad, x)
     with cg.autocast(recipe=MXFP8BlockScaling()):
         assert cg.Fp8Padding(2)(x, torch.tensor([20, 40]))[1] == [32, 64]
+
+
+def test_padding_says_what_it_rounds_up_to():
+    padding, unpadding = cg.Fp8Padding(2), cg.Fp8Unpadding(2, 16)
+    for recipe, size in ((MXFP8BlockScaling(), 32), (CustomRecipe(qfactory=factories.mxfp8_factory), 128)):
+        with cg.autocast(recipe=recipe):
+            assert (padding.align_size, unpadding.align_size) == (size, 16)
+    padding.align_size = 8
+    assert padding(torch.randn(20, 8), [3, 17])[1] == [8, 24]
 
 
 def test_padding_outside_changes_nothing():

@@ -281,42 +281,48 @@ def checked_sizes(m_splits: Sequence[int] | Tensor, groups: int, x: Tensor, laye
     return sizes
 
 
-class Fp8Padding(nn.Module):
+class _Alignment(nn.Module):
+    """Groups of rows that are, or will be, a multiple of ``align_size``; None: that of the recipe in force."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self._align_size = align_size
+
+    @property
+    def align_size(self) -> int:
+        given = self._align_size
+        return get_align_size_for_quantization(active_recipe()) if given is None else given
+
+    @align_size.setter
+    def align_size(self, size: int | None) -> None:
+        self._align_size = size
+
+    def _aligned(self, sizes: Sequence[int]) -> list[int]:
+        multiple = self.align_size
+        return [round_up(size, multiple) for size in sizes]
+
+
+class Fp8Padding(_Alignment):
     """Zeros after each group of rows, up to a multiple of ``align_size`` (by default that of the recipe in force).
 
     `GroupedLinear` pads by itself; done outside, it is done once for several layers.
     """
 
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-        self.num_gemms = num_gemms
-        self.align_size = align_size
-
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[Tensor, list[int]]:
         """The padded rows [M, K], and the sizes of the padded groups."""
         sizes = checked_sizes(m_splits, self.num_gemms, inp, type(self).__name__)
-        padded = _aligned(sizes, self.align_size)
+        padded = self._aligned(sizes)
         return padded_groups(inp.reshape(-1, inp.shape[-1]), sizes, padded, inp.shape[-1]), padded
 
 
-class Fp8Unpadding(nn.Module):
+class Fp8Unpadding(_Alignment):
     """The inverse of `Fp8Padding`."""
-
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-        self.num_gemms = num_gemms
-        self.align_size = align_size
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
         """The rows of the groups, whose sizes before padding were ``m_splits``."""
         sizes = [int(size) for size in (m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)]
-        padded = checked_sizes(_aligned(sizes, self.align_size), self.num_gemms, inp, type(self).__name__)
+        padded = checked_sizes(self._aligned(sizes), self.num_gemms, inp, type(self).__name__)
         if padded == sizes:
             return inp
         return torch.cat([group[:size] for group, size in zip(inp.split(padded), sizes, strict=True)])
-
-
-def _aligned(sizes: Sequence[int], multiple: int | None) -> list[int]:
-    if multiple is None:
-        multiple = get_align_size_for_quantization(active_recipe())
-    return [round_up(size, multiple) for size in sizes]
