@@ -354,10 +354,24 @@ def test_assigning_plain_data_requantizes(quantizer, x):
     assert_same_bytes(q, quantizer(x * 2))
 
 
+def test_assigning_plain_data_of_another_shape_and_dtype_makes_new_buffers(quantizer, x):
+    q, before = nn.Parameter(quantizer(x.clone())), quantizer(x.clone())
+    old = [buffer for _, buffer in q._buffers()]
+    kept = [buffer.clone() for buffer in old]
+    other = x[:64].float()
+    seed = torch.get_rng_state()
+    q.data = other
+    torch.set_rng_state(seed)
+    assert isinstance(q, nn.Parameter) and type(q.data) is type(before)
+    assert (q.shape, q.dtype) == (other.shape, torch.float32)
+    assert_same_bytes(q, quantizer(other))
+    assert all(torch.equal(buffer, value) for buffer, value in zip(old, kept, strict=True))
+
+
 def test_assigning_data_that_does_not_fit_changes_nothing(quantizer, x):
     q = nn.Parameter(quantizer(x.clone()))
     before = buffers_of(q)
-    with pytest.raises(ValueError, match=r"shape \[64, 256\]"):
+    with pytest.raises(RuntimeError, match=r"larger tensor of shape \[128, 256\]"):
         q.data = x[:64]
     other_class = cg.quantize(x, "identity" if not is_identity(quantizer) else "mxfp8")
     with pytest.raises(TypeError, match="cannot assign"):

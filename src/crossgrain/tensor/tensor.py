@@ -152,8 +152,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         if not isinstance(value, QuantizedTensor):
             self._check_assignable(value)
             with torch.no_grad():
-                self.quantize_(value)
-            return
+                if (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device):
+                    self.quantize_(value)
+                    return
+                value = self._quantized_alike(value)
         if type(value) is not type(self):
             raise TypeError(f"cannot assign a {type(value).__name__} to the data of a {type(self).__name__}")
         # torch's setter moves shape, dtype and device, but knows nothing of our buffers.
@@ -162,12 +164,14 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         for name in self._shared_names():
             setattr(self, name, getattr(alias, name))
 
+    def _quantized_alike(self, value: Tensor) -> QuantizedTensor:
+        """``value`` in the formats and directions of this tensor, whatever its shape and dtype."""
+        quantizer = self._get_quantizer().copy()
+        quantizer.set_usage(**self.get_usages())
+        quantizer.internal = False
+        return cast(QuantizedTensor, quantizer.quantize(value))
+
     def _check_assignable(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.device != self.device:
-            raise ValueError(
-                f"cannot assign data of shape {list(value.shape)} on {value.device} to a {type(self).__name__} of "
-                f"shape {list(self.shape)} on {self.device}"
-            )
         if value._base is not None and value._base.numel() > value.numel():
             raise RuntimeError(
                 f"the data of a {type(self).__name__} of shape {list(self.shape)} cannot be a piece of a larger tensor "
