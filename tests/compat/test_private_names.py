@@ -176,6 +176,23 @@ def test_what_clients_read_from_a_module():
     assert all(torch.equal(value, torch.ones_like(value)) for key, value in state.items() if key.endswith("scale"))
 
 
+def test_quantizers_that_a_client_declares_void_are_built_again_with_their_histories():
+    layer, recipe = te.Linear(32, 32), cg.recipe.DelayedScaling(amax_history_len=4)
+    assert not layer.fp8_meta_tensors_initialized
+    layer.init_fp8_meta_tensors(recipe)
+    assert layer.fp8_meta_tensors_initialized
+    quantizers = layer.quantizers["scaling_fwd"]
+    layer.init_fp8_meta_tensors(recipe)
+    assert layer.quantizers["scaling_fwd"] is quantizers
+    layer.fp8_meta["scaling_fwd"].scale.fill_(3)
+    layer.fp8_meta_tensors_initialized = False
+    assert not layer.fp8_meta_tensors_initialized
+    layer.set_extra_state(layer.get_extra_state())
+    layer.init_fp8_meta_tensors(recipe)
+    assert layer.quantizers["scaling_fwd"] is not quantizers
+    assert [quantizer.scale.item() for quantizer in layer.quantizers["scaling_fwd"]] == [3, 3, 3]
+
+
 def test_a_recipe_takes_what_clients_hand_to_everything():
     class Theirs(cg.recipe.DelayedScaling):
         def __init__(self, **options):

@@ -281,6 +281,10 @@ class QuantizedModule(FieldNames):
         """Build quantizers for ``recipe`` now instead of in the next forward."""
         self._build_quantizers(recipe)
 
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """The same, unless those there are fit."""
+        self._prepare(recipe)
+
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """The same for the recipe in force."""
         self._prepare(self._recipe_in_force())

@@ -32,6 +32,16 @@ class FieldNames(nn.Module):
         return any(quantizers.values())
 
     @property
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """The same; set to False: the next forward builds them again. Histories stay."""
+        return self.fp8_initialized
+
+    @fp8_meta_tensors_initialized.setter
+    def fp8_meta_tensors_initialized(self, initialized: bool) -> None:
+        if not initialized:
+            self._forget_quantizers()  # type: ignore[operator]
+
+    @property
     def fp8_parameters(self) -> bool:
         return bool(self.primary_weights_in_fp8)
 
