@@ -98,6 +98,9 @@ NAMES = {
     "pytorch.attention.dot_product_attention": "_attention_backends",
     "pytorch.attention.dot_product_attention.utils": """
         get_attention_backend AttentionParams AttentionLogging check_set_window_size""",
+    "pytorch.ops._common": """
+        is_quantized_tensor maybe_dequantize _cudnn_frontend_version_supported
+        _cudnn_frontend_supports_grouped_gemm_srelu""",
     "pytorch._extra_state": """
         UNSAFE_PICKLE_EXTRA_STATE_ENV CheckpointExtraStatePolicy should_load_extra_state_pickle _RECIPE_POLICIES""",
     "debug.pytorch.debug_state": "TEDebugState",

@@ -41,6 +41,15 @@ _FUSED_MODULES = {
 
 OPS: dict[str, Entry] = {
     _AT: {"*": [_OPS]},
+    f"{_AT}._common": {
+        **these(f"{_OPS}.handover", maybe_dequantize="plain"),
+        **these(
+            "crossgrain.compat.adapters.ops",
+            "is_quantized_tensor",
+            "_cudnn_frontend_supports_grouped_gemm_srelu",
+            "_cudnn_frontend_version_supported",
+        ),
+    },
     f"{_AT}.basic": {"*": [_BASIC]},
     **{f"{_AT}.basic.{name}": module for name, module in _BASIC_MODULES.items()},
     f"{_AT}.fused": {
