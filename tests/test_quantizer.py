@@ -222,15 +222,18 @@ def test_fp8_blocks_may_be_ragged(name):
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_rank(name):
     quantizer = cg.quantizer_for(name)
-    if name == "identity":
-        assert quantizer(torch.tensor(2.0)).dequantize() == 2.0
-        return
-    with pytest.raises(ValueError, match="0 dimensions"):
-        quantizer(torch.tensor(1.0))
     vector = torch.randn(256)
     if cg.get_format(name).block is None:
         assert quantizer(vector).dequantize().shape == (256,)
+        for transposes in (False, True):
+            with cg.settings.override(non_tn_fp8_gemm=not transposes):
+                q = quantizer(torch.tensor(2.0))
+                assert q.shape == q.clone().shape == () and q.dequantize() == 2.0
+                q.copy_(torch.tensor(-3.0))
+                assert all(q.dequantize(direction=plane.direction) == -3.0 for plane in q.planes())
     else:
+        with pytest.raises(ValueError, match="0 dimensions and needs at least 2"):
+            quantizer(torch.tensor(1.0))
         with pytest.raises(ValueError, match="1 dimensions and needs at least 2"):
             quantizer(vector)
 

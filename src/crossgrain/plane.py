@@ -91,7 +91,7 @@ class Plane:
         data, scale, amax = self.data, self.scale, self.amax
         if data.numel() != needed.codes or data.dtype != torch.uint8:
             self._refuse_buffer("codes", data, torch.uint8, f"{needed.codes} bytes")
-        if self.transposed and data.shape[0] != self.shape[1]:
+        if self.transposed and data.dim() and data.shape[0] != self.shape[1]:
             self._refuse_buffer("codes", data, torch.uint8, f"transposed, {self.shape[1]} rows of them")
         if scale is None or scale.dtype != needed.scale_dtype or not self._scale_fits(scale, needed.scale_grid):
             grid = "one number" if needed.scale_grid is None else f"{list(needed.scale_grid)} and padding"
@@ -197,6 +197,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def data_shape(fmt: Format, direction: Direction, shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
     """Shape of the code buffer of a tensor of ``shape``."""
+    if not shape:  # one number, in formats without blocks
+        return ()
     lead, last = tuple(shape[:-1]), shape[-1]
     if direction is ROWWISE or not transposed:
         return (*lead, bytes_per_row(fmt, last))
@@ -299,9 +301,8 @@ def shape_problem(fmt: Format, direction: Direction, shape: Sequence[int]) -> st
 
 @lru_cache(maxsize=4096)
 def _shape_problem(fmt: Format, direction: Direction, shape: tuple[int, ...]) -> str | None:
-    least = 1 if fmt.block is None else 2
-    if len(shape) < least and not fmt.is_identity:
-        return f"it has {len(shape)} dimensions and needs at least {least}"
+    if fmt.block is not None and len(shape) < 2:
+        return f"it has {len(shape)} dimensions and needs at least 2"
     if fmt.ragged or fmt.block is None:
         return None
     rows, cols = matrix_shape(shape)
