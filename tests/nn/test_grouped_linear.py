@@ -353,6 +353,21 @@ def test_options_of_linear_layers_work_here(name, splits, single):
         torch.testing.assert_close(getattr(fused, weight).main_grad, plain[f"d {weight}"] + 1)
 
 
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_main_grad_of_another_step_is_overwritten_also_by_empty_groups(single, delay):
+    (x, dy), sizes = inputs("empty"), SPLITS["empty"]
+    plain = step(make(single_grouped_weight=single), x, MXFP8BlockScaling(), dy, m_splits=sizes)
+    layer = make(single_grouped_weight=single, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    for name in layer.weight_names:
+        weight = getattr(layer, name)
+        weight.main_grad, weight.overwrite_main_grad = torch.full(weight.shape, float("nan")), True
+    step(layer, x, MXFP8BlockScaling(), dy, m_splits=sizes)
+    layer.backward_dw()
+    for name in layer.weight_names:
+        assert torch.equal(getattr(layer, name).main_grad, plain[f"d {name}"])
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_main_grad_has_to_be_there_and_is_announced(single):
     layer = make(single_grouped_weight=single, fuse_wgrad_accumulation=True)

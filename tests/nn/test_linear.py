@@ -326,6 +326,12 @@ def test_fused_accumulation(k, n, delay, main_dtype):
     expected = run(plain, x, MXFP8, dy)
     assert step.dw is None and torch.equal(step.dx, expected.dx) and torch.equal(step.db, expected.db)
     torch.testing.assert_close(layer.weight.main_grad, (before.float() + expected.dw).to(main_dtype))
+    layer.weight.main_grad.fill_(float("nan"))
+    layer.weight.overwrite_main_grad = True
+    run(layer, x, MXFP8, dy)
+    if delay:
+        layer.backward_dw()
+    assert torch.equal(layer.weight.main_grad, expected.dw.to(main_dtype))
     layer.weight.grad_added_to_main_grad = False
     step = run(layer, x, MXFP8, dy)
     if delay:

@@ -24,8 +24,14 @@ def check_has_main_grad(ctx: Any) -> None:
 
 
 def added_to_main_grad(compute: ComputeGradient, ctx: Any) -> Tensor | None:
-    """Add dW to ``main_grad``; for those who wait for a gradient, returns one without content."""
+    """Add dW to ``main_grad``; for those who wait for a gradient, returns one without content.
+
+    A weight with ``overwrite_main_grad`` says that what is there is of another step, and is not to be added to.
+    """
     parts: Any = parts_of_weight(ctx)
+    for part in parts:
+        if getattr(part, "overwrite_main_grad", False):
+            part.main_grad.zero_()
     if len(parts) == 1 and ctx.padded[1:] == ctx.sizes[1:]:
         compute(torch.float32, parts[0].main_grad)
     else:

@@ -266,6 +266,7 @@ def _give_parts_main_grads(contexts: list[GroupContext], groups: Groups) -> None
         if not context.needs.dw:
             continue
         context.weight.main_grad = main_grad[g]
+        context.weight.overwrite_main_grad = getattr(packed, "overwrite_main_grad", False)
         if hasattr(packed, "grad_added_to_main_grad"):
             context.weight.grad_added_to_main_grad = packed.grad_added_to_main_grad = True
 
