@@ -30,6 +30,16 @@ def test_it_says_so_when_called(module, name):
         getattr(module, name)(1, option=2)
 
 
+def test_kernels_that_are_asked_for_first_say_that_they_are_not_there():
+    ops = compat.transformer_engine.pytorch.ops
+    assert not ops._common._cudnn_frontend_version_supported()
+    for name in ("ForwardGroupedMLP_CuTeGEMMSwiGLU_MXFP8", "BackwardGroupedMLP_CuTeGEMMDSwiGLU_MXFP8"):
+        kernel = getattr(ops.fused, name)
+        assert not kernel.is_supported()
+        with pytest.raises(compat.needs_cuda.NeedsCudaError):
+            kernel()
+
+
 def test_it_is_an_error_that_clients_catch():
     assert issubclass(compat.NeedsCudaError, NotImplementedError) and issubclass(compat.NeedsCudaError, RuntimeError)
     assert not isinstance(object(), te.CusolverMpCtx)

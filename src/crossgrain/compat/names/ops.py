@@ -55,6 +55,10 @@ OPS: dict[str, Entry] = {
     f"{_AT}.fused": {
         "*": [f"{_OPS}.fused"],
         **all_need_cuda("UserbuffersBackwardLinear", "UserbuffersForwardLinear"),
+        **dict.fromkeys(
+            ("ForwardGroupedMLP_CuTeGEMMSwiGLU_MXFP8", "BackwardGroupedMLP_CuTeGEMMDSwiGLU_MXFP8"),
+            "crossgrain.compat.adapters.ops:GroupedMLPOfCuTe",
+        ),
     },
     **{f"{_AT}.fused.{name}": module for name, module in _FUSED_MODULES.items()},
     f"{_AT}.fuser": f"{_OPS}.fuser",
