@@ -6,6 +6,7 @@ import torch
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, compat
 from crossgrain.gemm import gemm
+from crossgrain.grouped_tensor import GroupedTensor
 
 from ..quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
 
@@ -138,6 +139,34 @@ def test_groups():
     )
     assert made[1] is each[1]
     torch.testing.assert_close(each[1], expected[1] + biases[1])
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_groups_in_one_memory(layout):
+    rows = [32, 64]
+    shapes = {"x": [(m, K) for m in rows], "w": [(N, K)] * 2, "dy": [(m, N) for m in rows]}
+    plain = {name: [torch.randn(shape) for shape in group] for name, group in shapes.items()}
+    groups = {
+        name: GroupedTensor.make_grouped_tensor_with_shapes(2, shapes[name], QUANTIZERS["mxfp8"]()) for name in shapes
+    }
+    for name, group in groups.items():
+        group.quantize(plain[name])
+    left, right, made = {"TN": ("w", "x", "dy"), "NN": ("w", "dy", "x"), "NT": ("x", "dy", "w")}[layout]
+    wanted = [
+        general_gemm(a, b, layout=layout)[0]
+        for a, b in zip(groups[left].quantized_tensors, groups[right].quantized_tensors, strict=True)
+    ]
+    out = GroupedTensor.make_grouped_tensor_with_shapes(2, shapes[made])
+    multiply = te.cpp_extensions.general_grouped_gemm_for_grouped_tensor
+    assert multiply(groups[left], groups[right], out, layout=layout) is out
+    assert all(torch.equal(y, z) for y, z in zip(out.quantized_tensors, wanted, strict=True))
+    scales = torch.tensor([2.0, 0.5])
+    listed = [torch.ones_like(y) for y in wanted]
+    multiply(groups[left], groups[right], listed, layout=layout, alpha=scales, beta=scales, accumulate=True)
+    for y, z, scale in zip(listed, wanted, scales, strict=True):
+        torch.testing.assert_close(y, scale * (z + 1))
+    with pytest.raises(ValueError, match="accumulate"):
+        multiply(groups[left], groups[right], out, layout=layout, beta=scales)
 
 
 def test_what_a_gemm_unwraps(x):

@@ -73,7 +73,8 @@ NAMES = {
     "pytorch.tensor.storage.grouped_tensor_storage": "GroupedTensorStorage",
     "pytorch.cpp_extensions": "general_gemm general_grouped_gemm",
     "pytorch.cpp_extensions.gemm": """
-        general_gemm general_grouped_gemm _unwrap_tensor _validate_native_gemm_output_quantizer""",
+        general_gemm general_grouped_gemm general_grouped_gemm_for_grouped_tensor _unwrap_tensor
+        _validate_native_gemm_output_quantizer""",
     "pytorch.cpp_extensions.fused_attn": "FusedAttnBackend",
     "pytorch.optimizers": "FusedAdam FusedSGD MultiTensorApply multi_tensor_applier multi_tensor_scale",
     "pytorch.distributed": """

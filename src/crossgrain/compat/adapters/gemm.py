@@ -19,6 +19,7 @@ from ...activations import activation
 from ...float8 import Float8CurrentScalingQuantizer, Float8Quantizer
 from ...float8_block import Float8BlockQuantizer
 from ...gemm import gemm
+from ...grouped_tensor import GroupedTensor
 from ...hybrid_tensor import HybridQuantizedTensorStorage
 from ...identity import IdentityTensorStorage
 from ...mxfp8 import MXFP8Quantizer
@@ -29,7 +30,7 @@ from ...tensor import QuantizedTensorStorage
 from ..needs_cuda import NeedsCudaError
 from .tensor_utils import is_custom
 
-__all__ = ["general_gemm", "general_grouped_gemm"]
+__all__ = ["general_gemm", "general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor"]
 
 Operand = QuantizedTensorStorage | Tensor
 Results = tuple[Any, Tensor | None, Tensor | None, Tensor | None]
@@ -165,6 +166,48 @@ def general_grouped_gemm(
     ]
     made = [result[0] for result in results]
     return (out[0] if single_output else made), [result[1] for result in results], [result[2] for result in results]
+
+
+def general_grouped_gemm_for_grouped_tensor(
+    A: GroupedTensor | Sequence[Operand],
+    B: GroupedTensor,
+    out: GroupedTensor | Sequence[Tensor],
+    *,
+    layout: str = "TN",
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    bias: GroupedTensor | None = None,
+    bias_scale: Tensor | None = None,
+    grad: bool = False,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+) -> GroupedTensor | Sequence[Tensor]:
+    """`general_gemm` for each tensor of a group, into ``out``, which is returned.
+
+    ``alpha``  of the products, one number for each group; ``beta`` of what is in ``out``, where they are added to it
+    """
+    if grad or bias_scale is not None:
+        raise NotImplementedError("groups of tensors are multiplied without gradients of a bias and without bias_scale")
+    if beta is not None and not accumulate:
+        raise ValueError("beta scales what is in out, which is only kept with accumulate")
+    targets, biases = _members(out), [None] * len(_members(out)) if bias is None else _members(bias)
+    for g, (a, b, target, added) in enumerate(zip(_members(A), _members(B), targets, biases, strict=True)):
+        general_gemm(
+            a,
+            b,
+            out_dtype=target.dtype,
+            alpha=1.0 if alpha is None else alpha[g].item(),
+            beta=None if beta is None else beta[g].item(),
+            accumulate=accumulate,
+            layout=layout,
+            out=target,
+            bias=None if added is None else added.reshape(-1),
+        )
+    return out
+
+
+def _members(group: GroupedTensor | Sequence[Any]) -> list[Any]:
+    return group.split_into_quantized_tensors() if isinstance(group, GroupedTensor) else list(group)
 
 
 def _unwrap_tensor(tensor: Any, usage: str) -> Any:

@@ -31,7 +31,7 @@ _ON_A_GPU = MULTI_TENSOR_ON_A_GPU | all_need_cuda(
 EXTENSION: dict[str, Entry] = {
     "transformer_engine_torch": {"*": [_EXTENSION], **_SPLIT, **_ON_A_GPU},
     "transformer_engine.pytorch.cpp_extensions": {
-        **these(_GEMM, "general_gemm", "general_grouped_gemm"),
+        **these(_GEMM, "general_gemm", "general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor"),
         "*": [_EXTENSION],
         **_SPLIT,
         **_ON_A_GPU,
