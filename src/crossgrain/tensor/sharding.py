@@ -55,10 +55,12 @@ class Gather(NamedTuple):
 
 def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Gather]:
     """This rank's bytes, and what the others need to know about them."""
-    group, rank = mesh.get_group(), mesh.get_local_rank()
+    alone = mesh is None
+    group, rank, ranks = (None, 0, 1) if alone else (mesh.get_group(), mesh.get_local_rank(), mesh.size())
     shard._check_fresh()
-    rows = rows_of_chunks(_agreed_counts(shard, group, mesh.size()))
-    share_scales(shard, group)
+    rows = rows_of_chunks(_agreed_counts(shard, group, ranks))
+    if not alone:
+        share_scales(shard, group)
     directions = gathered_directions()
     planes = shard._planes_that_travel(directions)
     shipment = Shipment((rows[-1][1], *shard.shape[1:]), rows, tuple(kind_of(plane) for plane in planes))
