@@ -101,7 +101,19 @@ def test_built_by_hand(x):
     with pytest.raises(RuntimeError):
         cg.HybridQuantizedTensorStorage(row, cg.quantize(x[:64], "nvfp4"), None)
     with pytest.raises(ValueError, match="needs its shape"):
+        cg.HybridQuantizedTensorStorage(None, None, q._get_quantizer())
+    with pytest.raises(TypeError, match="requires a parent HybridQuantizer, with two children, not NoneType"):
         cg.HybridQuantizedTensorStorage(None, None, None)
+    with pytest.raises(TypeError, match="requires a parent HybridQuantizer"):
+        cg.HybridQuantizedTensor(x.shape, x.dtype, rowwise_storage=None, columnwise_storage=None, quantizer=None)
+
+
+def test_repr_names_both_directions(h, x):
+    q = h(x)
+    q.update_usage(rowwise_usage=False)
+    assert "rowwise=None, columnwise=" in repr(q)
+    q.update_usage(columnwise_usage=False)
+    assert "rowwise=None, columnwise=None" in repr(q)
 
 
 def test_usages_are_only_dropped_and_all_at_once(h, x):
