@@ -9,7 +9,7 @@ import torch.distributed as dist
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain.collectives import gathered_rows, scattered_sum
-from crossgrain.distributed import gather_along_first_dim
+from crossgrain.distributed import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
 from crossgrain.quantized_gather import why_not_gathered
 
 from ..quantizers import E4M3, PAIRS, QUANTIZERS, buffers_of, hybrid_of
@@ -151,6 +151,24 @@ def test_codes_of_different_scales_are_refused_by_all(tmp_path):
     """Delayed scaling whose histories are not reduced over these ranks."""
     for kind, text in run(scales_differ, 2, tmp_path):
         assert kind == "RuntimeError" and "different rowwise fp8 scales for the whole" in text
+
+
+def _with_handles(rank):
+    world, found = dist.group.WORLD, []
+    out = torch.zeros(2, 2)
+    for result, handle in (
+        gather_along_first_dim(torch.full((1, 2), rank + 1.0), world, async_op=True, output_tensor=out),
+        reduce_scatter_along_first_dim(torch.ones(2, 2), world, async_op=True),
+        allreduce(torch.ones(1), world, async_op=True),
+    ):
+        assert handle.wait() and handle.is_completed()
+        found.append(result.tolist())
+    assert found[0] == out.tolist()
+    return found
+
+
+def test_handles_have_nothing_to_wait_for(tmp_path):
+    assert run(_with_handles, 2, tmp_path) == [[[[1.0, 1.0], [2.0, 2.0]], [[2.0, 2.0]], [2.0]]] * 2
 
 
 def _collectives_under_their_new_names(rank):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..collectives import gathered_rows, group_rank, group_size, scattered_sum
+from ..failures import communicate
 from ..nn.tensor_parallel import (
     mark_sequence_parallel,
     sequence_parallel_parameters,
@@ -41,6 +42,20 @@ def get_distributed_rank(group: Any = None) -> int:
     return group_rank(group)
 
 
+class Done:
+    """Handle of a collective that was done when it returned."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _handle(async_op: bool) -> Done | None:
+    return Done() if async_op else None
+
+
 def gather_along_first_dim(
     inp: Any,
     process_group: Any,
@@ -48,48 +63,41 @@ def gather_along_first_dim(
     quantizer: Quantizer | None = None,
     output_tensor: Tensor | None = None,
     external_coalescing: bool = False,
-) -> tuple[Any, Any]:
-    """The rows of all ranks, and None for a handle: it is done.
+) -> tuple[Any, Done | None]:
+    """The rows of all ranks; and with ``async_op`` a handle, although it is done.
 
     With a ``quantizer``: what that makes of them, bit for bit. Planes travel where they may, else the numbers.
     """
-    _refuse_async(async_op)
     if external_coalescing:
         raise NotImplementedError("gather_along_first_dim is done when it returns: leave external_coalescing off")
-    if output_tensor is not None:
-        raise NotImplementedError("gather_along_first_dim makes its output; leave output_tensor out")
     ranks = group_size(process_group)
     if isinstance(inp, QuantizedTensorStorage):
         inp = inp.dequantize()
     if quantizer is None:
-        return (inp if ranks == 1 else gathered_rows(inp, process_group)), None
+        rows = inp if ranks == 1 else gathered_rows(inp, process_group)
+        return (rows if output_tensor is None else output_tensor.copy_(rows)), _handle(async_op)
+    if output_tensor is not None:
+        raise NotImplementedError("gather_along_first_dim makes quantized tensors itself; leave output_tensor out")
     if ranks == 1:
-        return quantizer.quantize(inp), None
+        return quantizer.quantize(inp), _handle(async_op)
     if inp.dim() != 2:
         raise ValueError(f"gather_along_first_dim quantizes matrices, not a tensor of shape {list(inp.shape)}")
-    return gather_quantized_rows(inp.detach(), quantizer, process_group), None
+    return gather_quantized_rows(inp.detach(), quantizer, process_group), _handle(async_op)
 
 
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
-) -> tuple[Tensor, Any]:
-    """This rank's share of the rows of the sum over ranks, and None for a handle: it is done."""
-    _refuse_async(async_op)
+) -> tuple[Tensor, Done | None]:
+    """This rank's share of the rows of the sum over ranks; and with ``async_op`` a handle, although it is done."""
     result = inp if group_size(tp_group) == 1 else scattered_sum(inp, tp_group, "reduce_scatter_along_first_dim")
-    return (result if output is None else output.copy_(result)), None
+    return (result if output is None else output.copy_(result)), _handle(async_op)
 
 
-def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
-    """The sum over ranks, written to ``inp``, and None for a handle: it is done."""
-    _refuse_async(async_op)
+def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Done | None]:
+    """The sum over ranks, written to ``inp``; and with ``async_op`` a handle, although it is done."""
     if group_size(tp_group) > 1:
-        dist.all_reduce(inp, group=tp_group)
-    return inp, None
-
-
-def _refuse_async(async_op: bool) -> None:
-    if async_op:
-        raise NotImplementedError("collectives are done when they return: leave async_op off")
+        communicate(dist.all_reduce, inp, group=tp_group)
+    return inp, _handle(async_op)
 
 
 def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> None:
