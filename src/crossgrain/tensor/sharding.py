@@ -51,6 +51,7 @@ class Gather(NamedTuple):
 
     shipment: Shipment
     directions: tuple[Direction, ...]
+    alone: bool = False  # nobody gathers: the buffer is the caller's
 
 
 def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Gather]:
@@ -64,7 +65,7 @@ def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Ga
     directions = gathered_directions()
     planes = shard._planes_that_travel(directions)
     shipment = Shipment((rows[-1][1], *shard.shape[1:]), rows, tuple(kind_of(plane) for plane in planes))
-    return (packed(planes, shipment, rank),), Gather(shipment, directions)
+    return (packed(planes, shipment, rank),), Gather(shipment, directions, alone)
 
 
 def post_all_gather(
@@ -78,7 +79,7 @@ def post_all_gather(
     else:
         whole = local_part(out)
     whole._shard = shard
-    fill(whole, gathered, gather.shipment, gather.directions)
+    fill(whole, gathered.clone() if gather.alone else gathered, gather.shipment, gather.directions)
     return whole, buffers_of(whole)
 
 
