@@ -148,6 +148,16 @@ def test_a_view_never_leaves_a_transposed_copy_behind(x, transposing):
         q.view(256, 128)
 
 
+def test_transposed_bytes_alone_keep_their_last_dimension(x):
+    codes = cg.quantize(x, "fp8")._data
+    q = cg.Float8Tensor(
+        x.shape, x.dtype, data=None, data_transpose=codes.t().contiguous(), fp8_scale_inv=torch.ones(1), fp8_dtype=E4M3
+    )
+    assert q.view(2, 64, 256)._transpose.shape == (256, 2, 64)
+    with pytest.raises(NotImplementedError, match="columnwise-only data"):
+        q.view(256, 128)
+
+
 def test_current_scaling_records_amax_and_scale(x):
     quantizer = cg.Float8CurrentScalingQuantizer(E4M3)
     q = quantizer(x)

@@ -101,7 +101,19 @@ def test_built_by_hand(x):
     with pytest.raises(RuntimeError):
         cg.HybridQuantizedTensorStorage(row, cg.quantize(x[:64], "nvfp4"), None)
     with pytest.raises(ValueError, match="needs its shape"):
+        cg.HybridQuantizedTensorStorage(None, None, q._get_quantizer())
+    with pytest.raises(TypeError, match="requires a parent HybridQuantizer, with two children, not NoneType"):
         cg.HybridQuantizedTensorStorage(None, None, None)
+    with pytest.raises(TypeError, match="requires a parent HybridQuantizer"):
+        cg.HybridQuantizedTensor(x.shape, x.dtype, rowwise_storage=None, columnwise_storage=None, quantizer=None)
+
+
+def test_repr_names_both_directions(h, x):
+    q = h(x)
+    q.update_usage(rowwise_usage=False)
+    assert "rowwise=None, columnwise=" in repr(q)
+    q.update_usage(columnwise_usage=False)
+    assert "rowwise=None, columnwise=None" in repr(q)
 
 
 def test_usages_are_only_dropped_and_all_at_once(h, x):
@@ -214,7 +226,9 @@ def test_as_strided_goes_by_the_strides_of_the_hybrid(h, x):
     for q in (whole, part, h(x.float().t().contiguous().t().to(x.dtype))):
         assert_decodes_like(q.as_strided(q.shape, q.stride(), 0), q)
     assert_decodes_like(whole.as_strided((128, 256), (256, 1), 128 * 256), part)
-    for size, stride, offset in (((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)):
+    beyond = ((128, 256), (256, 1), 129 * 256)
+    cut_up = ((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)
+    for size, stride, offset in (beyond, *cut_up):
         with pytest.raises(ValueError, match="not a run of its first dimension"):
             whole.as_strided(size, stride, offset)
 

@@ -75,3 +75,19 @@ def test_a_plane_without_memory_is_not_read():
         with pytest.raises(RuntimeError, match="rowwise mxfp8 plane of this .64, 64. tensor has no memory"):
             read()
     assert q.dequantize(direction=COLUMNWISE).shape == (64, 64)
+
+
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("mxfp8", "fp8"), ("fp8_block_2d", "nvfp4")])
+def test_a_shard_without_a_mesh_is_the_whole(pair):
+    """What FSDP2 calls can be called without ranks, with the names that torch has for the arguments."""
+    shard = hybrid_of(*pair)(torch.randn(128, 64))
+    named = {"orig_size": shard.shape, "contiguous_orig_stride": None, "module": None, "mp_policy": None}
+    buffers, gather = shard.fsdp_pre_all_gather(mesh=None, **named)
+    whole, _ = shard.fsdp_post_all_gather(buffers, gather, shard.dtype)
+    assert_same_bytes(whole, shard)
+    assert not shard._quantizer.with_amax_reduction
+    shard.quantize_(torch.randn(128, 64) * 100)
+    buffers, gather = shard.fsdp_pre_all_gather(mesh=None, **named)
+    for _ in range(2):  # the buffers are the caller's
+        assert shard.fsdp_post_all_gather(buffers, gather, shard.dtype, out=whole)[0] is whole
+        assert_same_bytes(whole, shard)

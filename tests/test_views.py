@@ -168,7 +168,9 @@ def test_as_strided(quantizer, x):
     lower = q.as_strided((128, 256), (256, 1), 128 * 256)
     assert torch.equal(lower.dequantize(), q.dequantize()[128:])
     if not is_identity(q):
-        for size, stride, offset in (((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)):
+        beyond = ((128, 256), (256, 1), 129 * 256)
+        cut_up = ((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)
+        for size, stride, offset in (beyond, *cut_up):
             with pytest.raises(ValueError, match="not a run of its first dimension"):
                 q.as_strided(size, stride, offset)
 

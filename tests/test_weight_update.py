@@ -165,6 +165,29 @@ def test_codes_go_to_shards_where_they_are_given():
 
 
 @pytest.mark.parametrize(
+    "row, column, refused",
+    [
+        ("mxfp8", "fp8", "MXFP8Quantizer rowwise"),
+        ("fp8", "mxfp8", "MXFP8Quantizer columnwise"),
+        ("nvfp4", "fp8", "NVFP4Quantizer rowwise"),
+        ("fp8", "fp8_block", "Float8BlockQuantizer columnwise"),
+        ("fp8", "fp8", None),
+        ("identity", "fp8", None),
+    ],
+)
+def test_strict_takes_masters_only_into_children_with_one_scale(row, column, refused):
+    weight, master = old_weight(hybrid_of(row, column)), new_master().flatten()
+    before = {name: buffer.clone() for name, buffer in weight._buffers()}
+    with cg.settings.override(strict=True):
+        if refused is None:
+            quantize_master_weights([weight], [master], [0], None)
+            return
+        with pytest.raises(NotImplementedError, match=refused):
+            quantize_master_weights([weight], [master], [0], None)
+    assert all(torch.equal(before[name], buffer) for name, buffer in weight._buffers())
+
+
+@pytest.mark.parametrize(
     "change, error, message",
     [
         (lambda a: a.update(start_offsets=[0]), ValueError, "do not go together"),
@@ -176,7 +199,11 @@ def test_codes_go_to_shards_where_they_are_given():
             ValueError,
             "master of",
         ),
-        (lambda a: a["model_weights"][1].update_usage(False, False), ValueError, "holds no data"),
+        (
+            lambda a: a["model_weights"][1].update_usage(False, False),
+            ValueError,
+            "holds no data: both rowwise and columnwise are absent",
+        ),
         (
             lambda a: a.update(fsdp_shard_model_weights=[None, (torch.zeros(3, dtype=torch.uint8),) * 2]),
             ValueError,

@@ -143,6 +143,14 @@ class Float8TensorStorage(FP8Storage):
             return super()._viewed(shape)
         return self._rewrap(shape=shape, matrix=matrix_shape(shape), buffers={"_data": self._data.view(tuple(shape))})
 
+    def _check_viewable(self, shape: torch.Size) -> None:
+        if self._data is None and shape[-1] != self._matrix[1]:
+            raise NotImplementedError(
+                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: its columnwise-only data is "
+                f"transposed, which fixes the last dimension (K) at {self._matrix[1]}"
+            )
+        super()._check_viewable(shape)
+
     def _build_default_quantizer(self) -> Quantizer:
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device)
 

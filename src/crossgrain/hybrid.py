@@ -84,7 +84,10 @@ class HybridQuantizer(Quantizer):
                 )
         both = [children.get(direction, getattr(self, _name(direction), None)) for direction in Direction]
         if both[0] is both[1] and isinstance(both[0], Quantizer):
-            raise ValueError("the two children of a hybrid must be two objects: each is pinned to its direction")
+            raise ValueError(
+                "a hybrid requires distinct rowwise and columnwise quantizers, two objects: each is pinned to its "
+                "direction"
+            )
         for direction, child in children.items():
             setattr(self, _name(direction), child)
             if isinstance(child, Quantizer):

@@ -44,11 +44,12 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         *,
         shape: Sequence[int] | None = None,
     ) -> None:
-        if quantizer is not None and not (
-            hasattr(quantizer, "rowwise_quantizer") and hasattr(quantizer, "columnwise_quantizer")
-        ):
+        orphan = quantizer is None and rowwise_storage is columnwise_storage is None  # nothing could make a quantizer
+        is_parent = hasattr(quantizer, "rowwise_quantizer") and hasattr(quantizer, "columnwise_quantizer")
+        if orphan or not (quantizer is None or is_parent):
             raise TypeError(
-                f"{type(self).__name__} needs a quantizer with two children, not {type(quantizer).__name__}"
+                f"{type(self).__name__} requires a parent HybridQuantizer, with two children, not "
+                f"{type(quantizer).__name__}"
             )
         self._quantizer = None if quantizer is None else quantizer.copy()
         children = {ROWWISE: rowwise_storage, COLUMNWISE: columnwise_storage}
@@ -439,8 +440,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
 
     def __repr__(self) -> str:
-        held = [f"{direction.value}={type(child).__name__}" for direction, child in self._children().items()]
-        return f"{type(self).__name__}({', '.join(held) or 'no data'}, shape={list(self._shape)}, dtype={self._dtype})"
+        both = {ROWWISE: self._rowwise_storage, COLUMNWISE: self._columnwise_storage}
+        held = [f"{d.value}={None if child is None else type(child).__name__}" for d, child in both.items()]
+        return f"{type(self).__name__}({', '.join(held)}, shape={list(self._shape)}, dtype={self._dtype})"
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):

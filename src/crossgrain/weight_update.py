@@ -24,6 +24,7 @@ from .kernels.target import Target
 from .plane import COLUMNWISE, ROWWISE
 from .quantizer import Quantizer, draw_seed
 from .recipe import clear_preserved_value
+from .settings import settings
 from .tensor import QuantizedTensor, QuantizedTensorStorage
 from .tensor.sharding import exchanged
 from .weight_gather import (
@@ -213,10 +214,25 @@ def _checked(
 
 def _check_weight(weight: QuantizedTensor, where: str) -> None:
     if not any(weight.get_usages().values()):
-        raise ValueError(f"{where}: this {type(weight).__name__} of shape {list(weight.shape)} holds no data")
+        raise ValueError(
+            f"{where}: this {type(weight).__name__} of shape {list(weight.shape)} holds no data: both rowwise and "
+            "columnwise are absent"
+        )
     if not weight.planes() or (isinstance(weight, HybridQuantizedTensorStorage) and _has_custom_child(weight)):
         raise NotImplementedError(f"{where}: {type(weight).__name__} is not made of planes")
+    if settings.strict and isinstance(weight, HybridQuantizedTensorStorage):
+        _refuse_block_children(weight, where)
     weight._get_quantizer().check_writable(weight)
+
+
+def _refuse_block_children(weight: HybridQuantizedTensorStorage, where: str) -> None:
+    """Transformer Engine casts masters only into children with a scale for the whole tensor."""
+    for direction, child in weight._children().items():
+        if any(plane.format.block is not None for plane in child.planes()):
+            raise NotImplementedError(
+                f"{where}: {type(child._get_quantizer()).__name__} {direction.value} in a hybrid of shape "
+                f"{list(weight.shape)} takes no master where settings.strict is set"
+            )
 
 
 def _check_memory(item: _Weight, where: str) -> None:

@@ -28,6 +28,14 @@ def test_it_means_the_cpu_and_one_warning_tells_where():
         lambda: te.MXFP8Quantizer(te.DType.kFloat8E4M3).make_empty([32, 32], device="cuda"),
         lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cuda").scale,
         lambda: te.RotaryPositionEmbedding(8, device="cuda").inv_freq,
+        lambda: te.Float8Tensor(
+            (2, 4),
+            torch.bfloat16,
+            data=torch.zeros(2, 4, dtype=torch.uint8),
+            fp8_scale_inv=torch.ones(1),
+            fp8_dtype=te.DType.kFloat8E4M3,
+            device="cuda",
+        ),
     ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -210,6 +210,15 @@ def test_quantizing(x):
     halves = te.module._split_quantization._split_quantize_hybrid(x, [32, 96], hybrids)
     assert_same_bytes(halves[1], hybrids[0](x[32:]))
     assert torch.equal(dbias[1], x[32:].float().sum(0))
+    with pytest.raises(TypeError, match="takes a HybridQuantizer here, and these are HybridQuantizer, MXFP8Quantizer"):
+        te.module._split_quantization._split_quantize_hybrid(x, [32, 96], [hybrids[0], quantizer])
+    hybrids[1].set_usage(columnwise=False)
+    for split in ("_split_quantize_hybrid", "_split_quantize_non_hybrid"):
+        with pytest.raises(ValueError, match="mixed parent usage flags"):
+            getattr(te.module._split_quantization, split)(x, [32, 96], hybrids)
+    hybrids[0].set_usage(columnwise=False)
+    halves = te.module._split_quantization._split_quantize_hybrid(x, [32, 96], hybrids)
+    assert [half.get_usages() for half in halves] == [{"rowwise": True, "columnwise": False}] * 2
 
 
 def test_quantizing_groups(x):

@@ -149,7 +149,7 @@ def test_a_hybrid_is_made_saved_and_restored():
     assert any(tensor is not None for tensor in tensors)
     (restored,) = te.restore_from_saved(objects, tensors)
     assert torch.equal(restored.dequantize(), expected)
-    with pytest.raises(ValueError, match="must be two objects"):
+    with pytest.raises(ValueError, match="requires distinct rowwise and columnwise quantizers, two objects"):
         HybridQuantizer(rowwise_quantizer=quantizer.rowwise_quantizer, columnwise_quantizer=quantizer.rowwise_quantizer)
     assert quantizer._get_compatible_recipe() is recipe.CustomRecipe
     assert isinstance(IdentityQuantizer()(torch.ones(2, 2)), te.IdentityTensor)

@@ -220,6 +220,27 @@ def test_with_a_backward_override_only_fprop_has_to_pair(override):
         layer(x)
 
 
+@pytest.mark.parametrize("tensor", ["input", "grad_output"])
+def test_inference_needs_only_the_operands_of_fprop_to_pair(tensor):
+    layer = cg.Linear(64, 96, name="decoder.fc1")
+    x, dy = sizes()
+    recipe = recipes.CustomRecipe(qfactory=mismatched("wgrad", tensor))
+    with torch.no_grad(), cg.autocast(recipe=recipe):
+        y = layer(x)
+    assert torch.equal(y, run(layer, x, recipes.MXFP8BlockScaling(), dy).y)
+    with torch.no_grad(), cg.autocast(recipe=recipe):
+        layer(x)
+    rng = torch.get_rng_state()
+    for forward in (layer, lambda x: cg.checkpoint(layer, x, use_reentrant=True)):  # whose first pass has no gradients
+        leaf = x.detach().requires_grad_()
+        with cg.autocast(recipe=recipe), pytest.raises(ValueError, match="'decoder.fc1': wgrad multiplies"):
+            forward(leaf)
+    assert torch.equal(torch.get_rng_state(), rng)
+    recipe = recipes.CustomRecipe(qfactory=mismatched("fprop", "weight"))
+    with torch.no_grad(), cg.autocast(recipe=recipe), pytest.raises(ValueError, match="fprop multiplies"):
+        layer(x)
+
+
 def test_a_quantized_weight_is_checked_as_it_is_not_as_the_recipe_would_make_it():
     """Its dgrad plane would otherwise be refused in the middle of backward."""
     with cg.quantized_model_init(recipe=recipes.CustomRecipe(qfactory=per_gemm("mxfp8", "nvfp4", "mxfp8"))):

@@ -61,6 +61,7 @@ class Built(NamedTuple):
     states: Mapping[Mode, RecipeState]
     quantizers: dict[str, list[Quantizer]]
     details: Any = None  # what the module derives from them
+    serves_backward: bool = True  # whether the operands of its GEMMs are known to pair up, too
 
 
 class ParameterInit(NamedTuple):
@@ -178,7 +179,7 @@ class QuantizedModule(FieldNames):
         if recipe is None:
             self.fp8 = False
             return self._built
-        built = self._build_quantizers(recipe)
+        built = self._build_quantizers(recipe, backward=torch.is_grad_enabled() or this_pass().trains)
         self.fp8 = True
         return built
 
@@ -186,17 +187,24 @@ class QuantizedModule(FieldNames):
         """Around what forward quantizes."""
         return _NO_STEP if recipe is None else forward_step(built.states["forward"])
 
-    def _build_quantizers(self, recipe: Recipe) -> Built:
-        """Quantizers for ``recipe``. Nothing has changed if it is refused."""
+    def _build_quantizers(self, recipe: Recipe, *, backward: bool = True) -> Built:
+        """Quantizers for ``recipe``. Nothing has changed if it is refused.
+
+        Without ``backward`` its GEMMs are not checked: formats for inference need not suit them.
+        """
         built, device = self._built, self._device()
         if built.states and all(state.fits(recipe, self._roles(mode), device) for mode, state in built.states.items()):
+            if backward and not built.serves_backward:
+                self._check_pairs(recipe, built.quantizers, self._quantized_weights())
+                built = self._built = built._replace(serves_backward=True)
             return built
         with unseen_by_policies():
             new = self._made_for(recipe)
             weights = self._quantized_weights()
             for name, weight in weights.items():
                 check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}: {name}")
-            self._check_pairs(recipe, new.quantizers, weights)
+            self._check_pairs(recipe, new.quantizers, weights, backward)
+            new = new._replace(serves_backward=backward)
             self._adopt(new)
         return new
 
@@ -227,11 +235,12 @@ class QuantizedModule(FieldNames):
         recipe: Recipe,
         quantizers: Mapping[str, Sequence[Quantizer]],
         quantized_weights: Mapping[str, QuantizedTensor],
+        backward: bool = True,
     ) -> None:
         """Before the first step: the two operands of every GEMM can be multiplied."""
         if recipe.allow_mixed:
             return
-        gemms = GEMMS if recipe.backward_override is None else {"fprop": GEMMS["fprop"]}
+        gemms = GEMMS if backward and recipe.backward_override is None else {"fprop": GEMMS["fprop"]}
         for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):
             for which, operands in gemms.items():
                 formats = [

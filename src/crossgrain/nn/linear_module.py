@@ -400,7 +400,8 @@ class LinearModule(QuantizedModule):
         if not has_history and can_reconstruct_wgrad_input_from_original(this.built.details[index].input):
             return True
         warnings.warn(
-            f"{self.layer}: save_original_input is off, for its input's quantizer would not make the same bytes twice",
+            f"{self.layer}: Ignoring save_original_input=True, for its input's quantizer would not make the same bytes "
+            "twice",
             stacklevel=3,
         )
         return False

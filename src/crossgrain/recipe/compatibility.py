@@ -36,7 +36,7 @@ def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Reci
     compatible = weight_quantizer._get_compatible_recipe()
     if not isinstance(recipe, compatible):
         raise RuntimeError(
-            f"{name} was quantized by {type(weight_quantizer).__name__}, for {compatible.__name__}, and cannot be used "
-            f"under {type(recipe).__name__}: give quantized_model_init and autocast the same "
+            f"Recipe mismatch: {name} was quantized by {type(weight_quantizer).__name__}, for {compatible.__name__}, "
+            f"and cannot be used under {type(recipe).__name__}: give quantized_model_init and autocast the same "
             "recipe, or convert the weights with crossgrain.requantize_(model, recipe)"
         )

@@ -405,12 +405,13 @@ class PlaneHolder:
         """as_strided: the tensor itself or a run of its first dimension; all else would cut through blocks."""
         rows = math.prod(self._shape[1:])
         contiguous = torch.empty(self._shape, device="meta").stride()
-        if tuple(size[1:]) != self._shape[1:] or tuple(stride) != contiguous or offset % max(rows, 1):
+        first = offset // max(rows, 1)
+        whole_rows = tuple(size[1:]) == self._shape[1:] and tuple(stride) == contiguous and offset % max(rows, 1) == 0
+        if not whole_rows or first + size[0] > self._shape[0]:
             raise ValueError(
                 f"as_strided(size={list(size)}, stride={list(stride)}, offset={offset}) of a {type(self).__name__} of "
                 f"shape {list(self._shape)} is not a run of its first dimension; dequantize() it first"
             )
-        first = offset // max(rows, 1)
         return self._sliced(0, first, first + size[0])
 
 

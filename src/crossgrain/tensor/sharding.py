@@ -51,18 +51,21 @@ class Gather(NamedTuple):
 
     shipment: Shipment
     directions: tuple[Direction, ...]
+    alone: bool = False  # nobody gathers: the buffer is the caller's
 
 
 def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Gather]:
     """This rank's bytes, and what the others need to know about them."""
-    group, rank = mesh.get_group(), mesh.get_local_rank()
+    alone = mesh is None
+    group, rank, ranks = (None, 0, 1) if alone else (mesh.get_group(), mesh.get_local_rank(), mesh.size())
     shard._check_fresh()
-    rows = rows_of_chunks(_agreed_counts(shard, group, mesh.size()))
-    share_scales(shard, group)
+    rows = rows_of_chunks(_agreed_counts(shard, group, ranks))
+    if not alone:
+        share_scales(shard, group)
     directions = gathered_directions()
     planes = shard._planes_that_travel(directions)
     shipment = Shipment((rows[-1][1], *shard.shape[1:]), rows, tuple(kind_of(plane) for plane in planes))
-    return (packed(planes, shipment, rank),), Gather(shipment, directions)
+    return (packed(planes, shipment, rank),), Gather(shipment, directions, alone)
 
 
 def post_all_gather(
@@ -76,7 +79,7 @@ def post_all_gather(
     else:
         whole = local_part(out)
     whole._shard = shard
-    fill(whole, gathered, gather.shipment, gather.directions)
+    fill(whole, gathered.clone() if gather.alone else gathered, gather.shipment, gather.directions)
     return whole, buffers_of(whole)
 
 

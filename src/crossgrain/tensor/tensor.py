@@ -7,12 +7,14 @@ itself when an operation has no use for its bytes. What each operation does is i
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from ..devices import resolved_device
 from ..plane import Direction
 from . import dispatch, sharding
 from .autograd import DequantizeFunction
@@ -49,7 +51,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         if device is None:
             buffers = (value for value in storage.values() if isinstance(value, (Tensor, QuantizedTensorStorage)))
             device = next((buffer.device for buffer in buffers), torch.device("cpu"))
-        return cls._wrapper(shape, dtype, torch.device(device), requires_grad, stride, storage_offset)
+        return cls._wrapper(shape, dtype, resolved_device(device), requires_grad, stride, storage_offset)
 
     def __init__(
         self,
@@ -254,9 +256,21 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     # ---- FSDP2 ---------------------------------------------------------------------------------
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], sharding.Gather]:
-        """The bytes of this shard, in one buffer."""
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        orig_size: torch.Size | None = None,
+        contiguous_orig_stride: Sequence[int] | None = None,
+        module: torch.nn.Module | None = None,
+        mp_policy: Any = None,
+    ) -> tuple[tuple[Tensor], sharding.Gather]:
+        """The bytes of this shard, in one buffer. Without a ``mesh`` it is the whole; the rest is torch's form."""
         return sharding.pre_all_gather(self, mesh)
+
+    # torch counts parameters: of those who take five it wants buffers as large as the largest shard's parameter.
+    fsdp_pre_all_gather.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "mesh")]
+    )
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor], metadata: sharding.Gather, param_dtype: torch.dtype, *, out: Any = None

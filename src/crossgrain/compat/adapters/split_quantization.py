@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...hybrid import HybridQuantizer
 from ...nn import split_quantize as _split
 from ...quantizer import Quantizer
 
@@ -27,7 +28,7 @@ def _split_quantize(
     groups: list[Any] = list(rows.split(list(split_sizes)))
     sums: list[Tensor | None] = [group.sum(0) for group in groups] if compute_dbias else [None] * len(groups)
     if with_quantized_output:
-        groups = list(_split.split_quantize(rows, split_sizes, quantizers))
+        groups = split_rows(rows, split_sizes, quantizers)
     return groups, sums
 
 
@@ -35,4 +36,17 @@ def split_rows(
     tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[Quantizer], *args: Any, **options: Any
 ) -> list[Any]:
     """The groups, quantized, by hybrids or others; further arguments are about memory."""
+    usages = [quantizer.get_usages() for quantizer in quantizers]
+    if any(other != usages[0] for other in usages):
+        raise ValueError(f"groups are quantized in the same directions, not by mixed parent usage flags: {usages}")
     return list(_split.split_quantize(tensor.reshape(-1, tensor.shape[-1]), split_sizes, quantizers))
+
+
+def split_rows_hybrid(
+    tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[Quantizer], *args: Any, **options: Any
+) -> list[Any]:
+    """`split_rows` by hybrids and nothing else."""
+    names = [type(quantizer).__name__ for quantizer in quantizers]
+    if not all(isinstance(quantizer, HybridQuantizer) for quantizer in quantizers):
+        raise TypeError(f"each of the groups takes a HybridQuantizer here, and these are {', '.join(names)}")
+    return split_rows(tensor, split_sizes, quantizers, *args, **options)

@@ -33,7 +33,7 @@ MODULES: dict[str, Entry] = {
         **these(
             "crossgrain.compat.adapters.split_quantization",
             "_split_quantize",
-            _split_quantize_hybrid="split_rows",
+            _split_quantize_hybrid="split_rows_hybrid",
             _split_quantize_non_hybrid="split_rows",
         ),
         **these("crossgrain.grouped_quantizers", "validate_grouped_quantizer_list"),
