@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,16 @@ def maximise_(x: Tensor, group: Any) -> None:
         if isinstance(each, AwaitedGroup):
             raise RuntimeError(each.problem)
         communicate(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=each)
+
+
+def maximised(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """The largest numbers of all ranks for each of these tensors, in one collective; none for no tensors."""
+    if not tensors:
+        return []
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    maximise_(packed, group)
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:

@@ -26,15 +26,22 @@ def why_not_gathered(quantizer: Quantizer, direction: Direction, rows: int) -> s
         derived = direction is COLUMNWISE and quantizer.columnwise_source != "original"
         source = why_not_gathered(quantizer.child(ROWWISE), ROWWISE, rows) if derived else None
         return source or why_not_gathered(quantizer.child(direction), direction, rows)
-    if quantizer.custom:
-        return "a custom quantizer makes what it likes"
-    encoding = quantizer.encoding(direction)
-    fmt = encoding.format
-    if encoding.stochastic:
-        return "stochastic rounding depends on where a number lies in the whole"
+    reason = why_places_matter(quantizer, direction)
+    if reason is not None:
+        return reason
+    fmt = quantizer.encoding(direction).format
     tall = fmt.block_rows if direction is ROWWISE else fmt.block_length
     if rows % tall:
         return f"{rows} rows of a rank cut the {tall} rows of a {direction.value} {fmt.name} block"
+    return None
+
+
+def why_places_matter(quantizer: Quantizer, direction: Direction) -> str | None:
+    """Why the same rows may be other bytes elsewhere in a tensor, whatever blocks there are; None if they are not."""
+    if quantizer.custom:
+        return "a custom quantizer makes what it likes"
+    if quantizer.encoding(direction).stochastic:
+        return "stochastic rounding depends on where a number lies in the whole"
     return None
 
 

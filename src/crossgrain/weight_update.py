@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .collectives import maximise_, without_group
+from .collectives import maximise_, maximised, without_group
 from .hybrid import HybridQuantizer
 from .hybrid_tensor import HybridQuantizedTensorStorage
 from .kernels.partial import Span, needs_neighbours, part_amaxes, write_part
@@ -349,16 +349,14 @@ def _parts(item: _Weight, x: Tensor) -> list[_Part]:
 def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
     """Maximise all amaxes over the ranks, in one collective."""
     amaxes = [amax for part in parts for amax in (part.target.amax, part.block_max) if amax is not None]
-    if ranks == 1 or not amaxes:
+    if ranks == 1:
         return
-    packed = torch.cat([amax.reshape(-1) for amax in amaxes])
-    maximise_(packed, group)
-    reduced = iter(packed.split([amax.numel() for amax in amaxes]))
+    reduced = iter(maximised(amaxes, group))
     for part in parts:
         if part.target.amax is not None:
-            part.target = part.target.with_amax(next(reduced).view(part.target.amax.shape))
+            part.target = part.target.with_amax(next(reduced))
         if part.block_max is not None:
-            part.block_max = next(reduced).view(part.block_max.shape)
+            part.block_max = next(reduced)
 
 
 def _reduce_overall(parts: Sequence[_Part], group: Any) -> None:
@@ -369,15 +367,10 @@ def _reduce_overall(parts: Sequence[_Part], group: Any) -> None:
         if others is not None:
             by_groups.setdefault(others, []).append(part)
     for groups, sharing in by_groups.items():
-        amaxes = [part.target.amax for part in sharing if part.target.amax is not None]
-        if not amaxes:
-            continue
-        packed = torch.cat([amax.reshape(-1) for amax in amaxes])
-        maximise_(packed, groups)
-        reduced = iter(packed.split([amax.numel() for amax in amaxes]))
-        for part in sharing:
-            if part.target.amax is not None:
-                part.target = part.target.with_amax(next(reduced).view(part.target.amax.shape))
+        with_amax = [part for part in sharing if part.target.amax is not None]
+        amaxes = [part.target.amax for part in with_amax if part.target.amax is not None]
+        for part, amax in zip(with_amax, maximised(amaxes, groups), strict=True):
+            part.target = part.target.with_amax(amax)
 
 
 def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, ranks: int) -> None:

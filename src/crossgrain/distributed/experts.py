@@ -20,6 +20,7 @@ from ..failures import communicate, telling_others
 from ..hybrid import HybridQuantizer
 from ..nn.options import activation_dtype
 from ..plane import ROWWISE, Plane
+from ..quantized_gather import why_places_matter
 from ..quantizer import Quantizer
 from ..tensor import QuantizedTensor
 from ..tensor.plane_rows import bytes_of_rows, plane_of_rows, rows_stand_alone
@@ -167,19 +168,21 @@ def _row_quantizer(quantizer: Quantizer, group: Any) -> Quantizer:
         reason = "its amaxes are reduced over other ranks than those that tokens are sent to"
     if reason is not None:
         raise ValueError(f"tokens cannot be sent as rowwise planes of {type(quantizer).__name__}: {reason}")
-    row: Quantizer = quantizer._quantizer_of(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
+    row = _of_rows(quantizer)
     return row.reducing(group, axis=0) if group_size(group) > 1 else row
+
+
+def _of_rows(quantizer: Quantizer) -> Quantizer:
+    return quantizer._quantizer_of(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
 
 
 def why_not_sent(quantizer: Quantizer) -> str | None:
     """Why rows of what ``quantizer`` makes cannot be sent to different ranks; None if they can."""
-    row: Quantizer = quantizer._quantizer_of(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
-    if row.custom:
-        return "a custom quantizer makes what it likes"
-    encoding = row.encoding(ROWWISE)
-    fmt = encoding.format
-    if encoding.stochastic:
-        return "stochastic rounding depends on where a number lies in the whole"
+    row = _of_rows(quantizer)
+    reason = why_places_matter(row, ROWWISE)
+    if reason is not None:
+        return reason
+    fmt = row.encoding(ROWWISE).format
     if not rows_stand_alone(fmt):
         return f"a rowwise {fmt.name} block has {fmt.block_rows} rows, which may be of different experts"
     if row._given_scale() is not None or row._given_amax() is not None:

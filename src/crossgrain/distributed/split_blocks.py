@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import maximise_, without_group
+from ..collectives import maximised, without_group
 from ..failures import communicate
 from ..hybrid import HybridQuantizer
 from ..kernels import Target
@@ -87,7 +87,7 @@ def _maximise(
     back: list[tuple[Tensor, int, Tensor]] = []  # where to write what is reduced
     for target, (overall, block_max) in zip(targets, amaxes, strict=True):
         if overall is not None and target.scale is None:
-            pieces.append(overall.view(-1))
+            pieces.append(overall)
         if block_max is None:
             continue
         rowwise = target.plane.direction is ROWWISE
@@ -112,13 +112,9 @@ def _maximise_overall(
     """Global amaxes once more, over ranks that have other parts of the weight and no part of these blocks; in place."""
     found = [amax for target, (amax, _) in zip(targets, amaxes, strict=True) if target.scale is None]
     if groups is not None:
-        _maximise_together([amax.view(-1) for amax in found if amax is not None], groups)
+        _maximise_together([amax for amax in found if amax is not None], groups)
 
 
 def _maximise_together(pieces: Sequence[Tensor], group: Any) -> None:
-    if not pieces:
-        return
-    packed = torch.cat(list(pieces))
-    maximise_(packed, group)
-    for piece, reduced in zip(pieces, packed.split([piece.numel() for piece in pieces]), strict=True):
+    for piece, reduced in zip(pieces, maximised(pieces, group), strict=True):
         piece.copy_(reduced)

@@ -7,6 +7,7 @@ import enum
 import torch.distributed as dist
 
 from ...dtypes import DType, TE_DType, TE_DType_To_Torch
+from ...nn.attention.masks import MASK_TYPES
 
 __all__ = [
     "MXFP8_BLOCK_SCALING_SIZE",
@@ -27,15 +28,7 @@ __all__ = [
 MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 
-AttnMaskTypes = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
+AttnMaskTypes = MASK_TYPES
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
 LayerTypes = ("encoder", "decoder")
