@@ -19,7 +19,8 @@ from .identity import IdentityQuantizer
 from .kernels import GroupedTarget
 from .plane import Direction
 from .plane_groups import PlaneGroups, empty_groups
-from .quantizer import Quantizer, draw_seed
+from .quantizer import Quantizer
+from .rng import draw_seed
 from .tensor import QuantizedTensorStorage
 
 

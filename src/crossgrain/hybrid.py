@@ -20,9 +20,10 @@ from .identity import IdentityQuantizer
 from .kernels import Target
 from .nvfp4 import NVFP4Quantizer
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane
-from .quantizer import Quantizer, draw_seed
+from .quantizer import Quantizer
 from .replay import current_pass
 from .request import QuantizerRequest
+from .rng import draw_seed
 from .settings import settings
 from .tensor import QuantizedTensorStorage
 

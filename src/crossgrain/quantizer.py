@@ -22,7 +22,7 @@ from .encoding import Encoding
 from .formats import Format
 from .kernels import GroupedTarget, Target
 from .plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
-from .replay import same_seed
+from .rng import draw_seed
 from .settings import is_non_tn_fp8_gemm_supported, settings
 from .tensor.autograd import QuantizeFunction
 from .tensor.storage import QuantizedTensorStorage
@@ -490,12 +490,3 @@ def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
     quantizer = cls.__new__(cls)
     quantizer.__dict__.update(state, _memo={})
     return quantizer
-
-
-def draw_seed() -> int:
-    """64 random bits from torch's default generator; the same ones in a recomputation in backward."""
-    return same_seed(_drawn_seed)
-
-
-def _drawn_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))

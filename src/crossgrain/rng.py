@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .replay import same_seed
+
 
 class CudaRNGStatesTracker:
     """Named states of torch's CPU generator; the name of the class is the field's.
@@ -67,3 +69,12 @@ class CudaRNGStatesTracker:
         finally:
             self._states[name] = torch.get_rng_state()
             torch.set_rng_state(outer)
+
+
+def draw_seed() -> int:
+    """64 random bits from torch's default generator; the same ones in a recomputation in backward."""
+    return same_seed(_drawn_seed)
+
+
+def _drawn_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))

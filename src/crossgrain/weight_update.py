@@ -22,8 +22,9 @@ from .hybrid_tensor import HybridQuantizedTensorStorage
 from .kernels.partial import Span, needs_neighbours, part_amaxes, write_part
 from .kernels.target import Target
 from .plane import COLUMNWISE, ROWWISE
-from .quantizer import Quantizer, draw_seed
+from .quantizer import Quantizer
 from .recipe import clear_preserved_value
+from .rng import draw_seed
 from .settings import settings
 from .tensor import QuantizedTensor, QuantizedTensorStorage
 from .tensor.sharding import exchanged
