@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import crossgrain as cg
-from crossgrain.grouped_quantize import quantize_groups
+from crossgrain.quantizers.groups import quantize_groups
 
 from .timing import Job, least_times
 

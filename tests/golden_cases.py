@@ -14,7 +14,7 @@ import torch
 
 from crossgrain import kernels
 from crossgrain.kernels import Target
-from crossgrain.plane import empty_plane
+from crossgrain.planes import empty_plane
 
 DIRECTORY = Path(__file__).parent / "golden"
 INDEX = {entry["file"]: entry["cases"] for entry in json.loads((DIRECTORY / "index.json").read_text())["files"]}

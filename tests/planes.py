@@ -5,7 +5,7 @@ import torch
 
 from crossgrain.formats import DEFAULT_SIGN_MASK, formats, nvfp4_format
 from crossgrain.kernels.reference.packing import unpack
-from crossgrain.plane import Direction
+from crossgrain.planes import Direction
 
 CPU = torch.device("cpu")
 RHT = nvfp4_format(rotation=DEFAULT_SIGN_MASK)

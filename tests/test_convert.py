@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import crossgrain as cg
-from crossgrain.nn.converted import ConvertedLinear
+from crossgrain.convert.layers import ConvertedLinear
 from crossgrain.recipe import MXFP8BlockScaling
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import E4M3, Format, ScaleLayout, get_format, mxfp8_format, nvfp4_format
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import REFERENCE, Target
 from crossgrain.kernels.cpu.backend import CpuBackend
-from crossgrain.plane import empty_plane, shape_problem
+from crossgrain.planes import empty_plane, shape_problem
 
 from .quantizers import QUANTIZERS
 

@@ -14,12 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import crossgrain as cg
-from crossgrain.encoding import Encoding
 from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import REFERENCE, Target
 from crossgrain.kernels.cpu import disk_cache, elements, measure, runtime, tags
 from crossgrain.kernels.cpu.backend import CpuBackend
-from crossgrain.plane import Direction, empty_plane
+from crossgrain.planes import Direction, empty_plane
 
 from .quantizers import QUANTIZERS
 

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.delayed_scaling import (
-    scale_from_amax,
-    scale_from_amax_reciprocal,
-    update_history_and_scale,
-)
-from crossgrain.encoding import Encoding
 from crossgrain.formats import fp8_format, get_element
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
 from crossgrain.kernels.reference.blocks import amax
-from crossgrain.plane import COLUMNWISE, ROWWISE, empty_plane
+from crossgrain.planes import COLUMNWISE, ROWWISE, empty_plane
+from crossgrain.recipe.amax_history import scale_from_amax, scale_from_amax_reciprocal, update_history_and_scale
 
 from .golden_cases import golden
 

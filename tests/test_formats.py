@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import (
     E2M1,
     E4M3,
@@ -29,7 +28,8 @@ from crossgrain.formats import (
     register_format,
     registry,
 )
-from crossgrain.plane import COLUMNWISE, ROWWISE, empty_plane
+from crossgrain.formats.encoding import Encoding
+from crossgrain.planes import COLUMNWISE, ROWWISE, empty_plane
 
 from .golden_cases import encoded
 

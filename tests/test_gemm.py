@@ -11,8 +11,8 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
 from crossgrain.formats import IDENTITY
 from crossgrain.gemm import gemm
-from crossgrain.operands import GEMMS
-from crossgrain.plane import Plane
+from crossgrain.gemm.operands import GEMMS
+from crossgrain.planes import Plane
 
 from .golden_cases import encoded, golden
 from .quantizers import QUANTIZERS
@@ -170,7 +170,7 @@ def test_bf16_operands_are_used_only_where_no_bit_is_lost(monkeypatch, exact_in_
 
 
 def test_the_device_decides_unless_told(monkeypatch):
-    module = sys.modules["crossgrain.gemm"]
+    module = sys.modules["crossgrain.gemm.product"]
     seen = []
     real = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **options: seen.append(a.dtype) or real(a, b, **options))

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import (
     DEFAULT_SIGN_MASK,
     E5M2,
@@ -15,8 +14,9 @@ from crossgrain.formats import (
     mxfp8_format,
     nvfp4_format,
 )
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
-from crossgrain.plane import COLUMNWISE, ROWWISE, Plane
+from crossgrain.planes import COLUMNWISE, ROWWISE, Plane
 
 from .golden_cases import encoded, golden
 from .test_golden_planes import check_plane

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import DEFAULT_SIGN_MASK, fp8_block_format, fp8_format, get_element, mxfp8_format, nvfp4_format
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
 from crossgrain.kernels.reference import hadamard
 from crossgrain.kernels.reference.packing import unpack
 from crossgrain.kernels.reference.scaling import fp32_scales
-from crossgrain.plane import COLUMNWISE, ROWWISE, empty_plane
+from crossgrain.planes import COLUMNWISE, ROWWISE, empty_plane
 
 from .golden_cases import encoded, golden
 

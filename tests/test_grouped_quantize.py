@@ -7,9 +7,9 @@ import torch
 
 import crossgrain as cg
 from crossgrain import kernels
-from crossgrain.dtypes import DType
-from crossgrain.grouped_quantize import can_quantize_groups, quantize_groups
-from crossgrain.plane import COLUMNWISE, ROWWISE
+from crossgrain.formats.dtypes import DType
+from crossgrain.planes import COLUMNWISE, ROWWISE
+from crossgrain.quantizers.groups import can_quantize_groups, quantize_groups
 
 
 def nvfp4(**options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain.grouped_tensor import GroupedTensor
+from crossgrain.quantizers.grouped_tensor import GroupedTensor
 
 from .quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import crossgrain as cg
-from crossgrain.nn.converted import ConvertedConv1D
+from crossgrain.convert.layers import ConvertedConv1D
 
 from .tiny_models import tiny_llama
 

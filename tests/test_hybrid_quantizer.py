@@ -8,7 +8,7 @@ import torch
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
 from crossgrain.kernels import Target
-from crossgrain.request import QuantizerRequest
+from crossgrain.quantizers.request import QuantizerRequest
 
 from .golden_cases import golden
 from .quantizers import E4M3, PAIRS, QUANTIZERS, assert_same_bytes, buffers_of, hybrid_of

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import (
     DEFAULT_SIGN_MASK,
     E4M3,
@@ -18,10 +17,11 @@ from crossgrain.formats import (
     get_format,
     nvfp4_format,
 )
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
 from crossgrain.kernels.reference import hadamard
 from crossgrain.kernels.reference.scaling import fp32_scales, global_scale, two_level_scales
-from crossgrain.plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
+from crossgrain.planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
 
 from .golden_cases import encoded
 from .planes import BOTH_DIRECTIONS, CPU, EVERY_UNROTATED_FORMAT, QUANTIZED, RHT, assert_same_plane, codes_of, normal

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import (
     E4M3,
     E5M2,
@@ -14,8 +13,9 @@ from crossgrain.formats import (
     mxfp8_format,
     nvfp4_format,
 )
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
-from crossgrain.plane import COLUMNWISE, ROWWISE, Direction
+from crossgrain.planes import COLUMNWISE, ROWWISE, Direction
 
 from .golden_cases import encoded
 from .planes import (

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import E4M3, E5M2, get_format, mxfp8_format
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels.reference.packing import unpack
 from crossgrain.kernels.reference.scaling import e8m0_up_scales
-from crossgrain.plane import COLUMNWISE, ROWWISE
+from crossgrain.planes import COLUMNWISE, ROWWISE
 
 from .golden_cases import assert_same_bits, encoded
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import nvfp4_format
-from crossgrain.plane import COLUMNWISE, ROWWISE
+from crossgrain.formats.encoding import Encoding
+from crossgrain.planes import COLUMNWISE, ROWWISE
 
 from .golden_cases import encoded
 

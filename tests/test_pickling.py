@@ -98,7 +98,7 @@ def test_deepcopy_has_delayed_scaling_state_of_its_own(x):
 
 
 def test_only_quantizers_and_tensors_are_rebuilt():
-    from crossgrain.quantizer import make_quantizer
+    from crossgrain.quantizers.base import make_quantizer
     from crossgrain.tensor.pickling import make_tensor
 
     with pytest.raises(TypeError, match="not a quantizer"):

@@ -9,9 +9,9 @@ import crossgrain as cg
 from crossgrain import ROWWISE, kernels
 from crossgrain.formats import E4M3, nvfp4_format
 from crossgrain.gemm import gemm
+from crossgrain.gemm.operands import GEMMS
 from crossgrain.kernels.cpu import products
-from crossgrain.operands import GEMMS
-from crossgrain.plane import empty_plane
+from crossgrain.planes import empty_plane
 
 pytestmark = pytest.mark.skipif(
     not products.has_byte_dot_products(), reason="this CPU has no dot products of bytes (AVX-512 VNNI)"

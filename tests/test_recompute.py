@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import crossgrain as cg
-from crossgrain.replay import Tape
+from crossgrain.runtime.passes import Tape
 
 from .recomputation import (
     ALL,

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossgrain as cg
-from crossgrain.encoding import Encoding
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
 from crossgrain.kernels.cpu.scalars import global_factors, tensor_factor
 from crossgrain.kernels.reference.encode import tensor_scale
 from crossgrain.kernels.reference.scaling import global_scale
-from crossgrain.plane import ROWWISE, empty_plane
+from crossgrain.planes import ROWWISE, empty_plane
 
 MAGNITUDES = st.integers(0, 0x7FFFFFFF)  # every fp32 number without a sign, NaNs and infinities too
 

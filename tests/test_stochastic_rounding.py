@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from crossgrain import kernels
-from crossgrain.encoding import Encoding
 from crossgrain.formats import E2M1, E2M3, E4M3, nvfp4_format
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels.reference.elements import element_values, round_stochastically
 from crossgrain.kernels.reference.packing import unpack
 from crossgrain.kernels.reference.random_bits import hash_counter, random_bytes, stream_keys
-from crossgrain.plane import COLUMNWISE, ROWWISE
+from crossgrain.planes import COLUMNWISE, ROWWISE
 
 from .golden_cases import encoded
 

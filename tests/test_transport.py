@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain.plane import COLUMNWISE, ROWWISE, Direction
-from crossgrain.tensor.transport import Shipment, kind_of, packed, rows_of_chunks, unpack
+from crossgrain.planes import COLUMNWISE, ROWWISE, Direction
+from crossgrain.planes.transport import Shipment, kind_of, packed, rows_of_chunks, unpack
 
 from .quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
 

@@ -7,10 +7,10 @@ import torch
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
-from crossgrain.encoding import Encoding
+from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target, warmup
 from crossgrain.kernels.cpu import runtime
-from crossgrain.plane import empty_plane
+from crossgrain.planes import empty_plane
 
 from .quantizers import QUANTIZERS
 

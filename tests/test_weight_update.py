@@ -9,13 +9,13 @@ import torch.multiprocessing as mp
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain.kernels.reference.packing import pack, unpack
-from crossgrain.recipe import keep_high_precision_init_val
-from crossgrain.weight_update import (
+from crossgrain.optim.weight_update import (
     cast_master_weights_to_fp8,
     post_all_gather_processing,
     quantize_master_weights,
     replace_raw_data,
 )
+from crossgrain.recipe import keep_high_precision_init_val
 
 from .distributed.ranks import error_of, run
 from .quantizers import PAIRS, QUANTIZERS, assert_same_bytes, buffers_of, hybrid_of
@@ -77,7 +77,7 @@ def test_a_whole_master_is_quantized(name):
 @pytest.mark.parametrize("name", [*QUANTIZERS, *HYBRIDS])
 def test_pieces_of_one_call_make_the_whole(name, cuts, monkeypatch):
     """Through the path of pieces, too, which is what several ranks use."""
-    from crossgrain import weight_update
+    from crossgrain.optim import weight_update
 
     monkeypatch.setattr(weight_update._Weight, "is_complete", lambda self: False)
     master = new_master(shape_of(name))

@@ -3,26 +3,11 @@
 import torch as _torch
 
 from . import files, formats, ops, optim, recipe
-from .any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .convert import ConvertReport, convert, unconvert
-from .dtypes import DType, TE_DType, TE_DType_To_Torch
-from .encoding import Encoding
-from .float8 import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-)
-from .float8_block import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-)
 from .formats import Format, get_format, register_format
-from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
-from .identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from .formats.dtypes import DType, TE_DType, TE_DType_To_Torch
+from .formats.encoding import Encoding
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
-from .mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from .nn import (
     DotProductAttention,
     Fp8Padding,
@@ -41,7 +26,7 @@ from .nn import (
     name_layers,
     requantize_,
 )
-from .nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from .nn.activation_checkpoint import checkpoint, in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from .offload import (
     ManualOffloadSynchronizer,
     OffloadError,
@@ -49,10 +34,18 @@ from .offload import (
     mark_not_offload,
     offload,
 )
-from .plane import COLUMNWISE, ROWWISE, Direction, Plane
+from .planes import COLUMNWISE, ROWWISE, Direction, Plane
 from .planning import plan
-from .quantize import quantize, quantizer_for
-from .quantizer import Quantizer, make_quantizer
+from .quantizers.any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
+from .quantizers.base import Quantizer, make_quantizer
+from .quantizers.by_name import quantize, quantizer_for
+from .quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
+from .quantizers.float8_block import Float8BlockQuantizer, Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+from .quantizers.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from .quantizers.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from .quantizers.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from .quantizers.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from .quantizers.request import QuantizerRequest
 from .recipe import (
     DelayedScalingRequest,
     GemmRecipe,
@@ -67,10 +60,8 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from .recompute import checkpoint, in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
-from .request import QuantizerRequest
-from .rng import CudaRNGStatesTracker
-from .settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
+from .runtime.random_numbers import CudaRNGStatesTracker
+from .runtime.settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain import compat, devices
+from crossgrain import compat
+from crossgrain.runtime import devices
 
 te = compat.transformer_engine.pytorch
 

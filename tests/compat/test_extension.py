@@ -6,7 +6,7 @@ import torch
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, compat
 from crossgrain.gemm import gemm
-from crossgrain.grouped_tensor import GroupedTensor
+from crossgrain.quantizers.grouped_tensor import GroupedTensor
 
 from ..quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
 

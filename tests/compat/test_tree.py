@@ -14,7 +14,7 @@ import crossgrain as cg
 from crossgrain import compat
 from crossgrain.compat.facade import Facade
 from crossgrain.compat.tree import MODULES
-from crossgrain.nn import split_quantize as splitting
+from crossgrain.linear import split_quantize as splitting
 
 te = compat.transformer_engine.pytorch
 
@@ -167,8 +167,10 @@ def test_the_modules_are_attributes_of_each_other():
 
 def test_where_the_trees_agree_a_module_is_the_very_module():
     assert compat.transformer_engine.common.recipe is cg.recipe
-    assert te.tensor.float8_tensor is sys.modules["crossgrain.float8"]
-    assert te.tensor.storage.nvfp4_tensor_storage is te.tensor.nvfp4_tensor is sys.modules["crossgrain.nvfp4"]
+    assert te.tensor.float8_tensor is sys.modules["crossgrain.quantizers.float8"]
+    assert (
+        te.tensor.storage.nvfp4_tensor_storage is te.tensor.nvfp4_tensor is sys.modules["crossgrain.quantizers.nvfp4"]
+    )
     assert te.fp8 is te.quantization
     assert te.ops.basic.basic_linear is sys.modules["crossgrain.ops.basic.linear"]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import crossgrain as cg
-from crossgrain.nn.gathered_weight import GatheredWeight
+from crossgrain.linear.gathered_weight import GatheredWeight
 from crossgrain.tensor.sharding import local_part
 
 PATIENCE = datetime.timedelta(minutes=5)  # to compile kernels; who waits for a rank that raised must not wait for ever

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import crossgrain as cg
 from crossgrain import ROWWISE
 from crossgrain.distributed import TokenExchange, all_to_all_rows, count_exchanged_bytes
-from crossgrain.tensor.plane_rows import bytes_of_rows
+from crossgrain.planes.rows import bytes_of_rows
 
 from ..planes import normal
 from ..quantizers import QUANTIZERS, hybrid_of

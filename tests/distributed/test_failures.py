@@ -7,7 +7,7 @@ import torch.distributed as dist
 import crossgrain as cg
 from crossgrain import ops
 from crossgrain.distributed import TokenExchange, gather_quantized
-from crossgrain.failures import OtherRankFailed, communicate, telling_others
+from crossgrain.runtime.failures import OtherRankFailed, communicate, telling_others
 from crossgrain.tensor.sharding import local_part, write_shard
 
 from .ranks import converted_model, error_of, mesh_of, quantized_model, run, shard

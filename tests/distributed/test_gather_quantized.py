@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 import crossgrain as cg
 from crossgrain.distributed import count_gathered_bytes, gather_quantized
 from crossgrain.distributed.weight_shard import WeightPlan, WeightShard
-from crossgrain.nn.gathered_weight import GatheredWeight
-from crossgrain.plane import ROWWISE, Direction
+from crossgrain.linear.gathered_weight import GatheredWeight
+from crossgrain.planes import ROWWISE, Direction
 from crossgrain.tensor.sharding import local_part
 
 from ..quantizers import QUANTIZERS, assert_same_bytes, hybrid_of

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
-from crossgrain.collectives import gathered_rows, scattered_sum
 from crossgrain.distributed import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
-from crossgrain.quantized_gather import why_not_gathered
+from crossgrain.linear.gather_activations import why_not_gathered
+from crossgrain.runtime.collectives import gathered_rows, scattered_sum
 
 from ..quantizers import E4M3, PAIRS, QUANTIZERS, buffers_of, hybrid_of
 from .ranks import error_of, run

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import crossgrain as cg
-from crossgrain.weight_update import quantize_master_weights
+from crossgrain.optim.weight_update import quantize_master_weights
 
 from ..quantizers import buffers_of
 from .ranks import digest, error_of, mesh_of, quantized_model, run, train

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 import crossgrain as cg
 from crossgrain import ops
 from crossgrain.distributed import gather_quantized
+from crossgrain.optim.weight_update import quantize_master_weights
 from crossgrain.tensor.sharding import local_part
-from crossgrain.weight_update import quantize_master_weights
 
 from ..quantizers import assert_same_bytes
 from .ranks import error_of, run

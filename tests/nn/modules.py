@@ -133,7 +133,7 @@ def check_validation_changes_nothing(make, inputs, recipe, **options):
 
 def drop_usages_in_inference(monkeypatch):
     """Break what keeps a quantized weight whole: inference takes away the direction that it does not read."""
-    from crossgrain.nn import linear_function
+    from crossgrain.linear import function as linear_function
 
     kept = linear_function._usable_weight
 

@@ -7,7 +7,7 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain import recipe as recipes
 from crossgrain.gemm import gemm
-from crossgrain.nn import split_quantize
+from crossgrain.linear import split_quantize
 from crossgrain.recipe import as_recipe
 
 from ..planes import normal

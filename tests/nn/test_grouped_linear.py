@@ -6,8 +6,8 @@ import torch
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain import recipe as recipes
-from crossgrain.nn import split_quantize as splitting
-from crossgrain.nn.split_quantize import split_quantize
+from crossgrain.linear import split_quantize as splitting
+from crossgrain.linear.split_quantize import split_quantize
 from crossgrain.recipe import CustomRecipe, MXFP8BlockScaling, factories
 
 from ..quantizers import QUANTIZERS

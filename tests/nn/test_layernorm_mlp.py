@@ -115,7 +115,7 @@ def test_is_two_linear_layers(recipe):
 
 class Swiglu(torch.nn.Module):
     def forward(self, x):
-        from crossgrain.activations import activation
+        from crossgrain.gemm.activations import activation
         from crossgrain.nn.layernorm_mlp import _ActivationFunction
 
         return _ActivationFunction.apply(x, activation("swiglu"))

@@ -34,7 +34,7 @@ def recipe(request):
 @pytest.fixture
 def made(monkeypatch):
     """Every (tensor size, rowwise, columnwise) that a layer quantizes."""
-    from crossgrain.nn import linear_function
+    from crossgrain.linear import function as linear_function
 
     seen = []
     real = linear_function.quantized_storage

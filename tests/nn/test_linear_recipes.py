@@ -7,7 +7,7 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, DType
 from crossgrain import recipe as recipes
 from crossgrain.gemm import gemm
-from crossgrain.operands import GEMMS
+from crossgrain.gemm.operands import GEMMS
 from crossgrain.recipe import factories
 
 from ..quantizers import QUANTIZERS

@@ -406,7 +406,7 @@ def test_quantizers_can_be_built_before_the_first_forward():
 
 
 def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unpickled(monkeypatch, capsys):
-    from crossgrain import _extra_state
+    from crossgrain.recipe import pickled_state as _extra_state
 
     class Payload:
         def __reduce__(self):

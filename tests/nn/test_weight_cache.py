@@ -67,7 +67,7 @@ def test_none_neither_uses_nor_makes_a_copy(layer):
 
 
 def test_quantized_once_for_all_microbatches(layer, monkeypatch):
-    from crossgrain.nn import linear_function
+    from crossgrain.linear import function as linear_function
 
     seen = []
     real = linear_function.quantized_storage

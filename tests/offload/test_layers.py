@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain import cpu_offload
+from crossgrain.compat import cpu_offload
 from crossgrain.offload import layers as by_layers
 
 from ..nn.modules import assert_same

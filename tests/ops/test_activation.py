@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from crossgrain import ops
-from crossgrain.activations import ACTIVATIONS, activation, deinterleaved, interleaved
+from crossgrain.gemm.activations import ACTIVATIONS, activation, deinterleaved, interleaved
 from crossgrain.ops import basic
 
 from .cases import RECIPES, assert_close, assert_same, grads_of

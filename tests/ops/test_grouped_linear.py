@@ -8,8 +8,8 @@ from torch import Tensor
 
 import crossgrain as cg
 from crossgrain import ops
-from crossgrain.grouped_quantizers import validate_grouped_quantizer_list
 from crossgrain.ops.basic.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
+from crossgrain.quantizers.groups_alike import validate_grouped_quantizer_list
 from crossgrain.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling, QuantizerRole, factories
 
 from .cases import RECIPES, TWINS, assert_close, assert_same, grads_of, quantized

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import crossgrain as cg
-from crossgrain import hybrid, quantizer
 from crossgrain import recipe as recipes
 from crossgrain.optim import FusedAdam
 from crossgrain.optim.masters import join_master, split_master
+from crossgrain.quantizers import base as quantizer
+from crossgrain.quantizers import hybrid
 
 from ..quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
 from .steps import gradient, quantized_parameter, run_steps, small_model, weight_value

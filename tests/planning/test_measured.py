@@ -9,11 +9,11 @@ import crossgrain as cg
 from benchmarks.gpt import bytes_saved_by_linear_layers
 from crossgrain.lab.gpt import GPT, GPTConfig
 from crossgrain.lab.training import PRESETS as SIZES
-from crossgrain.plane import COLUMNWISE, ROWWISE
+from crossgrain.planes import COLUMNWISE, ROWWISE
 from crossgrain.planning import gathered_bytes
 from crossgrain.recipe.presets import PRESETS
 from crossgrain.tensor import QuantizedTensor
-from crossgrain.tensor.gather import m_major_buffers
+from crossgrain.tensor.row_shards import m_major_buffers
 
 OTHERS = (
     "mxfp8, backward_override: high_precision",

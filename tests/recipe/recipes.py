@@ -3,10 +3,10 @@
 from hypothesis import strategies as st
 from torch import nn
 
-from crossgrain.operands import GEMMS, TENSORS
+from crossgrain.gemm.operands import GEMMS, TENSORS
 from crossgrain.recipe.format_spec import FormatSpec
 from crossgrain.recipe.gemm_recipe import GemmRecipe
-from crossgrain.recipe.plan import ATTENTION, make_setting, make_settings
+from crossgrain.recipe.layer_formats import ATTENTION, make_setting, make_settings
 from crossgrain.recipe.rules import Blocks, Glob, Matcher, ModuleType, Rule
 
 from .specs import any_spec

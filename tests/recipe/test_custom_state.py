@@ -5,9 +5,9 @@ import torch
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, DType
-from crossgrain.hybrid import HybridQuantizer
+from crossgrain.quantizers.hybrid import HybridQuantizer
+from crossgrain.quantizers.request import QuantizerRequest
 from crossgrain.recipe import CustomRecipe, DelayedScalingRequest, Format, QuantizerRole, Recipe, RecipeState
-from crossgrain.request import QuantizerRequest
 
 ROLES = [QuantizerRole("linear", "input", "fc"), QuantizerRole("linear", "weight", "fc"), None]
 SHORT = DelayedScalingRequest(amax_history_len=4)

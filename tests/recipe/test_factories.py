@@ -6,7 +6,7 @@ import pytest
 
 import crossgrain as cg
 from crossgrain import DType
-from crossgrain.hybrid import HybridQuantizer
+from crossgrain.quantizers.hybrid import HybridQuantizer
 from crossgrain.recipe import (
     CustomRecipe,
     DelayedScalingRequest,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import crossgrain as cg
-from crossgrain.hybrid import HybridQuantizer
+from crossgrain.quantizers.hybrid import HybridQuantizer
 from crossgrain.recipe import DelayedScalingRequest, Format
 from crossgrain.recipe.base import Recipe
 from crossgrain.recipe.format_spec import FormatSpec

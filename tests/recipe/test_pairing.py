@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 import crossgrain as cg
-from crossgrain.operands import scaling_family
+from crossgrain.gemm.operands import scaling_family
+from crossgrain.quantizers.request import QuantizerRequest
 from crossgrain.recipe.pairing import check_pairs
-from crossgrain.request import QuantizerRequest
 
 E4M3, E5M2 = cg.DType.kFloat8E4M3, cg.DType.kFloat8E5M2
 

@@ -12,11 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..gemm.operands import GEMMS
 from ..lab.compare import BASELINE, Comparison
 from ..lab.compare import compare as run_comparison
 from ..lab.gpt import GPT
 from ..lab.training import Run
-from ..operands import GEMMS
 from .output import AsJson, print_json, progress_bar
 from .recipes import labelled, mistakes_are_shown, split_recipes
 from .sizes import Size, SizeName, Steps, preset_of

@@ -3,9 +3,8 @@
 from .by_pass import gather_by_pass
 from .count import GatheredBytes, count_gathered_bytes
 from .experts import ExchangedBytes, TokenExchange, all_to_all_rows, count_exchanged_bytes
-from .gather_quantized import GatherReport, gather_quantized
-from .styles import ColwiseParallel, RowwiseParallel
-from .tensor_parallel import (
+from .gather_weights import GatherReport, gather_quantized
+from .rank_helpers import (
     allreduce,
     gather_along_first_dim,
     get_distributed_rank,
@@ -15,6 +14,7 @@ from .tensor_parallel import (
     reduce_sequence_parallel_gradients,
     set_tensor_model_parallel_attributes,
 )
+from .styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",

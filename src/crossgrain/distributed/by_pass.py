@@ -9,9 +9,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ..plane import COLUMNWISE, ROWWISE, Direction
+from ..planes import COLUMNWISE, ROWWISE, Direction
+from ..runtime.checkpoint_frames import in_backward, running_checkpoints
 from ..tensor.sharding import gathering
-from ..torch_checkpoints import in_backward, running_checkpoints
 
 _BOTH = tuple(Direction)
 

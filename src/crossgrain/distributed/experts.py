@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import group_size
-from ..failures import communicate, telling_others
-from ..hybrid import HybridQuantizer
+from ..linear.gather_activations import why_places_matter
 from ..nn.options import activation_dtype
-from ..plane import ROWWISE, Plane
-from ..quantized_gather import why_places_matter
-from ..quantizer import Quantizer
+from ..planes import ROWWISE, Plane
+from ..planes.rows import bytes_of_rows, plane_of_rows, rows_stand_alone
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..runtime.collectives import group_size
+from ..runtime.failures import communicate, telling_others
 from ..tensor import QuantizedTensor
-from ..tensor.plane_rows import bytes_of_rows, plane_of_rows, rows_stand_alone
 
 
 class ExchangedBytes:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..hybrid_tensor import HybridQuantizedTensorStorage
-from ..plane import ROWWISE, Direction, Plane
+from ..planes import ROWWISE, Direction, Plane
+from ..planes.transport import kind_of
+from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
 from ..tensor import QuantizedTensorStorage
-from ..tensor.gather import m_major_buffers
+from ..tensor.row_shards import m_major_buffers
 from ..tensor.sharding import cut_along, is_sharded, local_part
-from ..tensor.transport import kind_of
 
 
 class _Matrix(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives import group_rank, group_size
 from ..files.random_state import get_random_state, set_random_state
+from ..runtime.collectives import group_rank, group_size
 from .state_tree import Tensors
 
 RANDOM = "random"

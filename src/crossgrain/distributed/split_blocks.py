@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import maximised, without_group
-from ..failures import communicate
-from ..hybrid import HybridQuantizer
 from ..kernels import Target
 from ..kernels.partial import part_amaxes, write_part
-from ..nn.padding import padded_matrix
-from ..plane import ROWWISE, Direction
-from ..quantizer import Quantizer
+from ..linear.padding import padded_matrix
+from ..planes import ROWWISE, Direction
+from ..planes.transport import Rows
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..runtime.collectives import maximised, without_group
+from ..runtime.failures import communicate
 from ..tensor import QuantizedTensorStorage
-from ..tensor.transport import Rows
 
 
 def quantized_window(

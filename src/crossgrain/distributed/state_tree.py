@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..files.description import dtype_from, plain_dtype, plain_format
-from ..plane import Direction
+from ..planes import Direction
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded, local_part, sharded_like
 from .plane_matrices import named_planes, plane_matrices

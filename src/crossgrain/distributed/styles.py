@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..nn.converted import ConvertedConv1D
+from ..convert.layers import ConvertedConv1D
+from ..linear.parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
 from ..nn.layernorm_linear import LayerNormLinear
 from ..nn.linear import SingleLinear
-from ..nn.tensor_parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
 from ..recipe import keep_high_precision_init_val, preserved_value
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import own_part

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..failures import telling_others
 from ..kernels.partial import needs_neighbours
-from ..nn.gathered_weight import GatheredWeight
-from ..nn.padding import known_format, padded_matrix
-from ..plane import ROWWISE, Direction
-from ..quantizer import Quantizer
+from ..linear.gathered_weight import GatheredWeight
+from ..linear.padding import known_format, padded_matrix
+from ..planes import ROWWISE, Direction
+from ..planes.transport import Rows, Shipment, kind_of, packed
+from ..quantizers.base import Quantizer
+from ..runtime.failures import telling_others
 from ..tensor import QuantizedTensorStorage
 from ..tensor.sharding import Gather, buffers_of, fill, gathered_directions, reduce_over
-from ..tensor.transport import Rows, Shipment, kind_of, packed
 from .split_blocks import fill_split_blocks, quantized_window
 
 aten = torch.ops.aten

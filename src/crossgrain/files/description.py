@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..any_format import FormatQuantizer
-from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer, Float8Quantizer
-from ..float8_block import Float8BlockQuantizer
 from ..formats import Element, Format, ScaleLayout, get_format
-from ..hybrid import HybridQuantizer
-from ..identity import IdentityQuantizer
-from ..mxfp8 import MXFP8Quantizer
-from ..nvfp4 import NVFP4Quantizer
-from ..quantizer import Quantizer, make_quantizer
+from ..formats.dtypes import DType
+from ..quantizers.any_format import FormatQuantizer
+from ..quantizers.base import Quantizer, make_quantizer
+from ..quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from ..quantizers.float8_block import Float8BlockQuantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
 
 
 def plain_format(fmt: Format) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..any_format import FormatTensor
-from ..float8 import Float8Tensor
-from ..float8_block import Float8BlockwiseQTensor
 from ..formats import Format
-from ..hybrid_tensor import HybridQuantizedTensor
-from ..identity import IdentityTensor
-from ..mxfp8 import MXFP8Tensor
-from ..nvfp4 import NVFP4Tensor
-from ..plane import Direction, Plane, empty_plane
+from ..planes import Direction, Plane, empty_plane
+from ..quantizers.any_format import FormatTensor
+from ..quantizers.float8 import Float8Tensor
+from ..quantizers.float8_block import Float8BlockwiseQTensor
+from ..quantizers.hybrid_tensor import HybridQuantizedTensor
+from ..quantizers.identity import IdentityTensor
+from ..quantizers.mxfp8 import MXFP8Tensor
+from ..quantizers.nvfp4 import NVFP4Tensor
 from ..tensor import QuantizedTensor
 from .description import dtype_from, format_from, plain_dtype, plain_format, plain_quantizer, quantizer_from
 

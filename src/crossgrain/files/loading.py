@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..settings import settings
+from ..runtime.settings import settings
 from ..tensor.loading import check_formats
 from .undo import all_or_nothing
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..hybrid_tensor import HybridQuantizedTensorStorage
 from ..ops.op import FusedOperation
-from ..quantizer import Quantizer
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
 from ..tensor import QuantizedTensorStorage
 from .random_state import get_random_state, set_random_state
 

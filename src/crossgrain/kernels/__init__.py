@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..plane import Plane, shape_problem
+from ..planes import Plane, shape_problem
 from .backend import Backend
 from .choice import REFERENCE, backend_for, get_backend, set_backend
 from .layout import swizzle_scales, unswizzle_scales

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..plane import Plane
+from ..planes import Plane
 from .target import GroupedTarget, Target
 
 

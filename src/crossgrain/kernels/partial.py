@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..encoding import Encoding
-from ..plane import ROWWISE, Plane
+from ..formats.encoding import Encoding
+from ..planes import ROWWISE, Plane
 from .reference.blocks import block_amax
 from .reference.encode import encoded, measure, operand_of, write_scales
 from .reference.packing import pack, unpack

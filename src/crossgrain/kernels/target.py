@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..encoding import Encoding
-from ..plane import Plane
-from ..plane_groups import PlaneGroups
+from ..formats.encoding import Encoding
+from ..planes import Plane
+from ..planes.groups import PlaneGroups
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..plane import Plane, empty_plane
+from ..planes import Plane, empty_plane
 from .reference.packing import pack, unpack
 
 

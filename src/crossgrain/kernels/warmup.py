@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dtypes import HIGH_PRECISION
-from ..encoding import Encoding
 from ..formats import DEFAULT_SIGN_MASK, Format, formats
-from ..plane import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
-from ..plane_groups import PlaneGroups, empty_groups
+from ..formats.dtypes import HIGH_PRECISION
+from ..formats.encoding import Encoding
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
+from ..planes.groups import PlaneGroups, empty_groups
 from .cpu.backend import CpuBackend
 from .reference import ReferenceBackend
 from .target import GroupedTarget, Target

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..operands import GEMMS
+from ..gemm.operands import GEMMS
 from ..recipe import Recipe
 from .data import even_batch, load_text
 from .gemm_errors import Errors, gemm_errors, mean_errors, tensors_of_layers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert import convert
-from ..operands import GEMMS
+from ..gemm.operands import GEMMS
 from ..recipe import Recipe
 from .gpt import GPT
 

@@ -13,12 +13,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._extra_state import passes_over
-from ..collectives import same_ranks
 from ..formats import Format
-from ..operands import GEMMS, check_operands
-from ..plane import Direction
-from ..quantizer import Quantizer
+from ..gemm.operands import GEMMS, check_operands
+from ..linear.padding import known_format
+from ..linear.parallel import TensorParallel
+from ..linear.weight_cache import WeightCache
+from ..planes import Direction
+from ..quantizers.base import Quantizer
 from ..recipe import (
     QuantizerRole,
     Recipe,
@@ -35,15 +36,14 @@ from ..recipe import (
     renew_preserved_values,
     this_pass,
 )
+from ..recipe.pickled_state import passes_over
+from ..runtime.checkpoint_frames import in_backward, unseen_by_policies
+from ..runtime.collectives import same_ranks
 from ..tensor import QuantizedTensor
 from ..tensor.loading import check_formats
 from ..tensor.sharding import follow_quantizer, is_sharded, local_part
-from ..torch_checkpoints import in_backward, unseen_by_policies
 from .field_names import FieldNames
 from .kept_attributes import kept_attributes
-from .padding import known_format
-from .tensor_parallel import TensorParallel
-from .weight_cache import WeightCache
 
 Mode = Literal["forward", "backward"]
 _SLOTS: dict[Mode, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..hybrid import rounds_stochastically
+from ..linear.function import LinearCall, Needs, empty_forward, gradients, saved_forward
+from ..quantizers.hybrid import rounds_stochastically
 from ..recipe import Recipe, active, this_pass
-from ..torch_checkpoints import in_backward
+from ..runtime.checkpoint_frames import in_backward
 from .forward_pass import ForwardPass, TracedPass
-from .linear_function import LinearCall, Needs, empty_forward, gradients, saved_forward
 
 if TYPE_CHECKING:
     from .linear_module import LinearModule

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import group_rank, group_size, summed
+from ..runtime.collectives import group_rank, group_size, summed
 
 
 def parallel_cross_entropy(

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..collectives import group_rank
 from ..recipe import active
+from ..runtime.collectives import group_rank
 
 
 class FieldNames(nn.Module):

@@ -10,21 +10,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..grouped_quantizers import validate_grouped_quantizer_list
-from ..plane import ROWWISE, round_up
-from ..quantizer import Quantizer
+from ..linear.grouped_function import Groups, grouped_linear
+from ..linear.grouped_input import hollow_rows, why_rows_are_not_enough
+from ..linear.padding import known_format
+from ..linear.parallel import share
+from ..linear.split_quantize import padded_groups
+from ..planes import ROWWISE, round_up
+from ..quantizers.base import Quantizer
+from ..quantizers.groups_alike import validate_grouped_quantizer_list
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
-from ..replay import current_pass
+from ..runtime.passes import current_pass
 from ..tensor import QuantizedTensor
 from .base import Mode
 from .compiled import compilable
-from .grouped_function import Groups, grouped_linear
-from .grouped_input import hollow_rows, why_rows_are_not_enough
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterPlan, default_init
 from .options import parameter_options
-from .padding import known_format
-from .split_quantize import padded_groups
-from .tensor_parallel import share
 
 
 class GroupedLinear(LinearModule):

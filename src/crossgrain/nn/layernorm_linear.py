@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..linear.parallel import ParallelMode
 from .compiled import compilable
 from .linear import ParametersSplit, SingleLinear
 from .linear_module import InitMethod
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
-from .tensor_parallel import ParallelMode
 
 
 class LayerNormLinear(NormFirst, SingleLinear):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, activation
+from ..gemm.activations import Activation, activation
+from ..linear.parallel import ParallelMode, share
 from ..recipe import QuantizerRole
 from .base import Mode
 from .compiled import compilable
@@ -17,8 +18,7 @@ from .linear_module import InitMethod, LinearSlots, default_init
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import parameter_options
-from .replay import recomputed
-from .tensor_parallel import ParallelMode, share
+from .recomputed_part import recomputed
 
 _FC1 = LinearSlots(input=0, weight=1, output=2, grad_output=0, grad_input=1)
 _FC2 = LinearSlots(input=3, weight=4, output=5, grad_output=2, grad_input=3)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..linear.parallel import ParallelMode, local, share
 from ..recipe import QuantizerRole
 from ..tensor import QuantizedTensor
 from .base import Mode
@@ -15,7 +16,6 @@ from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import InitMethod, LinearModule, default_init
 from .options import parameter_options
-from .tensor_parallel import ParallelMode, local, share
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None
 

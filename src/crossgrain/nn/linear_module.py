@@ -14,23 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives import AwaitedGroup, group_size
-from ..failures import telling_others
-from ..hybrid import HybridQuantizer
-from ..plane import Direction
-from ..quantizer import Quantizer
-from ..recipe import Recipe, keep_high_precision_init_val
-from ..replay import current_pass
-from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from ..tensor.sharding import is_sharded, local_part, own_part, write_shard
-from .base import QuantizedModule
-from .compiled import constant_ticket, traced_linear
-from .forward_pass import ForwardPass, TracedPass
-from .gathered_weight import GatheredWeight
-from .linear_function import LinearCall, linear, quantize_weight
-from .options import activation_dtype, refuse_gpu_options
-from .padding import Padding, Sizes, known_format, padding_for
-from .tensor_parallel import (
+from ..linear.function import LinearCall, linear, quantize_weight
+from ..linear.gathered_weight import GatheredWeight
+from ..linear.padding import Padding, Sizes, known_format, padding_for
+from ..linear.parallel import (
     ParallelMode,
     TensorParallel,
     mark_sequence_parallel,
@@ -38,6 +25,19 @@ from .tensor_parallel import (
     set_tensor_model_parallel_attributes,
     shared_by,
 )
+from ..planes import Direction
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..recipe import Recipe, keep_high_precision_init_val
+from ..runtime.collectives import AwaitedGroup, group_size
+from ..runtime.failures import telling_others
+from ..runtime.passes import current_pass
+from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import is_sharded, local_part, own_part, write_shard
+from .base import QuantizedModule
+from .compiled import constant_ticket, traced_linear
+from .forward_pass import ForwardPass, TracedPass
+from .options import activation_dtype, refuse_gpu_options
 
 InitMethod = Callable[[Tensor], Any]
 

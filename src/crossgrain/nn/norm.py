@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..norms import layer_norm, norm_backward, rms_norm
+from ..gemm.norms import layer_norm, norm_backward, rms_norm
+from ..linear.parallel import mark_sequence_parallel
 from ..tensor import QuantizedTensor
 from .options import activation_dtype, parameter_options
-from .tensor_parallel import mark_sequence_parallel
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..collectives import gathered_with_gradient
+from ..linear.parallel import local
+from ..runtime.collectives import gathered_with_gradient
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import LinearModule, ParameterPlan
 from .norm import NORMALIZATIONS, normalized
-from .tensor_parallel import local
 
 
 class NormFirst(LinearModule):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import resolved_device
+from ..runtime.devices import resolved_device
 
 
 def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:

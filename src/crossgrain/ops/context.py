@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..quantizer import Quantizer
+from ..quantizers.base import Quantizer
 from ..tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
 
 

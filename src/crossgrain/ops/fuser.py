@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..quantizer import Quantizer
+from ..quantizers.base import Quantizer
 from ..recipe import Recipe, active, backward_note, forward_step
 from .channels import Port, Wiring
 from .context import OperationContext, SavedTensors

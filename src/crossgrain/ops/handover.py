@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..hybrid import HybridQuantizer
-from ..quantizer import Quantizer
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
 from ..tensor import QuantizedTensor
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..linear.parallel import mark_sequence_parallel, set_tensor_model_parallel_attributes
 from ..nn.base import Mode
-from ..nn.tensor_parallel import mark_sequence_parallel, set_tensor_model_parallel_attributes
 from ..recipe import QuantizerRole, Recipe, renew_preserved_values
 from ..tensor.loading import check_formats
 from .basic.bias import Bias

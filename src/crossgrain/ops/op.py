@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..nn.base import Mode, QuantizedModule
 from ..nn.options import activation_dtype
-from ..quantizer import Quantizer
+from ..quantizers.base import Quantizer
 from ..recipe import QuantizerRole, Recipe, active
 from .context import OperationContext
 

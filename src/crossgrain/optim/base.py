@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..float8 import Float8Quantizer
+from ..quantizers.float8 import Float8Quantizer
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded, local_part, shard_groups, sharded_like
 from .masters import (

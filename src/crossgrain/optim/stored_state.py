@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..collectives import maximise_
-from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer, Float8Tensor
+from ..formats.dtypes import DType
+from ..quantizers.float8 import Float8CurrentScalingQuantizer, Float8Tensor
+from ..runtime.collectives import maximise_
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import reduce_over
 

@@ -6,7 +6,7 @@ print(crossgrain.plan("llama3-70b", "mxfp8-fwd-nvfp4-bwd", gpus=64, device="b200
 from .cost import plan
 from .devices import DEVICES, Device, device_of
 from .models import MODELS, Transformer, model_names
-from .planes import Gathered, gathered_bytes
+from .plane_bytes import Gathered, gathered_bytes
 from .result import Memory, Plan, Traffic, Work
 
 __all__ = [

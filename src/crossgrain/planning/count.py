@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..nn.padding import Sizes
-from ..plane import COLUMNWISE, ROWWISE
+from ..linear.padding import Sizes
+from ..planes import COLUMNWISE, ROWWISE
 from ..recipe import GemmRecipe
-from ..recipe.plan import LayerPlan
+from ..recipe.layer_formats import LayerPlan
 from .layer_cost import Gemm, attention_cost, layer_cost, padded_shapes
 from .network import Core, LinearLayer, Network, unit_of
-from .planes import (
+from .plane_bytes import (
     DTYPES,
     Gathered,
     buffer_bytes,

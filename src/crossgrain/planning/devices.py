@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..formats.format import IDENTITY, fp8_block_format, fp8_format, mxfp8_format, nvfp4_format
-from ..operands import scaling_family
+from ..gemm.operands import scaling_family
 from ..recipe.syntax import did_you_mean
 from .settings_text import settings_of
 

@@ -7,14 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from ..nn.padding import Sizes, padding_for
-from ..operands import GEMMS, scaling_family
-from ..plane import COLUMNWISE, ROWWISE, Direction
+from ..gemm.operands import GEMMS, scaling_family
+from ..linear.padding import Sizes, padding_for
+from ..planes import COLUMNWISE, ROWWISE, Direction
 from ..recipe.base import BackwardOverride
 from ..recipe.format_spec import FormatSpec
-from ..recipe.plan import LayerPlan
+from ..recipe.layer_formats import LayerPlan
 from .devices import HIGH_PRECISION
-from .planes import buffer_bytes, plane_bytes, planes_of, quantizer_for
+from .plane_bytes import buffer_bytes, plane_bytes, planes_of, quantizer_for
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _KINDS = {4: "fp4", 6: "fp6", 8: "fp8"}

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..convert.layers import ConvertedConv1D
 from ..nn import GroupedLinear, QuantizedModule
-from ..nn.converted import ConvertedConv1D
 from ..recipe import QuantizerRole
 from ..recipe.binding import is_conv1d, layers_of
 from .models import LAB, Transformer, transformer_of

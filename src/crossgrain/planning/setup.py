@@ -8,7 +8,7 @@ import torch
 
 from ..recipe.syntax import did_you_mean
 from .devices import Device
-from .planes import DTYPES, MASTERS, MOMENTS
+from .plane_bytes import DTYPES, MASTERS, MOMENTS
 
 SHARDINGS = ("fsdp", "replicated")
 PARAMETERS = ("quantized", "high_precision")

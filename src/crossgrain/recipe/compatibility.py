@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..float8 import Float8CurrentScalingQuantizer, Float8Quantizer
-from ..float8_block import Float8BlockQuantizer
-from ..mxfp8 import MXFP8Quantizer
-from ..nvfp4 import NVFP4Quantizer
-from ..quantizer import Quantizer
+from ..quantizers.base import Quantizer
+from ..quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from ..quantizers.float8_block import Float8BlockQuantizer
+from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .custom import CustomRecipe

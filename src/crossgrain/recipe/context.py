@@ -20,8 +20,8 @@ from typing import Any, Self
 
 import torch
 
-from ..replay import Pass, current_pass, find_pass, replayed_tape, within
-from ..torch_checkpoints import in_backward
+from ..runtime.checkpoint_frames import in_backward
+from ..runtime.passes import Pass, current_pass, find_pass, replayed_tape, within
 from .base import Recipe
 from .coerce import as_recipe
 from .delayed_state import DelayedScalingRecipeState

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from ..quantizer import Quantizer
-from ..request import QuantizerRequest
+from ..quantizers.base import Quantizer
+from ..quantizers.request import QuantizerRequest
 from .base import RecipeFields
 from .params import Format
 from .roles import QuantizerRole

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..hybrid import HybridQuantizer
-from ..plane import Direction
-from ..quantizer import Quantizer
-from ..request import QuantizerRequest
+from ..planes import Direction
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.request import QuantizerRequest
 from .delayed_state import Column, DelayedScalingRecipeState
 from .per_tensor import DelayedScaling
 from .requests import DelayedScalingRequest

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..delayed_scaling import ScaleRule, scale_from_amax_reciprocal, update_history_and_scale
-from ..float8 import Float8Quantizer
-from ..plane import Direction
-from ..quantizer import Quantizer
+from ..planes import Direction
+from ..quantizers.base import Quantizer
+from ..quantizers.float8 import Float8Quantizer
+from .amax_history import ScaleRule, scale_from_amax_reciprocal, update_history_and_scale
 from .base import flag_from_environment
 from .per_tensor import DelayedScaling
 from .state import Mode, RecipeState, Roles

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .format_spec import FormatSpec
-from .plan import KEYS, Settings, make_setting, make_settings
+from .layer_formats import KEYS, Settings, make_setting, make_settings
 from .rules import Rule, parse_matcher
 from .syntax import RecipeSyntaxError, did_you_mean
 

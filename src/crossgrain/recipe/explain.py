@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..operands import GEMMS
+from ..gemm.operands import GEMMS
 from .base import BackwardOverride
 from .binding import layers_of
-from .plan import ATTENTION, LayerPlan, make_plan
+from .layer_formats import ATTENTION, LayerPlan, make_plan
 
 if TYPE_CHECKING:
     from .gemm_recipe import GemmRecipe

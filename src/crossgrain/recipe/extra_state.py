@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import fp8_dtype
+from ..formats.dtypes import fp8_dtype
 from .delayed_state import DelayedScalingRecipeState
 from .state import RecipeState
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer
-from ..float8_block import Float8BlockQuantizer
-from ..identity import IdentityQuantizer
-from ..mxfp8 import MXFP8Quantizer
-from ..nvfp4 import NVFP4Quantizer
+from ..formats.dtypes import DType
+from ..quantizers.float8 import Float8CurrentScalingQuantizer
+from ..quantizers.float8_block import Float8BlockQuantizer
+from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
 from .custom import quantizer_factory
 from .params import Format
 from .requests import DelayedScalingRequest

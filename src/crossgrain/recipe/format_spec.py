@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from ..any_format import FormatQuantizer
-from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer
-from ..float8_block import Float8BlockQuantizer
 from ..formats import Format, formats, fp8_format
-from ..identity import IdentityQuantizer
-from ..mxfp8 import MXFP8Quantizer
-from ..nvfp4 import NVFP4Quantizer
-from ..plane import Direction
-from ..quantize import quantizer_for
-from ..quantizer import Quantizer
-from ..request import QuantizerRequest
+from ..formats.dtypes import DType
+from ..planes import Direction
+from ..quantizers.any_format import FormatQuantizer
+from ..quantizers.base import Quantizer
+from ..quantizers.by_name import quantizer_for
+from ..quantizers.float8 import Float8CurrentScalingQuantizer
+from ..quantizers.float8_block import Float8BlockQuantizer
+from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
+from ..quantizers.request import QuantizerRequest
 from .params import Format as Elements
 from .requests import DelayedScalingRequest
 from .syntax import Call, RecipeSyntaxError, did_you_mean, parse_call

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from torch import nn
 
-from ..identity import IdentityQuantizer
-from ..operands import GEMMS, TENSORS
-from ..quantizer import Quantizer
-from ..request import QuantizerRequest
+from ..gemm.operands import GEMMS, TENSORS
+from ..quantizers.base import Quantizer
+from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.request import QuantizerRequest
 from .base import BackwardOverride, Recipe
 from .binding import bound, check_names, layers_of
 from .document import OPTIONS, Document, document_of, make_option, make_rule, mapping_of
 from .files import is_recipe_path, read_mapping, write_mapping
 from .format_spec import FormatSpec
+from .layer_formats import ATTENTION, LayerPlan, Settings, gemms_of, make_plan, make_settings
 from .params import Format
-from .plan import ATTENTION, LayerPlan, Settings, gemms_of, make_plan, make_settings
 from .presets import PRESETS
 from .roles import QuantizerRole
 from .rules import ModuleType, Rule

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..formats import Format, fp8_format
-from ..operands import GEMMS, check_operands
-from ..plane import Direction
-from ..quantizer import Quantizer
-from ..request import QuantizerRequest
+from ..gemm.operands import GEMMS, check_operands
+from ..planes import Direction
+from ..quantizers.base import Quantizer
+from ..quantizers.request import QuantizerRequest
 
 
 def check_pairs(

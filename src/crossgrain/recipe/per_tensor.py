@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..delayed_scaling import AmaxAlgorithm
+from .amax_history import AmaxAlgorithm
 from .base import RecipeFields, flag_from_environment, require
 from .params import FAST, SPLIT, Format, MMParams, QParams
 

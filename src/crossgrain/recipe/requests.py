@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..delayed_scaling import AmaxAlgorithm
-from ..request import QuantizerRequest
+from ..quantizers.request import QuantizerRequest
+from .amax_history import AmaxAlgorithm
 from .params import Format
 from .per_tensor import DelayedScaling, ScaleAlgorithm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from .plan import Settings
+from .layer_formats import Settings
 from .syntax import RecipeSyntaxError
 
 _BLOCKS = re.compile(r"(first|last)\s+(\d+)\s+blocks?(?:\s*\(([^()]*)\))?")

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from ..devices import resolved_device
-from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer
-from ..float8_block import Float8BlockQuantizer
-from ..mxfp8 import MXFP8Quantizer
-from ..nvfp4 import NVFP4Quantizer
-from ..quantizer import Quantizer
+from ..formats.dtypes import DType
+from ..quantizers.base import Quantizer
+from ..quantizers.float8 import Float8CurrentScalingQuantizer
+from ..quantizers.float8_block import Float8BlockQuantizer
+from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
+from ..runtime.devices import resolved_device
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, in_scope
 from .params import QParams

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..dtypes import DType, TE_DType_To_Torch
-from ..settings import get_device_compute_capability, settings
+from ..formats.dtypes import DType, TE_DType_To_Torch
+from ..runtime.settings import get_device_compute_capability, settings
 from .base import Recipe
 from .blockwise import MXFP8BlockScaling
 from .params import Format

@@ -13,7 +13,7 @@ from typing import Any
 
 from .document import OPTIONS, Document
 from .format_spec import ALIASES, format_names
-from .plan import KEYS, Settings, make_settings
+from .layer_formats import KEYS, Settings, make_settings
 from .presets import PRESETS
 from .rules import Rule, parse_matcher
 from .syntax import RecipeSyntaxError, did_you_mean

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import maximise_
+from ..runtime.collectives import maximise_
 from .delayed_state import DelayedScalingRecipeState
 from .state import RecipeState
 

@@ -10,13 +10,13 @@ inputs that forward saw, rounding included.
 
 from __future__ import annotations
 
-from ..dtypes import DType
-from ..float8 import Float8CurrentScalingQuantizer
-from ..hybrid import HybridQuantizer
-from ..identity import IdentityQuantizer
-from ..nvfp4 import NVFP4Quantizer
-from ..quantizer import Quantizer
-from ..request import QuantizerRequest
+from ..formats.dtypes import DType
+from ..quantizers.base import Quantizer
+from ..quantizers.float8 import Float8CurrentScalingQuantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
+from ..quantizers.request import QuantizerRequest
 from .custom import quantizer_factory
 from .factories import LINEAR, mxfp8_factory, nvfp4_factory, tensor_of
 from .params import Format

@@ -1,10 +1,10 @@
 """The two-plane quantized tensor, its lifecycle and its operations."""
 
+from .broadcast import teach_torch
 from .holder import PlaneBuffers
 from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
 from .tensor import QuantizedTensor
-from .torch_collectives import teach_torch
 
 teach_torch()
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..plane import Direction
-    from ..quantizer import Quantizer
+    from ..planes import Direction
+    from ..quantizers.base import Quantizer
     from .tensor import QuantizedTensor
 
 

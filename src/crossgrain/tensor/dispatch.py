@@ -2,7 +2,7 @@
 
 Operations on the bytes themselves (views, copies, allocation) are in the table below. Everything else
 decodes its arguments and runs in high precision; what it wrote to is then requantized, every plane that
-is present. Collectives never take that path: ranks would end up with different bytes (`torch_collectives`).
+is present. Collectives never take that path: ranks would end up with different bytes (`broadcast`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..dtypes import HIGH_PRECISION
-from ..plane import shape_problem
+from ..formats.dtypes import HIGH_PRECISION
+from ..planes import shape_problem
 from .decoded_view import DecodedView
 from .holder import resolved_shape
 from .vanishing import is_update, rounds_updates, warn_if_vanished
@@ -50,12 +50,12 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    from . import torch_collectives
+    from . import broadcast
 
     quantized = [value for value in tree_leaves((args, kwargs)) if _is_quantized(value)]
     if func is torch.ops.c10d.broadcast_.default and len(quantized) == len(args[0]):
-        return torch_collectives.broadcast_(func, *args, **kwargs)
-    raise torch_collectives.refusal(str(func), quantized[0])
+        return broadcast.broadcast_(func, *args, **kwargs)
+    raise broadcast.refusal(str(func), quantized[0])
 
 
 def _is_quantized(value: Any) -> bool:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..dtypes import DType, dtype_of_element
-from ..plane import COLUMNWISE, ROWWISE
+from ..formats.dtypes import DType, dtype_of_element
+from ..planes import COLUMNWISE, ROWWISE
 from .holder import PlaneBuffers
 from .storage import QuantizedTensorStorage, copy_plane
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..plane import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
-from .slicing import slice_plane
+from ..planes import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
+from ..planes.slicing import slice_plane
 
 if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+    from ..quantizers.base import Quantizer
 
 
 class PlaneBuffers(NamedTuple):

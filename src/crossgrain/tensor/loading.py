@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..plane import COLUMNWISE, ROWWISE, Direction
-from ..settings import settings
+from ..planes import COLUMNWISE, ROWWISE, Direction
+from ..runtime.settings import settings
 from .storage import QuantizedTensorStorage
 
 

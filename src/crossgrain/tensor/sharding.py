@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..collectives import joined_groups
-from ..failures import communicate, telling_others
 from ..formats import Format
-from ..plane import Direction
-from .transport import Shipment, kind_of, packed, rows_of_chunks, unpack
+from ..planes import Direction
+from ..planes.transport import Shipment, kind_of, packed, rows_of_chunks, unpack
+from ..runtime.collectives import joined_groups
+from ..runtime.failures import communicate, telling_others
 
 if TYPE_CHECKING:
     from .storage import QuantizedTensorStorage

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..plane import COLUMNWISE, ROWWISE, Direction, Plane
-from ..settings import settings
-from .gather import assign_gathered, extract_shard, shard_field_names
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..runtime.settings import settings
 from .holder import Epoch, PlaneHolder
+from .row_shards import assign_gathered, extract_shard, shard_field_names
 
 if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+    from ..quantizers.base import Quantizer
 
 
 def copy_plane(mine: Plane, theirs: Plane) -> None:

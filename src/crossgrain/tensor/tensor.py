@@ -14,8 +14,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from ..devices import resolved_device
-from ..plane import Direction
+from ..planes import Direction
+from ..runtime.devices import resolved_device
 from . import dispatch, sharding
 from .autograd import DequantizeFunction
 from .holder import Epoch

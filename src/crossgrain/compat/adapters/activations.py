@@ -1,6 +1,6 @@
 """Gated activations whose halves alternate."""
 
-from ...activations import deinterleaved as deinterleave_glu_tensor
-from ...activations import interleaved as interleave_glu_tensor
+from ...gemm.activations import deinterleaved as deinterleave_glu_tensor
+from ...gemm.activations import interleaved as interleave_glu_tensor
 
 __all__ = ["deinterleave_glu_tensor", "interleave_glu_tensor"]

@@ -6,7 +6,7 @@ import enum
 
 import torch.distributed as dist
 
-from ...dtypes import DType, TE_DType, TE_DType_To_Torch
+from ...formats.dtypes import DType, TE_DType, TE_DType_To_Torch
 from ...nn.attention.masks import MASK_TYPES
 
 __all__ = [

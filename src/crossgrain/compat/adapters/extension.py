@@ -9,12 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...activations import Activation, activation
-from ...delayed_scaling import update_history_and_scale
-from ...devices import resolved_device
-from ...dtypes import DType, TE_DType_To_Torch
-from ...grouped_tensor import GroupedTensor, quantized_group
-from ...norms import layer_norm, norm_backward, rms_norm
+from ...formats.dtypes import DType, TE_DType_To_Torch
+from ...gemm.activations import Activation, activation
+from ...gemm.norms import layer_norm, norm_backward, rms_norm
 from ...optim.multi_tensor import (
     multi_tensor_adam,
     multi_tensor_l2norm,
@@ -22,7 +19,10 @@ from ...optim.multi_tensor import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
+from ...quantizers.grouped_tensor import GroupedTensor, quantized_group
+from ...recipe.amax_history import update_history_and_scale
+from ...runtime.devices import resolved_device
 from ...tensor import QuantizedTensorStorage
 from .constants import FP8BwdTensorIdx as FP8BwdTensors
 from .constants import FP8FwdTensorIdx as FP8FwdTensors

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activations import activation
-from ...float8 import Float8CurrentScalingQuantizer, Float8Quantizer
-from ...float8_block import Float8BlockQuantizer
 from ...gemm import gemm
-from ...grouped_tensor import GroupedTensor
-from ...hybrid_tensor import HybridQuantizedTensorStorage
-from ...identity import IdentityTensorStorage
-from ...mxfp8 import MXFP8Quantizer
-from ...nvfp4 import NVFP4Quantizer
-from ...operands import GEMMS
-from ...plane import Direction, Plane
+from ...gemm.activations import activation
+from ...gemm.operands import GEMMS
+from ...planes import Direction, Plane
+from ...quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from ...quantizers.float8_block import Float8BlockQuantizer
+from ...quantizers.grouped_tensor import GroupedTensor
+from ...quantizers.hybrid_tensor import HybridQuantizedTensorStorage
+from ...quantizers.identity import IdentityTensorStorage
+from ...quantizers.mxfp8 import MXFP8Quantizer
+from ...quantizers.nvfp4 import NVFP4Quantizer
 from ...tensor import QuantizedTensorStorage
 from ..needs_cuda import NeedsCudaError
 from .tensor_utils import is_custom

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import accelerator
 from ...nn.base import QuantizedModule
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
+from ...runtime.devices import accelerator
 from ...tensor import QuantizedTensor, QuantizedTensorStorage
 
 TransformerEngineBaseModule = QuantizedModule

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import DType, TE_DType, TE_DType_To_Torch
-from ...float8 import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
+from ...formats.dtypes import DType, TE_DType, TE_DType_To_Torch
 from ...kernels.choice import using_backend
-from ...plane import ROWWISE
+from ...planes import ROWWISE
+from ...quantizers.float8 import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
 
 __all__ = ["CurrentScalingQuantizerRef", "CurrentScalingTensorRef"]
 

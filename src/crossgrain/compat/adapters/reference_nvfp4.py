@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import DType
+from ...formats.dtypes import DType
 from ...kernels.choice import using_backend
-from ...nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
-from ...plane import COLUMNWISE, ROWWISE, Direction
+from ...planes import COLUMNWISE, ROWWISE, Direction
+from ...quantizers.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from ...recipe import QuantizerRole, quantizer_factory
 from .reference_utils import Fp4Formats
 

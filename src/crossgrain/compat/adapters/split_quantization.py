@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hybrid import HybridQuantizer
-from ...nn import split_quantize as _split
-from ...quantizer import Quantizer
+from ...linear import split_quantize as _split
+from ...quantizers.base import Quantizer
+from ...quantizers.hybrid import HybridQuantizer
 
 
 def _split_quantize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
 from ...tensor import QuantizedTensor, QuantizedTensorStorage
 
 

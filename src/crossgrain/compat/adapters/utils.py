@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import accelerator, resolved_device
-from ...settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported
+from ...runtime.devices import accelerator, resolved_device
+from ...runtime.settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported
 
 __all__ = [
     "SplitAlongDim",

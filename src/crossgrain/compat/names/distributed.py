@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .entries import Entry, these
 
-_RECOMPUTE = "crossgrain.recompute"
+_RECOMPUTE = "crossgrain.nn.activation_checkpoint"
 
 DISTRIBUTED: dict[str, Entry] = {
     "transformer_engine.pytorch.distributed": {
@@ -15,7 +15,7 @@ DISTRIBUTED: dict[str, Entry] = {
             "in_fp8_activation_recompute_phase",
             "is_fp8_activation_recompute_enabled",
         ),
-        **these("crossgrain.rng", "CudaRNGStatesTracker"),
+        **these("crossgrain.runtime.random_numbers", "CudaRNGStatesTracker"),
         **these(
             "crossgrain.compat.adapters.distributed",
             "activation_recompute_forward",
@@ -25,6 +25,6 @@ DISTRIBUTED: dict[str, Entry] = {
             "set_all_rng_states",
         ),
     },
-    "transformer_engine.pytorch.cpu_offload": "crossgrain.cpu_offload",
+    "transformer_engine.pytorch.cpu_offload": "crossgrain.compat.cpu_offload",
     "transformer_engine.pytorch.cpu_offload_v1": "transformer_engine.pytorch.cpu_offload",
 }

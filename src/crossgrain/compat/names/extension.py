@@ -8,7 +8,7 @@ from .entries import Entry, these
 _EXTENSION = "crossgrain.compat.adapters.extension"
 _GEMM = "crossgrain.compat.adapters.gemm"
 
-_SPLIT = these("crossgrain.nn.split_quantize", "split_quantize")
+_SPLIT = these("crossgrain.linear.split_quantize", "split_quantize")
 MULTI_TENSOR_ON_A_GPU = all_need_cuda(
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",

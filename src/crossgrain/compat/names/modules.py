@@ -36,7 +36,7 @@ MODULES: dict[str, Entry] = {
             _split_quantize_hybrid="split_rows_hybrid",
             _split_quantize_non_hybrid="split_rows",
         ),
-        **these("crossgrain.grouped_quantizers", "validate_grouped_quantizer_list"),
+        **these("crossgrain.quantizers.groups_alike", "validate_grouped_quantizer_list"),
         **TEX,
     },
     "transformer_engine.pytorch.module.linear": {"*": ["crossgrain.nn.linear"], **TEX},

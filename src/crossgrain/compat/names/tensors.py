@@ -5,16 +5,16 @@ from __future__ import annotations
 from .entries import Entry, these
 
 _MODULE_OF = {
-    "float8": "crossgrain.float8",
-    "mxfp8": "crossgrain.mxfp8",
-    "float8_blockwise": "crossgrain.float8_block",
-    "nvfp4": "crossgrain.nvfp4",
-    "hybrid": "crossgrain.hybrid",
-    "identity": "crossgrain.identity",
+    "float8": "crossgrain.quantizers.float8",
+    "mxfp8": "crossgrain.quantizers.mxfp8",
+    "float8_blockwise": "crossgrain.quantizers.float8_block",
+    "nvfp4": "crossgrain.quantizers.nvfp4",
+    "hybrid": "crossgrain.quantizers.hybrid",
+    "identity": "crossgrain.quantizers.identity",
 }
 
 _BASES: dict[str, object] = {
-    **these("crossgrain.quantizer", "Quantizer"),
+    **these("crossgrain.quantizers.base", "Quantizer"),
     **these(
         "crossgrain.tensor",
         "QuantizedTensor",
@@ -25,7 +25,7 @@ _BASES: dict[str, object] = {
     ),
 }
 
-_GROUPED = these("crossgrain.grouped_tensor", "GroupedTensor", GroupedTensorStorage="GroupedTensor")
+_GROUPED = these("crossgrain.quantizers.grouped_tensor", "GroupedTensor", GroupedTensorStorage="GroupedTensor")
 
 _AT = "transformer_engine.pytorch.tensor"
 
@@ -36,7 +36,7 @@ TENSORS: dict[str, Entry] = {
     },
     _AT: {"*": ["crossgrain"], **_BASES},
     f"{_AT}.utils": {
-        "*": ["crossgrain.weight_update"],
+        "*": ["crossgrain.optim.weight_update"],
         **these("crossgrain.compat.adapters.tensor_utils", "is_custom", "clear_columnwise_cache"),
     },
     f"{_AT}._quantization_helpers": {

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...plane import ROWWISE, Plane
-from ...plane_groups import PlaneGroups
+from ...planes import ROWWISE, Plane
+from ...planes.groups import PlaneGroups
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
 from ..target import GroupedTarget, Target

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...formats import E2M1
-from ...plane import ROWWISE, Plane, bytes_per_row
+from ...planes import ROWWISE, Plane, bytes_per_row
 from . import decode
 from .runtime import kernel
 from .support import row_bytes, scales_of, tag_of_input, tag_of_plane

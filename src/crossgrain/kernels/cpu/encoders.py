@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...formats import E2M1
-from ...plane import COLUMNWISE, ROWWISE
+from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
 from .places import Ints, Numbers, buffers_of, place_of

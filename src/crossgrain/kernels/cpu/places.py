@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...plane import ROWWISE, Plane
-from ...plane_groups import PlaneGroups
+from ...planes import ROWWISE, Plane
+from ...planes.groups import PlaneGroups
 from ..target import GroupedTarget, Target
 
 Ints = Any  # an int, or an array of them

@@ -9,7 +9,7 @@ from llvmlite import binding
 from numba.core import config
 from torch import Tensor
 
-from ...plane import ROWWISE, Plane
+from ...planes import ROWWISE, Plane
 from ..workspaces import workspace
 from . import nvfp4_product
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS

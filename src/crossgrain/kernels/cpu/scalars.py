@@ -10,8 +10,8 @@ import ctypes
 import math
 import struct
 
-from ...encoding import Encoding
 from ...formats import Format
+from ...formats.encoding import Encoding
 from ..reference.elements import FP32_MAX
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...dtypes import HIGH_PRECISION
 from ...formats import E2M1, E4M3, E5M2, Format, nvfp4_format
+from ...formats.dtypes import HIGH_PRECISION
 from ...formats.format import BUILT_IN
-from ...plane import COLUMNWISE, ROWWISE, Direction, Plane
+from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
 from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
 from ..reference.scaling import global_scale, quotient

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...plane import Plane
+from ...planes import Plane
 from ..target import GroupedTarget, Target
 from . import decode as _decode
 from . import encode as _encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...plane import round_up
+from ...planes import round_up
 
 
 def amax(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...plane import ROWWISE, Plane
+from ...planes import ROWWISE, Plane
 from .blocks import spread
 from .elements import element_values
 from .hadamard import unrotate

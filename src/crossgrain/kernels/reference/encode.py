@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...encoding import Encoding
 from ...formats import Format
-from ...plane import ROWWISE, Plane
+from ...formats.encoding import Encoding
+from ...planes import ROWWISE, Plane
 from ..target import GroupedTarget, Target
 from .blocks import amax, block_amax, row_amax, spread
 from .elements import FP32_MAX, round_stochastically, round_to_nearest

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...encoding import Encoding
 from ...formats import E4M3
+from ...formats.encoding import Encoding
 from .blocks import block_amax, blocked, spread
 from .elements import element_values, round_to_nearest
 from .scaling import GlobalScale, e4m3_block_scales, global_scale

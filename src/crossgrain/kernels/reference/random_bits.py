@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ...plane import ROWWISE, Direction
+from ...planes import ROWWISE, Direction
 
 _Bits = TypeVar("_Bits", int, Tensor)
 

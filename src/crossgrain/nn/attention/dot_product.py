@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hybrid import HybridQuantizer
-from ...identity import IdentityQuantizer
-from ...plane import Direction
-from ...quantizer import Quantizer
+from ...linear.parallel import resolved_group, share
+from ...planes import Direction
+from ...quantizers.base import Quantizer
+from ...quantizers.hybrid import HybridQuantizer
+from ...quantizers.identity import IdentityQuantizer
 from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
 from ..base import Built, Mode, QuantizedModule
-from ..replay import recomputed
-from ..tensor_parallel import resolved_group, share
+from ..recomputed_part import recomputed
 from .kv_cache import InferenceParams
 from .layout import FORMATS, Layout, without_padding
 from .masks import Mask, Window, allowed_pairs, decoding_mask, make_mask

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...plane import COLUMNWISE, ROWWISE, Plane, round_up
-from ...quantizer import Quantizer
+from ...linear.padding import known_format
+from ...linear.saved_planes import Operand
+from ...planes import COLUMNWISE, ROWWISE, Plane, round_up
+from ...quantizers.base import Quantizer
 from ...tensor import QuantizedTensorStorage
-from ..padding import known_format
-from ..saved_operand import Operand
 
 
 def quantized_heads(x: Tensor, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...devices import resolved_device
+from ...runtime.devices import resolved_device
 
 
 class CachedStep(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...linear.parallel import resolved_group
 from ..base import QuantizedModule
 from ..layernorm_linear import LayerNormLinear
 from ..linear import Linear
 from ..linear_module import InitMethod
 from ..norm import Normalization
-from ..tensor_parallel import resolved_group
 from .dot_product import DotProductAttention, MaskTensor
 from .kv_cache import InferenceParams
 from .masks import Window

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...norms import l2_normalized
+from ...gemm.norms import l2_normalized
 from ..norm import LayerNorm, RMSNorm
 
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...plane import COLUMNWISE, ROWWISE, Direction
-from ...quantizer import Quantizer
+from ...linear.saved_planes import BUFFERS_PER_OPERAND, Operand, buffers_and_note, restored_operand
+from ...planes import COLUMNWISE, ROWWISE, Direction
+from ...quantizers.base import Quantizer
 from ...recipe.base import BackwardOverride
-from ..saved_operand import BUFFERS_PER_OPERAND, Operand, buffers_and_note, restored_operand
 from .heads import decoded_heads, quantized_heads
 
 

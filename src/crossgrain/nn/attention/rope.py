@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...devices import resolved_device
+from ...runtime.devices import resolved_device
 
 
 class RotaryPositionEmbedding(nn.Module):

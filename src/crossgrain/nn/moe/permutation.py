@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...activations import compute_dtype
+from ...gemm.activations import compute_dtype
 
 MapType = Literal["mask", "index"]
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...activations import Activation, activation
-from ...dtypes import DType
-from ...float8 import Float8CurrentScalingQuantizer
-from ...quantizer import Quantizer
+from ...formats.dtypes import DType
+from ...gemm.activations import Activation, activation
+from ...quantizers.base import Quantizer
+from ...quantizers.float8 import Float8CurrentScalingQuantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation, activation_dtype

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...activations import compute_dtype
-from ...collectives import group_size
-from ...nn.tensor_parallel import share
-from ...quantizer import Quantizer
+from ...gemm.activations import compute_dtype
+from ...linear.parallel import share
+from ...quantizers.base import Quantizer
+from ...runtime.collectives import group_size
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation

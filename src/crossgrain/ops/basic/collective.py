@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...collectives import gathered_rows, group_size, scattered_sum, summed
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
+from ...runtime.collectives import gathered_rows, group_size, scattered_sum, summed
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...activations import compute_dtype
-from ...grouped_quantizers import validate_grouped_quantizer_list
+from ...gemm.activations import compute_dtype
+from ...linear.function import Needs, check_input
+from ...linear.grouped_function import Groups, grouped_backward, grouped_forward
+from ...linear.padding import NO_PADDING, Padding
 from ...nn.base import Mode
-from ...nn.grouped_function import Groups, grouped_backward, grouped_forward
-from ...nn.linear_function import Needs, check_input
-from ...nn.padding import NO_PADDING, Padding
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
+from ...quantizers.groups_alike import validate_grouped_quantizer_list
 from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
 from ..context import OperationContext

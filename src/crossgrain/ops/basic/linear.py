@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...failures import telling_others
+from ...linear.function import LinearCall, LinearFunction, Needs, check_input
+from ...linear.padding import NO_PADDING, Padding, padding_for
+from ...linear.parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
 from ...nn.base import Mode
-from ...nn.linear_function import LinearCall, LinearFunction, Needs, check_input
-from ...nn.padding import NO_PADDING, Padding, padding_for
-from ...nn.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
 from ...recipe import QuantizerRole, Recipe
+from ...runtime.failures import telling_others
 from ...tensor import QuantizedTensor
 from ..context import OperationContext
 from ..handover import handed_on, plain

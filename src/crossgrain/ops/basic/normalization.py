@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...norms import l2_normalized, l2_normalized_backward, layer_norm, norm_backward, rms_norm
-from ...quantizer import Quantizer
+from ...gemm.norms import l2_normalized, l2_normalized_backward, layer_norm, norm_backward, rms_norm
+from ...quantizers.base import Quantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation, activation_dtype

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...collectives import group_size
-from ...devices import resolved_device
+from ...runtime.collectives import group_size
+from ...runtime.devices import resolved_device
 
 __all__ = ["init_weight", "resolved_device", "tensor_parallel_ranks"]
 

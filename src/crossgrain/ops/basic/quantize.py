@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...nn.base import Mode
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
 from ...tensor import QuantizedTensor
 from ..context import OperationContext
 from ..op import BasicOperation

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...activations import Activation, activation, compute_dtype
-from ...quantizer import Quantizer
+from ...gemm.activations import Activation, activation, compute_dtype
+from ...quantizers.base import Quantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs, activation_dtype

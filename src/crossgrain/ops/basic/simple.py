@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
 from ..context import OperationContext
 from ..handover import handed_on, plain
 from ..op import BasicOperation

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...quantizer import Quantizer
+from ...quantizers.base import Quantizer
 from ...recipe import Recipe
 from ..basic.activation import ActivationOperation
 from ..basic.bias import Bias

@@ -1,0 +1,125 @@
+"""Linear layers of torch and of Hugging Face that became quantized ones, norms that became ours, and back.
+
+A layer changes its class and nothing else: it stays the same object, so whoever holds it, its parameters
+or its hooks (a parent, an optimizer, a tied embedding) holds the quantized layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.linear import Linear
+from ..nn.norm import LayerNorm, RMSNorm
+from ..recipe import quantized_model_init
+from ..recipe.binding import is_conv1d
+from ..tensor.sharding import is_sharded, local_part, own_part
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+class ConvertedLinear(Linear, nn.Linear):
+    """An ``nn.Linear`` that `crossgrain.convert` changed; still an ``nn.Linear`` to those who ask."""
+
+    def __init__(self) -> None:
+        raise TypeError("a ConvertedLinear is what crossgrain.convert makes of an nn.Linear; for a new one: Linear")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As nn.Linear does it; of a sharded layer, every rank draws the whole and keeps its part."""
+        if defer_init:
+            return
+        self.clear_weight_cache()
+        if not is_sharded(self.weight):
+            nn.Linear.reset_parameters(self)
+            return
+        options: Any = {"device": self.weight.device, "dtype": self.weight.dtype}
+        rows, columns = self.weight.shape  # of the whole: features are those of the rank
+        for name, value in nn.Linear(columns, rows, bias=self.bias is not None, **options).named_parameters():
+            own: Any = getattr(self, name)
+            local_part(own).copy_(own_part(value, own.device_mesh, own.placements))
+
+
+class ConvertedConv1D(Linear):
+    """A Hugging Face ``Conv1D`` that `crossgrain.convert` changed: ``y = x · W + b``, and W stays [in, out]."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        raise TypeError("a ConvertedConv1D is what crossgrain.convert makes of a Hugging Face Conv1D")
+
+    def _weight(self, weights: Sequence[Tensor]) -> Tensor:
+        return weights[0].t()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        raise NotImplementedError(f"{self.layer}: a Conv1D has no reset_parameters; its model initialises it")
+
+
+class ConvertedLayerNorm(LayerNorm, nn.LayerNorm):  # type: ignore[misc]
+    """An ``nn.LayerNorm`` that `crossgrain.convert` changed."""
+
+    def __init__(self) -> None:
+        raise TypeError(
+            "a ConvertedLayerNorm is what crossgrain.convert makes of an nn.LayerNorm; for a new one: LayerNorm"
+        )
+
+
+class ConvertedRMSNorm(RMSNorm, nn.RMSNorm):  # type: ignore[misc]
+    """An ``nn.RMSNorm`` that `crossgrain.convert` changed."""
+
+    def __init__(self) -> None:
+        raise TypeError("a ConvertedRMSNorm is what crossgrain.convert makes of an nn.RMSNorm; for a new one: RMSNorm")
+
+
+Converted = ConvertedLinear | ConvertedConv1D
+ConvertedNorm = ConvertedLayerNorm | ConvertedRMSNorm
+
+
+def class_for(module: nn.Module) -> type[Converted] | None:
+    """What `become_quantized` makes of a module; None if it is not exactly one of the layers it knows."""
+    if type(module) is nn.Linear:
+        return ConvertedLinear
+    return ConvertedConv1D if is_conv1d(module) else None
+
+
+def become_quantized(module: Any) -> None:
+    """Change the class of an ``nn.Linear`` or ``Conv1D``; it gets all that a new `Linear` has but parameters."""
+    cls = class_for(module)
+    assert cls is not None
+    out_features, in_features = module.weight.shape if cls is ConvertedLinear else module.weight.t().shape
+    with quantized_model_init(enabled=False):
+        new = Linear(in_features, out_features, bias=module.bias is not None, device=torch.device("meta"))
+    own = {key: value for key, value in vars(new).items() if key not in _OF_EVERY_MODULE}
+    own["_was"] = (type(module), tuple(own.keys() - vars(module).keys()))
+    vars(module).update(own)
+    module.__class__ = cls
+
+
+def become_plain(module: Any) -> None:
+    """Undo `become_quantized`. Histories of delayed scaling are lost."""
+    cls, added = module._was
+    for key in (*added, "_was", "bound_recipe"):
+        vars(module).pop(key, None)
+    module.__class__ = cls
+
+
+def norm_class_for(module: Any) -> type[ConvertedNorm] | None:
+    """What `become_our_norm` makes of a module; None if it is no norm, or one that ours do not compute."""
+    if type(module) is nn.LayerNorm:
+        return ConvertedLayerNorm if module.weight is not None and module.bias is not None else None
+    if type(module) is nn.RMSNorm:
+        return ConvertedRMSNorm if module.weight is not None and module.eps is not None else None
+    return None
+
+
+def become_our_norm(module: Any) -> None:
+    """Change the class of an ``nn.LayerNorm`` or ``nn.RMSNorm``; `become_plain` undoes it."""
+    cls = norm_class_for(module)
+    assert cls is not None
+    own: dict[str, Any] = {"zero_centered_gamma": False, "sequence_parallel": None}
+    if cls is ConvertedRMSNorm:
+        own["bias"] = None
+    vars(module).update(own, _was=(type(module), tuple(own)))
+    module.__class__ = cls

@@ -1,0 +1,54 @@
+"""The three GEMMs of a linear layer: which direction of which tensor each reads, and which formats may meet.
+
+The hardware multiplies only operands that are scaled alike: it is the two operands of a GEMM that have
+to agree, not the two directions of a tensor.
+"""
+
+from __future__ import annotations
+
+from ..formats import Format
+from ..planes import COLUMNWISE, ROWWISE, Direction
+
+# The three GEMMs of a linear layer and the direction in which each reads its two operands.
+GEMMS: dict[str, dict[str, Direction]] = {
+    "fprop": {"input": ROWWISE, "weight": ROWWISE},
+    "dgrad": {"grad_output": ROWWISE, "weight": COLUMNWISE},
+    "wgrad": {"grad_output": COLUMNWISE, "input": COLUMNWISE},
+}
+TENSORS = ("input", "weight", "grad_output")
+
+
+def scaling_family(fmt: Format) -> str:
+    """How a format is scaled, in words: formats of one family can be multiplied as they are.
+
+    Elements do not matter, as the hardware mixes E4M3 with E5M2 and MXFP8 with MXFP4; nor do tiles.
+    """
+    if fmt.is_identity:
+        return "high precision"
+    if fmt.block is None:
+        return "FP8 with a scale per tensor"
+    if fmt.scale_rule == "fp32":
+        return f"FP8 in blocks of {fmt.block_length}"
+    if fmt.scale_rule == "two_level":
+        return "NVFP4" if fmt.block_length == 16 else f"two-level scales over {fmt.block_length}"
+    return "MX" if fmt.block_length == 32 else f"power-of-two scales over {fmt.block_length}"
+
+
+def check_operands(gemm: str, operands: list[tuple[str, Direction, Format]], layer: str = "") -> None:
+    """Raise ValueError unless these two (tensor, direction, format) can be multiplied as they are."""
+    if len(operands) < 2:
+        return
+    (_, _, first), (_, _, second) = operands
+    families = [scaling_family(first), scaling_family(second)]
+    if families[0] != families[1]:
+        problem = f"both operands of a GEMM have to be scaled alike, and these are {families[0]} and {families[1]}"
+    elif first.rotation != second.rotation:
+        problem = "either both operands have the same Hadamard rotation (rht) or none has one"
+    else:
+        return
+    sides = " by ".join(f"{tensor} {direction.value} ({fmt.name})" for tensor, direction, fmt in operands)
+    where = f"layer {layer!r}: " if layer else ""
+    raise ValueError(
+        f"{where}{gemm} multiplies {sides}, but {problem}. Change one of them, or set allow_mixed to have both decoded "
+        "before they are multiplied"
+    )

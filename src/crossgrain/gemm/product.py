@@ -1,0 +1,365 @@
+"""GEMMs of quantized operands: multiply the exact numbers with fp32 accumulation, scale once at the end.
+
+A code times its block scale is exact in fp32 (and nearly always in bf16). What is left of a scale, one
+number for the whole tensor (per-tensor FP8, NVFP4) or for each row, goes into the epilogue, as it does
+in the hardware. Operands that were rotated alike are multiplied rotated: the product is the same.
+
+Two NVFP4 operands are multiplied as they are stored where the CPU has dot products of bytes, in half the
+time of an fp32 GEMM. All others are decoded. On a CPU without bf16 units a bf16 GEMM is many times slower
+than an fp32 one, so operands are fp32 there; where bf16 GEMMs are fast and the numbers are exact in bf16,
+operands are bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..formats import IDENTITY, Format
+from ..kernels.reference.hadamard import unrotate
+from ..planes import ROWWISE, Direction, Plane, matrix_shape
+from ..runtime.settings import settings
+from .operands import GEMMS, check_operands
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+class _Operand(NamedTuple):
+    """``values`` [rows, summed], and the scale that is left: one number, or one for each row."""
+
+    values: Tensor
+    scale: float | Tensor
+
+
+def gemm(
+    which: str,
+    a: Plane | Tensor,
+    b: Plane | Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    allow_mixed: bool = False,
+) -> Tensor:
+    """The GEMM ``which`` of a linear layer with x [M, K], W [N, K], dy [M, N].
+
+        fprop(x, W)  = x · Wᵀ    [M, N]    both rowwise
+        dgrad(dy, W) = dy · W    [M, K]    dy rowwise, W columnwise
+        wgrad(dy, x) = dyᵀ · x   [N, K]    both columnwise
+
+    The product is scaled by ``alpha``. ``bias`` is added in fp32. ``out`` is written to, or added to
+    (``accumulate``) after it is scaled by ``beta``, in its own dtype. A plane of another direction than the
+    GEMM reads is refused; a plain tensor serves any. Operands of different scaling families are refused
+    unless ``allow_mixed``.
+    """
+    if which not in GEMMS:
+        raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}, not {which!r}")
+    (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
+    planes = [_as_plane(a, a_direction), _as_plane(b, b_direction)]
+    for plane, name, direction in zip(planes, (a_name, b_name), (a_direction, b_direction), strict=True):
+        if plane.direction is not direction:
+            raise ValueError(f"{which} reads {name} {direction.value}, but was given its {plane.direction.value} plane")
+        plane.check_fresh()
+    if not allow_mixed:
+        _check_pair(which, planes[0].format, planes[1].format)
+    _check_inner_size(which, a_name, b_name, planes)
+
+    if accumulate and out is None:
+        raise ValueError(f"{which}: accumulate needs an out to add to")
+    if out is not None:
+        _check_out(which, out, planes)
+        out_dtype = out.dtype
+    if bias is not None:
+        bias = bias.detach()
+    if _in_double(planes):
+        return _multiplied_in_double(planes, out_dtype, bias, out, accumulate, alpha, beta)
+    from_codes = settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
+    if not from_codes:
+        plain = bias is None and not accumulate and alpha == 1.0
+        left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
+        if left.values.dtype == torch.bfloat16:
+            return _multiplied_in_bf16(left, right, out)
+    rows, columns = (plane.operand_shape[0] for plane in planes)
+    if accumulate:
+        assert out is not None
+        total = out if out_dtype == torch.float32 else out.to(torch.float32)
+    elif out is not None and out_dtype == torch.float32:
+        total = out
+    else:
+        total = _fp32_memory("gemm.out", rows, columns, planes[0].data, keep=out_dtype == torch.float32)
+    if from_codes:
+        _multiply_codes(planes, total, bias, alpha, beta if accumulate else None)
+    else:
+        _multiply(left, right, total, bias, alpha, beta if accumulate else None)
+    if out is None:
+        return total if out_dtype == torch.float32 else total.to(out_dtype)
+    return out if total is out else out.copy_(total)
+
+
+@lru_cache(maxsize=1024)
+def _check_pair(which: str, a: Format, b: Format) -> None:
+    """Raise unless the two operands can be multiplied as they are; errors are not cached."""
+    (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
+    check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
+
+
+def _as_plane(operand: Plane | Tensor, direction: Direction) -> Plane:
+    """A plain tensor is an identity plane of whatever direction is read."""
+    if isinstance(operand, Plane):
+        return replace(operand, direction=direction) if operand.format.is_identity else operand
+    return Plane(IDENTITY, direction, matrix_shape(operand.shape), operand)
+
+
+def _check_inner_size(which: str, a_name: str, b_name: str, planes: list[Plane]) -> None:
+    inner = [plane.operand_shape[1] for plane in planes]
+    if inner[0] != inner[1]:
+        shapes = " and ".join(
+            f"{name} {list(plane.shape)}" for name, plane in zip((a_name, b_name), planes, strict=True)
+        )
+        raise ValueError(f"{which}: {shapes} do not agree: it sums over {inner[0]} and {inner[1]} elements")
+
+
+def _check_out(which: str, out: Tensor, planes: list[Plane]) -> None:
+    shape = [plane.operand_shape[0] for plane in planes]
+    if list(out.shape) != shape:
+        raise ValueError(f"{which}: the result is {shape}, and out is {list(out.shape)}")
+
+
+# ---- operands ----------------------------------------------------------------------------------------
+
+
+def _operands(planes: list[Plane], allow_bf16: bool) -> tuple[_Operand, _Operand]:
+    unrotated = planes[0].format.rotation != planes[1].format.rotation
+    left, right = (_operand(plane, name, unrotated) for plane, name in zip(planes, ("gemm.a", "gemm.b"), strict=True))
+    scaled = not (_is_one(left.scale) and _is_one(right.scale))
+    if allow_bf16 and not scaled and _wants_bf16(planes[0].data.device):
+        narrow = [_exact_bf16(operand.values) for operand in (left, right)]
+        if narrow[0] is not None and narrow[1] is not None:
+            return _Operand(narrow[0], 1.0), _Operand(narrow[1], 1.0)
+    return left, right
+
+
+def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
+    rows, columns = plane.operand_shape
+    if plane.format.is_identity:
+        return _Operand(_plain_operand(plane, name), 1.0)
+    memory = kernels.workspace(name, rows * columns) if plane.data.device.type == "cpu" else None
+    values = kernels.decode_operand(_under_scale_one(plane), memory)
+    if unrotated and plane.format.rotation is not None:
+        values = unrotate(values, plane.format.rotation)
+    return _Operand(values, _global_scale(plane))
+
+
+def _plain_operand(plane: Plane, name: str) -> Tensor:
+    numbers = plane.data.detach().reshape(plane.shape)
+    if numbers.dtype != torch.float32:
+        memory = _fp32_memory(name, *plane.shape, numbers, keep=False)
+        numbers = memory.copy_(numbers)
+    return numbers if plane.direction is ROWWISE else numbers.t()
+
+
+def _global_scale(plane: Plane) -> float | Tensor:
+    """What is left of a plane's scales beside those of its blocks."""
+    fmt = plane.format
+    if fmt.block is None:
+        assert plane.scale is not None
+        return _number(plane.scale)
+    if fmt.global_amax is None:
+        return 1.0
+    assert plane.amax is not None
+    return _number(plane.amax, 1.0 / _neutral_amax(fmt))
+
+
+def _under_scale_one(plane: Plane) -> Plane:
+    """The plane with a global scale of one."""
+    fmt = plane.format
+    if fmt.block is None:
+        assert plane.scale is not None
+        return replace(plane, scale=torch.ones_like(plane.scale))
+    if fmt.global_amax is None:
+        return plane
+    assert plane.amax is not None
+    return replace(plane, amax=torch.full_like(plane.amax, _neutral_amax(fmt)))
+
+
+def _neutral_amax(fmt: Format) -> float:
+    """The amax for which the global scale is exactly one."""
+    assert fmt.element is not None
+    return fmt.element.max * fmt.scale_bound
+
+
+def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
+    """One Python number (double) from the CPU, else a double tensor: elsewhere reading it would wait for the device."""
+    if values.numel() == 1 and values.device.type == "cpu":
+        return float(values) * factor
+    return values.to(torch.float64) * factor
+
+
+def _is_one(scale: float | Tensor) -> bool:
+    return isinstance(scale, float) and scale == 1.0
+
+
+# ---- multiplying -------------------------------------------------------------------------------------
+
+
+def _multiply(
+    left: _Operand, right: _Operand, total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
+) -> None:
+    """``total`` = alpha * scales * left · rightᵀ + bias, plus beta * total if there is a beta.
+
+    Everything is written with ``out=`` or in place, which torch.autocast leaves alone: it would have the
+    fp32 operands rounded to bf16.
+    """
+    a, b = left.values, right.values.t()
+    if _is_one(left.scale) and _is_one(right.scale) and alpha == 1.0:
+        if beta is not None:
+            total.addmm_(a, b, beta=beta)
+        elif bias is None:
+            torch.mm(a, b, out=total)
+        else:
+            torch.addmm(bias.to(torch.float32), a, b, out=total)
+            return
+        if bias is not None:
+            total.add_(bias)
+        return
+    # Not the alpha of addmm: BLAS applies that to an operand, whose numbers would then no longer be exact.
+    product = _product_memory(total, aside=beta is not None)
+    torch.mm(a, b, out=product)
+    factor = _one_factor(left.scale, right.scale, alpha)
+    if factor is None:
+        _scale_by_vectors(product, left.scale, right.scale, alpha)
+        factor = 1.0
+    _finish(product, factor, total, bias, beta)
+
+
+def _multiply_codes(planes: list[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None) -> None:
+    """The same without decoding."""
+    left, right = planes
+    left_scale, right_scale = _global_scale(left), _global_scale(right)
+    factor = _one_factor(left_scale, right_scale, alpha)
+    product = _product_memory(total, aside=beta is not None or total.stride(-1) != 1)
+    kernels.multiply(left, right, product, 1.0 if factor is None else factor)
+    if factor is None:
+        _scale_by_vectors(product, left_scale, right_scale, alpha)
+    _finish(product, 1.0, total, bias, beta)
+
+
+def _product_memory(total: Tensor, aside: bool) -> Tensor:
+    """Where the product goes: ``total`` itself, or aside."""
+    rows, columns = total.shape
+    return _fp32_memory("gemm.product", rows, columns, total, keep=False) if aside else total
+
+
+def _finish(product: Tensor, factor: float, total: Tensor, bias: Tensor | None, beta: float | None) -> None:
+    """``total`` = factor * product + bias, plus beta * total if there is a beta."""
+    if beta is not None:
+        total.mul_(beta).add_(product, alpha=factor)
+        if bias is not None:
+            total.add_(bias)
+    elif bias is not None:
+        torch.add(bias.to(torch.float32), product, alpha=factor, out=total)
+    elif factor != 1.0 or product is not total:
+        torch.mul(product, factor, out=total)
+
+
+def _one_factor(row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> float | None:
+    """The whole scale as one number, if it is one that fp32 can hold."""
+    if isinstance(row_scale, float) and isinstance(column_scale, float):
+        factor = alpha * row_scale * column_scale
+        return factor if abs(factor) <= _FP32_MAX else None
+    return None
+
+
+def _scale_by_vectors(product: Tensor, row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> None:
+    """A scale for each row of the left operand scales rows of the product, one of the right operand its columns."""
+    both_one = _is_single(row_scale) and _is_single(column_scale)
+    if not both_one and _is_single(row_scale):
+        product.mul_(_fp32(column_scale * row_scale * alpha).view(1, -1))
+    elif not both_one and _is_single(column_scale):
+        product.mul_(_fp32(row_scale * column_scale * alpha).view(-1, 1))
+    else:  # one after the other, so that 0 stays 0 where the product of the scales is beyond fp32
+        product.mul_(_fp32(row_scale * alpha).view(-1, 1)).mul_(_fp32(column_scale).view(1, -1))
+
+
+def _is_single(scale: float | Tensor) -> bool:
+    return isinstance(scale, float) or scale.numel() == 1
+
+
+def _fp32(factor: float | Tensor) -> Tensor:
+    return torch.as_tensor(factor, dtype=torch.float32)
+
+
+def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:
+    """An fp32 matrix: fresh if the caller is to ``keep`` it, else reused."""
+    count = rows * columns
+    memory = None if keep or like.device.type != "cpu" else kernels.workspace(name, count)
+    if memory is None:
+        return torch.empty(rows, columns, dtype=torch.float32, device=like.device)
+    return memory[:count].view(rows, columns)
+
+
+# ---- bf16 operands -----------------------------------------------------------------------------------
+
+
+def _wants_bf16(device: torch.device) -> bool:
+    if settings.gemm_operand_dtype is not None:
+        return settings.gemm_operand_dtype == torch.bfloat16
+    return has_fast_bf16(device.type)
+
+
+@lru_cache
+def has_fast_bf16(device_type: str) -> bool:
+    """Whether bf16 GEMMs are faster than fp32 ones on this kind of device."""
+    if device_type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _exact_bf16(values: Tensor) -> Tensor | None:
+    """``values`` in bf16 if no bit is lost, else None: bf16 is the upper half of fp32."""
+    if values.view(torch.int32).bitwise_and(0xFFFF).any():
+        return None
+    return values.to(torch.bfloat16)
+
+
+def _multiplied_in_bf16(left: _Operand, right: _Operand, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.mm(left.values, right.values.t())
+    return torch.mm(left.values, right.values.t(), out=out)
+
+
+# ---- double precision --------------------------------------------------------------------------------
+
+
+def _in_double(planes: list[Plane]) -> bool:
+    """Unquantized operands in double precision, as in a gradient check, stay in it."""
+    return all(plane.format.is_identity for plane in planes) and any(
+        plane.data.dtype == torch.float64 for plane in planes
+    )
+
+
+def _multiplied_in_double(
+    planes: list[Plane],
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    alpha: float,
+    beta: float,
+) -> Tensor:
+    numbers = [plane.data.detach().reshape(plane.shape).to(torch.float64) for plane in planes]
+    left, right = (n if p.direction is ROWWISE else n.t() for n, p in zip(numbers, planes, strict=True))
+    product = (left @ right.t()).mul_(alpha)
+    if bias is not None:
+        product.add_(bias)
+    if accumulate and out is not None:
+        product.add_(out.to(torch.float64), alpha=beta)
+    return product.to(out_dtype) if out is None else out.copy_(product)

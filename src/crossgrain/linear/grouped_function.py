@@ -1,0 +1,290 @@
+"""A linear layer for each group of rows, for modules and fusible operations. The GEMMs are those of `linear_function`.
+
+What is particular to groups is that operands are quantized for all of them at once where that is possible
+(see `split_quantize`), that the weights may be parts of one parameter, and that sums over ranks are taken once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensor import QuantizedTensor
+from . import split_quantize  # looked up when called: whoever replaces the function there is asked
+from .function import LinearCall, LinearFunction, Needs, check_dtypes, check_input, check_takes_gradient
+from .gradient_places import check_has_main_grad, dummy_weight_gradient
+from .grouped_input import given_groups, hollow_rows, takes_rows
+from .padding import Sizes
+from .parallel import TensorParallel
+from .saved_planes import BUFFERS_PER_OPERAND
+from .split_quantize import padded_groups
+
+
+@dataclass
+class Groups:
+    """All of one call of a grouped layer but its input. Lists are by group.
+
+    ``weights``, ``biases``      of the groups; parts of one tensor if there is only one parameter for all
+    ``packed_weight``            that parameter [groups, N, K]
+    ``packed_bias``              the same for biases [groups, N]
+    ``out``, ``dgrad_out``       the caller's memory for y and dx
+    ``parallel``                 how ranks share all groups, if they do; ``calls`` do not know
+    """
+
+    sizes: list[int]
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor] | Sequence[None]
+    calls: list[LinearCall]
+    packed_weight: Tensor | None = None
+    packed_bias: Tensor | None = None
+    out: Tensor | None = None
+    dgrad_out: Tensor | None = None
+    parallel: TensorParallel | None = None
+
+    @property
+    def sums_output(self) -> bool:
+        """Whether y is summed over ranks; biases are then added to the sum."""
+        return self.parallel is not None and self.parallel.sums_output
+
+    def weight_parameters(self) -> list[Tensor]:
+        return list(self.weights) if self.packed_weight is None else [self.packed_weight]
+
+    def bias_parameters(self) -> list[Tensor | None]:
+        return list(self.biases) if self.packed_bias is None else [self.packed_bias]
+
+    def needs(self, x: Tensor) -> list[Needs]:
+        """Which gradients are wanted of each group; the parts of a packed parameter do not know."""
+        count = len(self.sizes)
+        dw = [parameter.requires_grad for parameter in self.weight_parameters()]
+        db = [parameter is not None and parameter.requires_grad for parameter in self.bias_parameters()]
+        if not torch.is_grad_enabled():
+            return [Needs(False, False, False)] * count
+        dws, dbs = (found * count if len(found) == 1 else found for found in (dw, db))
+        return [Needs(x.requires_grad, w, b) for w, b in zip(dws, dbs, strict=True)]
+
+
+def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
+    """y [..., N] for x [..., K], whose rows belong to groups in order."""
+    call = groups.calls[0]
+    check_input(x, groups.weights[0], call.layer)
+    check_dtypes(groups.weights[0], call)
+    needs = groups.needs(x)
+    if not any(any(need) for need in needs):
+        return grouped_forward(x, groups, needs)[0]
+    if call.accumulate_main_grad or call.wgrad_queue is not None:
+        for parameter in groups.weight_parameters():
+            check_takes_gradient(parameter, call.layer)
+    parameters = (*groups.weight_parameters(), *groups.bias_parameters())
+    result: Tensor = _GroupedFunction.apply(x, groups, needs, *parameters)
+    return result
+
+
+class GroupContext:
+    """To `LinearFunction` what ``ctx`` is to an autograd function."""
+
+    call: LinearCall
+    needs: Needs
+    padded: Sizes
+    weight: Any
+    bias_dtype: torch.dtype | None
+
+    def __init__(self) -> None:
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class _GroupedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups, needs: list[Needs], *parameters: Tensor | None) -> Tensor:
+        y, ctx.contexts, saved = grouped_forward(x, groups, needs)
+        ctx.save_for_backward(*saved)
+        ctx.groups, ctx.shape = groups, x.shape
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx, weights, biases = grouped_backward(dy, ctx.groups, ctx.contexts, ctx.saved_tensors)
+        return None if dx is None else dx.reshape(ctx.shape), None, None, *weights, *biases
+
+
+def grouped_forward(
+    x: Tensor, groups: Groups, needs: list[Needs]
+) -> tuple[Tensor, list[GroupContext], list[Tensor | None]]:
+    """y, and for `grouped_backward`: the contexts of the groups and the tensors that have to be saved."""
+    if isinstance(x, QuantizedTensor) and not takes_rows(x, groups.calls[0], wgrad=any(need.dw for need in needs)):
+        x = x.dequantize()
+    rows = hollow_rows(x) if isinstance(x, QuantizedTensor) else x.detach().reshape(-1, x.shape[-1])
+    if any(need.dx or need.dw for need in needs):  # all groups are padded alike, also one that is frozen
+        for call in groups.calls:
+            call.padding = call.padding._replace(m_forward=call.padding.m_backward)
+    _quantize_inputs(x, groups, needs)
+    outputs, contexts = [], []
+    parts = zip(rows.split(groups.sizes), groups.weights, groups.biases, groups.calls, needs, strict=True)
+    for group_rows, weight, bias, call, need in parts:
+        context = GroupContext()
+        added = None if groups.sums_output else bias
+        outputs.append(LinearFunction.forward(context, group_rows, weight, added, call, need))
+        context.bias_dtype = None if bias is None else bias.dtype
+        contexts.append(context)
+    saved = [tensor for context in contexts for tensor in context.saved_tensors]
+    for context in contexts:
+        context.saved_tensors = ()
+    y = torch.cat(outputs)
+    if groups.sums_output:
+        y = _summed_output(y, groups)
+    y = y.reshape(*x.shape[:-1], groups.weights[0].shape[0])
+    return _in_memory(y, groups.out), contexts, saved
+
+
+def grouped_backward(
+    dy: Tensor, groups: Groups, contexts: list[GroupContext], saved: Sequence[Tensor | None]
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """dx [M, K], and the gradients of the weight and bias parameters; None where none is wanted."""
+    if isinstance(dy, QuantizedTensor):
+        dy = dy.dequantize()
+    dy = dy.reshape(sum(groups.sizes), groups.weights[0].shape[0]).to(groups.calls[0].dtype)
+    _give_parts_main_grads(contexts, groups)
+    _quantize_gradients(dy, contexts, groups)
+    count = 2 * BUFFERS_PER_OPERAND
+    dxs, dws, dbs = [], [], []
+    for g, (context, rows) in enumerate(zip(contexts, dy.split(groups.sizes), strict=True)):
+        context.saved_tensors = tuple(saved[g * count : (g + 1) * count])
+        dx, dw, db, *_ = LinearFunction.backward(context, rows)
+        context.saved_tensors, context.call.quantized_gradient = (), None
+        dxs.append(dx)
+        dws.append(dw)
+        dbs.append(db)
+    _collect_put_off(contexts, groups)
+    dx = _in_memory(_whole_input_gradient(dxs, groups), groups.dgrad_out) if contexts[0].needs.dx else None
+    return dx, _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
+
+
+def _summed_output(y: Tensor, groups: Groups) -> Tensor:
+    call = groups.calls[0]
+    assert groups.parallel is not None
+    y = groups.parallel.sum(y, call.layer)
+    if groups.biases[0] is None:
+        return y
+    parts = zip(y.split(groups.sizes), groups.biases, strict=True)
+    return torch.cat([rows + bias.detach() for rows, bias in parts if bias is not None]).to(call.dtype)
+
+
+def _whole_input_gradient(parts: Sequence[Tensor], groups: Groups) -> Tensor:
+    dx, call = torch.cat(list(parts)), groups.calls[0]
+    if groups.parallel is None or not groups.parallel.sums_input_gradient:
+        return dx
+    return groups.parallel.sum(dx.to(call.dtype), call.layer).to(dx.dtype)
+
+
+def _in_memory(values: Tensor, memory: Tensor | None) -> Tensor:
+    """``values``, in the caller's memory if there is some."""
+    return values if memory is None else memory.detach().copy_(values.reshape(memory.shape))
+
+
+# ---- operands ----------------------------------------------------------------------------------------
+
+
+def _padded_sizes(groups: Groups, needs: Sequence[Needs]) -> list[Sizes]:
+    n, k = groups.weights[0].shape
+    return [
+        call.padding.padded(Sizes(m, k, n), backward=need.dx or need.dw)
+        for m, call, need in zip(groups.sizes, groups.calls, needs, strict=True)
+    ]
+
+
+def _quantize_inputs(x: Tensor, groups: Groups, needs: list[Needs]) -> None:
+    call = groups.calls[0]
+    if call.input is None:
+        return
+    padded = _padded_sizes(groups, needs)
+    columnwise = any(need.dw for need in needs) and not call.keep_input and call.quantizes_backward
+    if isinstance(x, QuantizedTensor):
+        quantized = given_groups(x, groups.sizes, padded, groups.calls, columnwise=columnwise)
+    else:
+        rows, heights = x.detach().reshape(-1, x.shape[-1]).to(call.dtype), [size.m for size in padded]
+        quantizers = [call.input for call in groups.calls if call.input is not None]
+        quantized = split_quantize.split_quantize(
+            padded_groups(rows, groups.sizes, heights, padded[0].k),
+            heights,
+            split_quantize.Storing(quantizers, rowwise=True, columnwise=columnwise),
+        )
+    for call, group in zip(groups.calls, quantized, strict=True):
+        call.quantized_input = group
+
+
+def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups) -> None:
+    """dy has the activations' dtype: all formats see the same numbers."""
+    call, needs = groups.calls[0], [context.needs for context in contexts]
+    rowwise, columnwise = any(need.dx for need in needs), any(need.dw for need in needs)
+    for context in contexts:
+        if context.needs.dw and call.accumulate_main_grad:
+            check_has_main_grad(context)
+    if call.grad_output is None or not call.quantizes_backward or not (rowwise or columnwise):
+        return
+    if call.on_backward is not None:
+        call.on_backward()
+    heights = [context.padded.m for context in contexts]
+    quantizers = [call.grad_output for call in groups.calls if call.grad_output is not None]
+    quantized = split_quantize.split_quantize(
+        padded_groups(dy, groups.sizes, heights, contexts[0].padded.n),
+        heights,
+        split_quantize.Storing(quantizers, rowwise=rowwise, columnwise=columnwise),
+    )
+    for call, group in zip(groups.calls, quantized, strict=True):
+        call.quantized_gradient = group
+
+
+# ---- gradients of parameters ---------------------------------------------------------------------------
+
+
+def _by_parameter(gradients: list[Tensor | None], packed: Tensor | None) -> list[Tensor | None]:
+    """Those of a packed parameter are stacked."""
+    if packed is None:
+        return gradients
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < len(gradients):
+        return [None]
+    if hasattr(packed, "grad_added_to_main_grad"):
+        return [dummy_weight_gradient(packed)]
+    return [torch.stack(present)]
+
+
+def _give_parts_main_grads(contexts: list[GroupContext], groups: Groups) -> None:
+    """The parts of a packed weight add to the parts of its main_grad."""
+    packed: Any = groups.packed_weight
+    main_grad = getattr(packed, "main_grad", None)
+    if main_grad is None or not groups.calls[0].accumulate_main_grad:
+        return
+    for g, context in enumerate(contexts):
+        if not context.needs.dw:
+            continue
+        context.weight.main_grad = main_grad[g]
+        context.weight.overwrite_main_grad = getattr(packed, "overwrite_main_grad", False)
+        if hasattr(packed, "grad_added_to_main_grad"):
+            context.weight.grad_added_to_main_grad = packed.grad_added_to_main_grad = True
+
+
+def _collect_put_off(contexts: list[GroupContext], groups: Groups) -> None:
+    """Gradients of a packed weight that were put off are put together after the last group's."""
+    call, packed = groups.calls[0], groups.packed_weight
+    if call.wgrad_queue is None or packed is None or call.accumulate_main_grad or not contexts[0].needs.dw:
+        return
+    parts = [context.weight for context in contexts]
+
+    def later() -> None:
+        dw = torch.stack([part.grad for part in parts])
+        for part in parts:
+            part.grad = None
+        if packed.grad is None:
+            packed.grad = dw
+        else:
+            packed.grad.add_(dw)
+
+    call.wgrad_queue.append(later)

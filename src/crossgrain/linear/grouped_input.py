@@ -1,0 +1,109 @@
+"""Rows of groups that come quantized, as tokens of a mixture do that were sent quantized to the rank of their expert.
+
+fprop reads their rows as they are. wgrad reads columns, whose blocks have numbers of many rows: they are made here,
+from what the rows decode to. So the quantizer has to make columns from decoded rows anyway
+(``columnwise_source="rowwise_dequantized"``), or rows and columns have the same codes (FP8 with one scale), or
+backward multiplies decoded rows. A quantizer that makes columns from the original cannot be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..planes import ROWWISE, Plane
+from ..planes.rows import bytes_of_rows, plane_of_rows, rows_stand_alone
+from ..planes.slicing import slice_plane
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..recipe.base import BackwardOverride
+from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from .function import LinearCall
+from .gather_activations import columns_follow_from_rows
+from .padding import Sizes, known_format, padded_matrix
+
+
+def why_rows_are_not_enough(quantizer: Quantizer, override: BackwardOverride, keeps_input: bool) -> str | None:
+    """Why wgrad needs more of an input than its rowwise plane; None if it does not."""
+    if keeps_input:
+        return "save_original_input keeps the input as it was before"
+    if override == "high_precision":
+        return "backward_override='high_precision' multiplies the input as it was before"
+    if override == "dequantized":
+        return None
+    derives = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original"
+    if derives or columns_follow_from_rows(quantizer):
+        return None
+    return "its columnwise plane is made from the input as it was before; with 'input.source: dequantized' it is not"
+
+
+def takes_rows(x: QuantizedTensor, call: LinearCall, *, wgrad: bool) -> bool:
+    """Whether ``x`` has the rows that the layer would make; others are decoded and quantized. Raises if it has rows
+    alone, and wgrad needs more.
+    """
+    quantizer, row = call.input, x.plane(ROWWISE)
+    if quantizer is None or row is None or row.format.is_identity or row.format != known_format(quantizer, ROWWISE):
+        return False
+    if not rows_stand_alone(row.format) or _has_history(quantizer):
+        return False
+    reason = why_rows_are_not_enough(quantizer, call.backward_override, call.keep_input) if wgrad else None
+    if reason is None:
+        return True
+    if not x.get_usages()["columnwise"]:
+        raise ValueError(
+            f"{call.layer}: the input {list(x.shape)} comes with a rowwise {row.format.name} plane alone, and wgrad "
+            f"needs more: {reason}"
+        )
+    return False
+
+
+def _has_history(quantizer: Quantizer) -> bool:
+    """Whether it wants to see every input, to scale the next ones."""
+    row: Quantizer = quantizer.child(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
+    return bool(row._statistics())
+
+
+def hollow_rows(x: Tensor) -> Tensor:
+    """Shape and dtype of the rows of ``x``; there is a single number behind them."""
+    return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape[:-1].numel(), x.shape[-1])
+
+
+def given_groups(
+    x: QuantizedTensor, sizes: Sequence[int], padded: Sequence[Sizes], calls: Sequence[LinearCall], *, columnwise: bool
+) -> list[QuantizedTensorStorage]:
+    """What the quantizers of the groups would hold: the rows of ``x`` and columns made from them, if asked for."""
+    row = x.plane(ROWWISE)
+    assert row is not None
+    if padded[0].k != row.shape[1]:
+        raise ValueError(
+            f"{calls[0].layer}: the input {list(x.shape)} comes quantized and cannot be padded to {padded[0].k} "
+            "columns, which the blocks of the other operands ask for"
+        )
+    heights = [size.m for size in padded]
+    whole = row if heights == list(sizes) else _padded_rows(row, sizes, heights)
+    made, start = [], 0
+    for height, call in zip(heights, calls, strict=True):
+        assert call.input is not None
+        part = slice_plane(whole, whole.shape, 0, start, start + height)
+        made.append(_storage(call.input, part, call.dtype, columnwise))
+        start += height
+    return made
+
+
+def _padded_rows(plane: Plane, sizes: Sequence[int], heights: Sequence[int]) -> Plane:
+    groups = bytes_of_rows(plane).split(list(sizes))
+    rows = [padded_matrix(group, height, group.shape[1]) for group, height in zip(groups, heights, strict=True)]
+    return plane_of_rows(torch.cat(rows), plane)
+
+
+def _storage(quantizer: Quantizer, row: Plane, dtype: torch.dtype, columnwise: bool) -> QuantizedTensorStorage:
+    if isinstance(quantizer, HybridQuantizer):
+        hybrid = quantizer.storing(rowwise=True, columnwise=columnwise)
+        made: QuantizedTensorStorage = hybrid.quantized_from_rows(hybrid._made_child(ROWWISE)._holding(row, dtype))
+        return made
+    made = quantizer.storing(rowwise=True, columnwise=False)._holding(row, dtype)
+    if columnwise:
+        made.update_usage(columnwise_usage=True)
+    return made

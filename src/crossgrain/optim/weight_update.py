@@ -1,0 +1,408 @@
+"""From master weights to quantized weights when each rank has a piece of the master.
+
+A distributed optimizer cuts the flattened masters of all weights into pieces, one per rank, wherever the cut
+falls: through rows, blocks and bytes. Each rank writes the codes of its own pieces into its copy of the
+quantized weight, under scales that come from the whole weight, and then the codes are gathered.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..kernels.partial import Span, needs_neighbours, part_amaxes, write_part
+from ..kernels.target import Target
+from ..planes import COLUMNWISE, ROWWISE
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
+from ..recipe import clear_preserved_value
+from ..runtime.collectives import maximise_, maximised, without_group
+from ..runtime.random_numbers import draw_seed
+from ..runtime.settings import settings
+from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.sharding import exchanged
+from .gathered_codes import (
+    columns_made_from_rows,
+    is_written_whole,
+    leave_for_processing,
+    make_columns_from_rows,
+    note_place,
+    post_all_gather_processing,
+    replace_raw_data,
+)
+
+__all__ = [
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]
+
+Shard = Tensor | Sequence[Tensor | None] | None
+
+
+@dataclass
+class _Weight:
+    """A weight and the pieces of its master that this rank has."""
+
+    weight: QuantizedTensor
+    spans: list[Span] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    shard: Shard = None
+
+    def matrix(self) -> Tensor:
+        """The master [M, K] in the weight's dtype, zero where it is not known."""
+        weight = self.weight
+        flat = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
+        for (start, end), piece in zip(self.spans, self.pieces, strict=True):
+            flat[start:end] = piece
+        return flat.view(weight._matrix)
+
+    def is_complete(self) -> bool:
+        """Whether the pieces cover the weight."""
+        covered = 0
+        for start, end in sorted(self.spans):
+            if start > covered:
+                return False
+            covered = max(covered, end)
+        return covered >= self.weight.numel() and self.shard is None
+
+    def holders(self) -> list[tuple[Quantizer, QuantizedTensorStorage]]:
+        """What is written from the master itself, with the quantizer that writes it.
+
+        Not a column that is made from the rows.
+        """
+        weight, quantizer = self.weight, self.weight._get_quantizer()
+        if not isinstance(weight, HybridQuantizedTensorStorage):
+            return [(quantizer, weight)]
+        assert isinstance(quantizer, HybridQuantizer)
+        children = weight._children()
+        return [
+            (quantizer._quantizer_of(direction), child)
+            for direction, child in children.items()
+            if not (direction is COLUMNWISE and self.derives_columns() and ROWWISE in children)
+        ]
+
+    def described(self) -> str:
+        """What has to be the same on all ranks."""
+        planes = ", ".join(f"{plane.direction.value} {plane.format.name}" for plane in self.weight.planes())
+        return f"{type(self.weight).__name__} {list(self.weight.shape)} of {planes}"
+
+    def derives_columns(self) -> bool:
+        quantizer = self.weight._get_quantizer()
+        return isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns()
+
+    def lacks_rows(self) -> bool:
+        """Whether columns are made from rows that are not kept."""
+        usages = self.weight.get_usages()
+        return self.derives_columns() and usages["columnwise"] and not usages["rowwise"]
+
+    def needs_whole(self) -> bool:
+        """Whether its codes need the numbers of other ranks, not just their amaxes."""
+        planes = [(quantizer, plane) for quantizer, storage in self.holders() for plane in storage.planes()]
+        return self.lacks_rows() or any(needs_neighbours(q.encoding(plane.direction)) for q, plane in planes)
+
+
+@dataclass
+class _Part:
+    """A plane to write, and what its scales follow from."""
+
+    storage: QuantizedTensorStorage
+    target: Target
+    block_max: Tensor | None
+    shard: Tensor | None
+    groups: Any = None  # whose ranks have other parts of the weight, and its amax in common
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any = None,
+    fsdp_shard_model_weights: Sequence[Shard] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Write pieces of float32 masters into quantized weights, of any format and any hybrid.
+
+    ``master_weights[i]`` is the piece ``[start, start + n)`` of the flattened master of ``model_weights[i]``
+    that this rank has, or None; a weight may be listed several times with several pieces. ``group`` is who
+    has the others; None or a group of one: nobody. Every rank lists the same weights in the same order. What
+    several ranks have has to be the same on all of them.
+
+    Pieces are cast to the weight's dtype. Scales are those of the whole master, the same on every rank:
+    bitwise what ``weight.quantize_(master)`` would give; so are the codes of this rank's pieces, in every
+    plane. All other codes stay as they are. What no rank has counts as zero.
+
+    With several ranks the weight is whole only when codes have been gathered. Planes that follow from the
+    rows - columns of formats with whole-tensor scales or square tiles, and of hybrids with
+    ``columnwise_source="rowwise_dequantized"`` - are made by `post_all_gather_processing`; until then
+    reading them is an error, or, for the former and without ``manual_post_all_gather_processing``, they are
+    dropped and made when they are next needed. A weight whose codes will not all be gathered, because
+    `replace_raw_data` has put only some of them where they are, is written whole on every rank.
+
+    ``fsdp_shard_model_weights[i]`` takes the codes of the piece instead of the weight's own buffer: a tensor,
+    or one for each plane. Everything is checked before anything is written, on all ranks; preserved initial
+    values are let go.
+    """
+    ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    problem: Exception | None = None
+    weights: list[_Weight] = []
+    try:
+        weights = _checked(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+        if ranks > 1:
+            _refuse_unshared_randomness(weights)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        problem = error
+    _raise_together(problem, weights, group, ranks)
+    with torch.no_grad():
+        for item in weights:
+            note_place(item.weight)
+        _write(weights, group, ranks)
+        for item in weights:
+            clear_preserved_value(item.weight)
+            if ranks > 1 and not is_written_whole(item.weight):
+                leave_for_processing(item.weight, manual_post_all_gather_processing)
+
+
+cast_master_weights_to_fp8 = quantize_master_weights
+
+
+def _checked(
+    weights: Sequence[Any],
+    masters: Sequence[Tensor | None],
+    starts: Sequence[int | None],
+    shards: Sequence[Shard] | None,
+) -> list[_Weight]:
+    """The weights, each once, or an error that says what is wrong."""
+    shards = [None] * len(weights) if shards is None else shards
+    if not len(weights) == len(masters) == len(starts) == len(shards):
+        raise ValueError(
+            f"quantize_master_weights: {len(weights)} weights, {len(masters)} masters, {len(starts)} offsets and "
+            f"{len(shards)} shards do not go together"
+        )
+    found: dict[int, _Weight] = {}
+    for index, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards, strict=True)):
+        where = f"quantize_master_weights: weight {index}"
+        if not isinstance(weight, QuantizedTensor):
+            raise TypeError(f"{where} is a {type(weight).__name__}, not a quantized tensor")
+        item = found.setdefault(id(weight), _Weight(weight))
+        if not item.spans:
+            _check_weight(weight, where)
+        if (master is None) != (start is None):
+            raise ValueError(f"{where}: a master and its offset are given together, or neither is")
+        if master is None or start is None:
+            continue
+        end = start + master.numel()
+        if start < 0 or end > weight.numel():
+            raise ValueError(f"{where} has {weight.numel()} elements; [{start}, {end}) is not a piece of it")
+        if not master.is_floating_point() or master.device != weight.device:
+            raise ValueError(f"{where} on {weight.device} cannot take a master of {master.dtype} on {master.device}")
+        item.spans.append((start, end))
+        item.pieces.append(master.detach().reshape(-1))
+        if shard is not None:
+            item.shard = _checked_shard(item, shard, where)
+        else:
+            _check_memory(item, where)
+    return list(found.values())
+
+
+def _check_weight(weight: QuantizedTensor, where: str) -> None:
+    if not any(weight.get_usages().values()):
+        raise ValueError(
+            f"{where}: this {type(weight).__name__} of shape {list(weight.shape)} holds no data: both rowwise and "
+            "columnwise are absent"
+        )
+    if not weight.planes() or (isinstance(weight, HybridQuantizedTensorStorage) and _has_custom_child(weight)):
+        raise NotImplementedError(f"{where}: {type(weight).__name__} is not made of planes")
+    if settings.strict and isinstance(weight, HybridQuantizedTensorStorage):
+        _refuse_block_children(weight, where)
+    weight._get_quantizer().check_writable(weight)
+
+
+def _refuse_block_children(weight: HybridQuantizedTensorStorage, where: str) -> None:
+    """Transformer Engine casts masters only into children with a scale for the whole tensor."""
+    for direction, child in weight._children().items():
+        if any(plane.format.block is not None for plane in child.planes()):
+            raise NotImplementedError(
+                f"{where}: {type(child._get_quantizer()).__name__} {direction.value} in a hybrid of shape "
+                f"{list(weight.shape)} takes no master where settings.strict is set"
+            )
+
+
+def _check_memory(item: _Weight, where: str) -> None:
+    """Wrappers that shard let go of the memory of whole weights, but not of the tensors."""
+    for plane in item.weight.planes():
+        if plane.data.numel() and not plane.data.untyped_storage().nbytes():
+            raise ValueError(
+                f"{where}: the memory of its {plane.direction.value} codes was freed, and no shard is given"
+            )
+
+
+def _refuse_unshared_randomness(weights: Sequence[_Weight]) -> None:
+    for item in weights:
+        quantizer: Any = item.weight._get_quantizer()
+        if item.lacks_rows() and quantizer._quantizer_of(ROWWISE).encoding(ROWWISE).stochastic:
+            raise NotImplementedError(
+                f"the columns of this {type(item.weight).__name__} are made from stochastically rounded rows that it "
+                "does not keep; each rank would round in its own way"
+            )
+
+
+def _has_custom_child(weight: HybridQuantizedTensorStorage) -> bool:
+    return any(not child._plane_buffers for child in weight._children().values())
+
+
+def _checked_shard(item: _Weight, shard: Shard, where: str) -> Shard:
+    planes = [plane for _, storage in item.holders() for plane in storage.planes()]
+    shards = (shard,) if shard is None or isinstance(shard, Tensor) else tuple(shard)
+    if len(item.spans) > 1 or len(shards) != len(planes):
+        raise ValueError(f"{where} has {len(planes)} planes to write and {len(shards)} shards for one piece of each")
+    size = item.pieces[0].numel()
+    for plane, own in zip(planes, shards, strict=True):
+        if plane.format.element is not None and plane.format.element.bits != 8:
+            raise NotImplementedError(
+                f"{where}: pieces of {plane.format.name} are not whole bytes; they have no shards"
+            )
+        if own is not None and (own.numel() != size or own.dtype != plane.data.dtype):
+            raise ValueError(
+                f"{where}: a shard of its {plane.direction.value} plane is {size} of {plane.data.dtype}, not "
+                f"{own.numel()} of {own.dtype}"
+            )
+    return shards
+
+
+def _raise_together(problem: Exception | None, weights: Sequence[_Weight], group: Any, ranks: int) -> None:
+    """Raise on all ranks if one has a problem or lists other weights: their amaxes would be mixed up."""
+    listed = [item.described() for item in weights]
+    mine = [problem is not None, zlib.crc32(str(listed).encode())]
+    found = exchanged(mine, group, ranks, torch.device("cpu"))
+    if problem is not None:
+        raise problem
+    if any(refused for refused, _ in found):
+        raise RuntimeError("quantize_master_weights: another rank refused its weights; nothing was written")
+    others = [rank for rank, (_, other) in enumerate(found) if other != found[0][1]]
+    if others:
+        raise ValueError(
+            f"quantize_master_weights: ranks {others} of the group list other weights than rank 0, or in another "
+            f"order; here: {len(listed)}, the first of them {'; '.join(listed[:3])}. Nothing was written."
+        )
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+def _write(weights: Sequence[_Weight], group: Any, ranks: int) -> None:
+    pending = []
+    for item in weights:
+        if item.weight.numel() == 0 or (ranks == 1 and item.is_complete()):
+            item.weight.quantize_(item.matrix().view(item.weight.shape))
+        elif is_written_whole(item.weight) or item.needs_whole():
+            x = _assembled(item, group, ranks)
+            if is_written_whole(item.weight):
+                item.spans = [(0, item.weight.numel())]
+            parts = _parts(item, x)
+            _reduce_overall(parts, group)
+            _write_parts(item, x, parts, group, ranks)
+            if is_written_whole(item.weight):
+                post_all_gather_processing(item.weight)
+        else:
+            pending.append((item, _parts(item, item.matrix())))
+    measured = [part for _, parts in pending for part in parts]
+    _reduce(measured, group, ranks)
+    _reduce_overall(measured, group)
+    for item, parts in pending:
+        _write_parts(item, item.matrix(), parts, group, ranks)  # made again: keeping all would double the model
+
+
+def _assembled(item: _Weight, group: Any, ranks: int) -> Tensor:
+    """The matrix that codes are made from, known to all ranks: who does not know a number has bytes of zero."""
+    x = item.matrix()
+    if ranks > 1:
+        torch.distributed.all_reduce(x.view(torch.uint8), op=torch.distributed.ReduceOp.MAX, group=group)
+    if not item.lacks_rows():
+        return x
+    quantizer = item.weight._get_quantizer()
+    assert isinstance(quantizer, HybridQuantizer)
+    rows = quantizer._quantizer_of(ROWWISE).quantize_impl(x)
+    return cast(Tensor, rows.dequantize(dtype=x.dtype).detach())
+
+
+def _parts(item: _Weight, x: Tensor) -> list[_Part]:
+    """What to write, with the amaxes of ``x``."""
+    shards = iter(item.shard if isinstance(item.shard, tuple) else ())
+    parts = []
+    for quantizer, storage in item.holders():
+        for target in quantizer._targets(quantizer._in_own_formats(storage.planes())):
+            overall, block_max = part_amaxes(x, target)
+            shares = quantizer.with_amax_reduction and quantizer._shares_amax(target)
+            groups = quantizer.amax_reduction_group if shares else None
+            parts.append(_Part(storage, target.with_amax(overall), block_max, next(shards, None), groups))
+    return parts
+
+
+def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
+    """Maximise all amaxes over the ranks, in one collective."""
+    amaxes = [amax for part in parts for amax in (part.target.amax, part.block_max) if amax is not None]
+    if ranks == 1:
+        return
+    reduced = iter(maximised(amaxes, group))
+    for part in parts:
+        if part.target.amax is not None:
+            part.target = part.target.with_amax(next(reduced))
+        if part.block_max is not None:
+            part.block_max = next(reduced)
+
+
+def _reduce_overall(parts: Sequence[_Part], group: Any) -> None:
+    """Maximise amaxes of weights of which each tensor parallel rank has a part over these ranks, too."""
+    by_groups: dict[Any, list[_Part]] = {}
+    for part in parts:
+        others = without_group(part.groups, group)
+        if others is not None:
+            by_groups.setdefault(others, []).append(part)
+    for groups, sharing in by_groups.items():
+        with_amax = [part for part in sharing if part.target.amax is not None]
+        amaxes = [part.target.amax for part in with_amax if part.target.amax is not None]
+        for part, amax in zip(with_amax, maximised(amaxes, groups), strict=True):
+            part.target = part.target.with_amax(amax)
+
+
+def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, ranks: int) -> None:
+    seed = _shared_seed(group, ranks) if any(part.target.encoding.stochastic for part in parts) else None
+    weight = item.weight
+    columns = columns_made_from_rows(weight)
+    with nullcontext() if columns is not None and ranks > 1 else _one_write(weight):
+        for quantizer, storage in item.holders():
+            own = [part for part in parts if part.storage is storage]
+            quantizer._observe([part.target for part in own])
+            for part in own:
+                write_part(x, part.target, part.block_max, item.spans, seed, part.shard)
+            quantizer._note_formats(storage, storage.planes())
+            if columns is not None:
+                storage._mark_written()  # so that the columns are known to be old
+        if columns is not None and ranks == 1:
+            make_columns_from_rows(weight, columns)
+
+
+def _shared_seed(group: Any, ranks: int) -> int:
+    seed = torch.tensor([draw_seed()], dtype=torch.int64)
+    if ranks > 1:
+        maximise_(seed, group)
+    return int(seed)
+
+
+@contextmanager
+def _one_write(weight: QuantizedTensorStorage) -> Iterator[None]:
+    if isinstance(weight, HybridQuantizedTensorStorage):
+        with weight._writing():
+            yield
+    else:
+        yield
+        weight._mark_written()

@@ -1,0 +1,31 @@
+"""One encoding of a matrix in memory: the plane, groups of planes, slices and rows of planes, planes on the wire."""
+
+from .plane import (
+    COLUMNWISE,
+    ROWWISE,
+    Direction,
+    Plane,
+    bytes_per_row,
+    data_shape,
+    empty_plane,
+    matrix_shape,
+    overlaps,
+    round_up,
+    scale_shape,
+    shape_problem,
+)
+
+__all__ = [
+    "COLUMNWISE",
+    "ROWWISE",
+    "Direction",
+    "Plane",
+    "bytes_per_row",
+    "data_shape",
+    "empty_plane",
+    "matrix_shape",
+    "overlaps",
+    "round_up",
+    "scale_shape",
+    "shape_problem",
+]

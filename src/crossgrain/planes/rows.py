@@ -1,0 +1,43 @@
+"""Rows of a rowwise plane as rows of bytes, which can be sent, put in another order and be followed by others.
+
+That needs formats in which every row has scales of its own. What rows have in common, a scale or an amax of the
+tensor, is not among the bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+from ..tensor.row_shards import m_major_buffers
+from .plane import ROWWISE, Plane, empty_plane
+
+
+def rows_stand_alone(fmt: Format) -> bool:
+    """Whether no block has numbers of two rows."""
+    return fmt.block_rows == 1
+
+
+def bytes_of_rows(plane: Plane) -> Tensor:
+    """Codes, scales and amax of each row, one after the other: [M, bytes]. Zeros decode to zeros."""
+    plane.check_readable()
+    return torch.cat([_matrix(part).contiguous().view(torch.uint8) for _, part in m_major_buffers(plane)], dim=1)
+
+
+def plane_of_rows(rows: Tensor, like: Plane) -> Plane:
+    """The plane of such bytes, whose format, width and common scale are those of ``like``."""
+    shape = (rows.shape[0], like.shape[1])
+    plane = empty_plane(like.format, ROWWISE, shape, device=rows.device, dtype=like.data.dtype)
+    parts = [_matrix(part) for _, part in m_major_buffers(plane)]
+    widths = [part.shape[1] * part.element_size() for part in parts]
+    for part, own in zip(parts, rows.split(widths, dim=1), strict=True):
+        part.copy_(own.contiguous().view(part.dtype))
+    common, theirs = plane.scale_across((0,)), like.scale_across((0,))
+    if common is not None and theirs is not None:
+        common.copy_(theirs)
+    return plane
+
+
+def _matrix(part: Tensor) -> Tensor:
+    return part if part.dim() == 2 else part.unsqueeze(1)

@@ -1,0 +1,151 @@
+"""Exact bytes: of planes in memory, of planes on the wire, and of optimizer states.
+
+Nothing here knows how many bits a format has. Planes are made on the meta device, by the quantizers that the
+layers would use, and their buffers are counted, padding of scales and amaxes included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..distributed.weight_shard import WeightPlan
+from ..formats.dtypes import DType
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..planes.transport import Shipment, kind_of
+from ..quantizers.base import Quantizer
+from ..quantizers.float8 import Float8CurrentScalingQuantizer
+from ..recipe import GemmRecipe
+from ..recipe.layer_formats import Choice, LayerPlan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOMENTS = ("fp32", "bf16", "fp16", "fp8")
+MASTERS = ("fp32", "fp16", "remainder", "none")
+
+_META = torch.device("meta")
+
+
+def quantizer_for(plan: LayerPlan, tensor: str) -> Quantizer:
+    """What quantizes a tensor; delayed scaling stores the same bytes as current scaling."""
+    formats = tuple((place, Choice(choice.value.without(["delayed"]), choice.why)) for place, choice in plan.formats)
+    quantizer = replace(plan, formats=formats).quantizer(tensor)
+    assert isinstance(quantizer, Quantizer)
+    return quantizer
+
+
+@lru_cache(maxsize=4096)
+def planes_of(
+    plan: LayerPlan, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
+) -> tuple[Plane, ...]:
+    """The planes of these directions, without memory; ValueError for shapes that do not divide into blocks."""
+    # Rows are always there, and columns may be another view of them.
+    storing = quantizer_for(plan, tensor).storing(rowwise=True, columnwise=COLUMNWISE in directions)
+    made: Any = storing.make_empty(shape, dtype=dtype, device=_META)
+    return tuple(made.plane(direction) for direction in directions)
+
+
+def plane_bytes(
+    plan: LayerPlan, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
+) -> int:
+    """Of the planes of these directions; a buffer that they share counts once."""
+    return buffer_bytes(planes_of(plan, tensor, shape, dtype, directions))
+
+
+def buffer_bytes(planes: Iterable[Plane]) -> int:
+    buffers = {id(buffer): buffer.nbytes for plane in planes for buffer in plane.buffers()}
+    return sum(buffers.values())
+
+
+# ---- on the wire -----------------------------------------------------------------------------------
+
+
+class Gathered(NamedTuple):
+    """Bytes of a whole weight as all ranks send it, in each pass; ``both``: of one gather that serves both passes."""
+
+    forward: int
+    backward: int
+    both: int
+
+
+def gathered_bytes(
+    recipe: GemmRecipe | str,
+    shape: Sequence[int],
+    *,
+    ranks: int = 1,
+    layer: str = "",
+    module_type: str = "linear",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Gathered:
+    """What an all-gather of a quantized weight [N, K] carries: rows for forward, columns for backward.
+
+    Each rank sends the codes and scales of its rows without padding, and the scale or amax of the whole tensor, which
+    only a few bytes are. A rank whose rows end inside a block sends that block. Where one direction follows from the
+    other, ``both`` is one of them.
+
+    >>> forward, backward, _ = gathered_bytes("mxfp8-fwd-nvfp4-bwd", (4096, 4096), ranks=8)
+    >>> forward / 4096**2, backward / 4096**2  # 1 + 1/32 and 1/2 + 1/16
+    (1.03125, 0.5625...)
+    """
+    if len(shape) != 2:
+        raise ValueError(f"a weight of a linear layer has two dimensions, not the shape {list(shape)}")
+    plan = GemmRecipe.load(recipe).plan(layer, module_type)
+    return gathered_by_plan(plan, (shape[0], shape[1]), ranks, dtype)
+
+
+def gathered_by_plan(
+    plan: LayerPlan,
+    shape: tuple[int, int],
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    padded: tuple[int, int] | None = None,
+    directions: tuple[Direction, ...] = (ROWWISE, COLUMNWISE),
+) -> Gathered:
+    """``padded`` as it is quantized; ``directions`` that GEMMs read, which say where shards end between blocks."""
+    padded = shape if padded is None else padded
+    rows, columns = planes_of(plan, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
+    one_serves_both = rows.data is columns.data or (rows.format == columns.format and rows.format.is_symmetric)
+    windows = WeightPlan("weight", quantizer_for(plan, "weight"), shape, padded, directions).windows(ranks)
+
+    def sent(*planes: Plane) -> int:
+        kinds = tuple(kind_of(plane) for plane in planes)
+        return ranks * Shipment(padded, tuple(windows), kinds).bytes_per_rank()
+
+    return Gathered(sent(rows), sent(columns), sent(rows) if one_serves_both else sent(rows, columns))
+
+
+def numbers_in_shards(shape: Sequence[int], ranks: int) -> int:
+    """Of a parameter as FSDP2 cuts it: all ranks move as many rows as the largest shard has."""
+    return math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) if shape else ranks
+
+
+# ---- optimizer -------------------------------------------------------------------------------------
+
+
+def moment_bytes(shape: Sequence[int], stored_as: str) -> int:
+    """Of one moment of a parameter."""
+    numel = math.prod(shape)
+    if stored_as != "fp8":
+        scale = 4 if stored_as == "fp16" else 0
+        return numel * DTYPES[stored_as].itemsize + scale
+    made: Any = _fp8_state().make_empty(tuple(shape) or (1,), device=_META)
+    return buffer_bytes(made.planes())
+
+
+@lru_cache(maxsize=1)
+def _fp8_state() -> Quantizer:
+    return Float8CurrentScalingQuantizer(DType.kFloat8E4M3, _META, columnwise=False)
+
+
+def master_bytes(shape: Sequence[int], stored_as: str, quantized: bool, dtype: torch.dtype) -> int:
+    """Of the master of a parameter, if the fused optimizers keep one."""
+    if stored_as == "none" or (dtype == torch.float32 and not quantized):
+        return 0
+    if stored_as == "remainder":
+        return math.prod(shape) * (2 if dtype == torch.bfloat16 and not quantized else 4)
+    return moment_bytes(shape, stored_as)

@@ -1,0 +1,81 @@
+"""Tensors of any registered format: a format that is only data needs no class of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import Format, get_format
+from ..formats.encoding import Encoding, cached_encoding
+from ..planes import Direction
+from ..tensor import QuantizedTensor
+from ..tensor.fields import DataScaleAndAmaxStorage
+from .base import Quantizer
+
+
+class FormatTensorStorage(DataScaleAndAmaxStorage):
+    """Two planes of a registered format."""
+
+    def _init_fields(
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        amax_rowwise: Tensor | None,
+        amax_columnwise: Tensor | None,
+        formats: Mapping[Direction, Format],
+        quantizer: Quantizer | None,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        buffers = (
+            rowwise_data,
+            columnwise_data,
+            rowwise_scale_inv,
+            columnwise_scale_inv,
+            amax_rowwise,
+            amax_columnwise,
+        )
+        self._init_common(formats, quantizer, fake_dtype, shape, buffers)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self._common_metadata()
+
+    def _build_default_quantizer(self) -> Quantizer:
+        return FormatQuantizer(next(iter(self._formats.values())))
+
+
+class FormatTensor(QuantizedTensor, FormatTensorStorage):
+    """A tensor of a registered format."""
+
+
+class FormatQuantizer(Quantizer):
+    """Quantizes to a registered format: ``FormatQuantizer("mxfp4")``."""
+
+    _tensor_class = FormatTensor
+    _value_fields = ("format", "stochastic_rounding")
+
+    def __init__(
+        self,
+        format: str | Format,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.format = get_format(format)
+        self.stochastic_rounding = stochastic_rounding
+        if self.format.is_identity:
+            raise ValueError("the identity format has no codes; use IdentityQuantizer")
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        return cached_encoding(self.format, stochastic=self.stochastic_rounding)
+
+    def is_requantization_safe(self) -> bool:
+        return not self.stochastic_rounding

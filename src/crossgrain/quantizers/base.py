@@ -1,0 +1,492 @@
+"""Quantizers: what to make of a tensor, in which directions, and how to make it again in place.
+
+A quantizer holds options and usages. Its format file says what each direction's encoding is and which
+classes hold the result; measuring, reducing, encoding, checking and allocating are here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..formats import Format
+from ..formats.dtypes import HIGH_PRECISION
+from ..formats.encoding import Encoding
+from ..kernels import GroupedTarget, Target
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
+from ..runtime.collectives import maximise_
+from ..runtime.devices import resolved_device
+from ..runtime.random_numbers import draw_seed
+from ..runtime.settings import is_non_tn_fp8_gemm_supported, settings
+from ..tensor.autograd import QuantizeFunction
+from ..tensor.storage import QuantizedTensorStorage
+from ..tensor.tensor import QuantizedTensor
+
+AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
+
+_NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
+_MOST_LAYOUTS = 256  # that a quantizer remembers
+
+
+class _Layout(NamedTuple):
+    """A plane that a quantizer makes for tensors of one shape."""
+
+    direction: Direction
+    format: Format
+    transposed: bool
+
+
+class Quantizer:
+    """Makes quantized tensors of one format.
+
+    ``rowwise_usage``, ``columnwise_usage``  which directions to make
+    ``internal``                             make a bare storage instead of a torch.Tensor
+    ``optimize_for_gemm``                    the result only has to be good for GEMMs
+    """
+
+    _tensor_class: ClassVar[type[QuantizedTensor]]
+    _value_fields: ClassVar[tuple[str, ...] | None] = None  # equal options make equal quantizers; None: identity
+    custom: ClassVar[bool] = False
+
+    _memo: dict[Any, Any]
+    rowwise_usage: bool
+    columnwise_usage: bool
+    internal: bool
+    optimize_for_gemm: bool
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None  # or a tuple of groups, over each of which amaxes are reduced
+    amax_reduction_axis: int | None = None  # ranks hold parts of a tensor that was cut along it; None: they share all
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._memo = {}
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    # What follows from the options is worked out once and forgotten when an option changes. Copies share
+    # it: a change of one gives that one a memory of its own.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in _NO_OPTIONS:
+            object.__setattr__(self, "_memo", {})
+
+    def encoding(self, direction: Direction) -> Encoding:
+        """How the bytes of one direction are chosen."""
+        found: Encoding | None = self._memo.get(direction)
+        if found is None:
+            found = self._memo[direction] = self._encoding(direction)
+        return found
+
+    # ---- what a format provides ----------------------------------------------------------------
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        """How the bytes of one direction are chosen, by the present options."""
+        raise NotImplementedError
+
+    def _stores_transposed(self, direction: Direction) -> bool:
+        return direction is COLUMNWISE and self.encoding(direction).format.transposes
+
+    def _directions_to_make(self) -> list[Direction]:
+        """The planes to allocate for the current usages."""
+        wanted = {ROWWISE: self.rowwise_usage, COLUMNWISE: self.columnwise_usage}
+        return [direction for direction, want in wanted.items() if want]
+
+    def _targets(self, planes: Iterable[Plane]) -> list[Target]:
+        """What kernels are asked to fill."""
+        amax, scale = self._given_amax(), self._given_scale()
+        return [Target(plane, self.encoding(plane.direction), amax, scale) for plane in planes]
+
+    def _given_amax(self) -> Tensor | None:
+        """The amax to use, whatever the input's is."""
+        return None
+
+    def _given_scale(self) -> Tensor | None:
+        """The scale to use, whatever the input is."""
+        return None
+
+    def _observe(self, targets: Sequence[Target]) -> None:
+        self._observe_all([self], targets)
+
+    @classmethod
+    def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
+        """Called with the measured amaxes of a cast, which are one for each of ``quantizers``."""
+
+    def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
+        """Raise where Transformer Engine refuses an input that can be quantized."""
+
+    # ---- quantizing ----------------------------------------------------------------------------
+
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """A quantized tensor (or, if ``internal``, a storage) with the current usages.
+
+        ``out`` is refilled in place instead. ``dtype`` is the nominal dtype, by default the input's. The
+        gradient passes straight through; a storage carries none.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if torch.is_grad_enabled() and not self.internal and getattr(tensor, "requires_grad", False):
+            return QuantizeFunction.apply(tensor, self, dtype)
+        return self._quantized(tensor, dtype)
+
+    def __call__(self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None) -> Any:
+        return self.quantize(tensor, out=out)
+
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """`quantize` of each."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        result = self.quantize_impl(tensor)
+        if dtype is not None and dtype != result.dtype:
+            if dtype not in HIGH_PRECISION:
+                raise TypeError(f"{type(self).__name__}: {dtype} cannot be the nominal dtype of a quantized tensor")
+            result = result._rewrap(dtype=dtype)
+        if result._quantizer is not None:
+            result._quantizer._leave_group()
+        return result
+
+    def _leave_group(self) -> None:
+        """A tensor outlives its process group; what it is given later is its own business."""
+        if self.with_amax_reduction or self.amax_reduction_group is not None:
+            self.amax_reduction_group = None
+            self.with_amax_reduction = False
+            self.amax_reduction_axis = None
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """The hook that custom quantizers override."""
+        tensor = self._as_plain(tensor)
+        layouts = self._layouts(tensor.shape)
+        if settings.strict:
+            self._refuse_in_strict_mode(tensor, self._directions_to_make())
+        result, planes = self._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
+        self._write(tensor, result, planes, checked=True)
+        return result
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Requantize ``src`` into the buffers of ``dst``: every plane that is present, whatever the usages.
+
+        A non-zero fp32 ``noop_flag`` leaves ``dst`` untouched. Returns ``dst``.
+        """
+        if not isinstance(dst, self._tensor_class._storage_class()):
+            raise ValueError(
+                f"{type(self).__name__} writes {self._tensor_class.__name__}, it cannot write to a {type(dst).__name__}"
+            )
+        if noop_flag is not None and noop_flag.item() != 0:
+            return dst
+        planes = dst.planes()
+        if not planes:
+            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
+        src = self._checked(src, [plane.direction for plane in planes], dst._plane_tensor_shape())
+        if src.shape != dst.shape or src.device != dst.device:
+            raise ValueError(
+                f"{type(self).__name__}: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
+                f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
+            )
+        self._encode_planes(src, dst, planes)
+        return dst
+
+    def _encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+        """Write ``src`` into some planes of ``dst``, which are checked to fit before anything is written."""
+        for plane in planes:
+            self._check_fits(plane, dst)
+        self._write(src, dst, self._in_own_formats(planes))
+        dst._mark_written()
+        self._note_formats(dst, planes)
+
+    def _in_own_formats(self, planes: Sequence[Plane]) -> list[Plane]:
+        return [replace(plane, format=self.encoding(plane.direction).format) for plane in planes]
+
+    def _note_formats(self, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+        """The planes are in this quantizer's formats now; aliases read the same bytes, so in place."""
+        dst._formats.update({plane.direction: self.encoding(plane.direction).format for plane in planes})
+
+    def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane], checked: bool = False) -> None:
+        """Measure, reduce, encode: planes are in the formats of this quantizer, ``checked`` if just allocated."""
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            src = src.detach()
+            src = src if src.shape == dst._matrix else src.reshape(dst._matrix)
+            kernels.write(src, self._targets(planes), self._settled, draw_seed, checked=checked)
+
+    def _settled(self, targets: list[Target]) -> list[Target]:
+        """Measured targets, reduced over ranks and noted."""
+        targets = self._reduced(targets)
+        self._observe(targets)
+        return targets
+
+    def check_writable(self, dst: QuantizedTensorStorage) -> None:
+        """Raise if `update_quantized` could not write to every plane of ``dst``."""
+        for plane in dst.planes():
+            self._check_fits(plane, dst)
+
+    def _check_fits(self, plane: Plane, dst: QuantizedTensorStorage) -> None:
+        fmt = self.encoding(plane.direction).format
+        if plane.scale_across(dst._cut_axes) is not None:
+            dst._refuse_slice_write(plane)
+        if fmt == plane.format:
+            return
+        shape = dst._plane_tensor_shape()
+        like = empty_plane(fmt, plane.direction, shape, device=torch.device("meta"), transposed=plane.transposed)
+        buffers = ((like.data, plane.data), (like.scale, plane.scale), (like.amax, plane.amax))
+        fits = all(
+            (wanted is None) == (have is None) and (wanted is None or have is None or wanted.shape == have.shape)
+            for wanted, have in buffers
+        )
+        # The scales of a slice lack the padding, and the rest of its tensor stays as it is: no new format.
+        if dst._cut_axes or not fits:
+            raise ValueError(
+                f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
+                f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
+            )
+
+    def _reduced(self, targets: list[AnyTarget]) -> list[AnyTarget]:
+        """Targets with their amaxes maximised over the reduction group, in one collective."""
+        if not self.with_amax_reduction:
+            return targets
+        shared = [self._shares_amax(target) for target in targets]
+        amaxes = [
+            target.amax for target, share in zip(targets, shared, strict=True) if share and target.amax is not None
+        ]
+        if not amaxes:
+            return targets
+        packed = torch.cat(amaxes)
+        maximise_(packed, self.amax_reduction_group)
+        pieces = iter(packed.split([amax.numel() for amax in amaxes]))
+        return [
+            target.with_amax(next(pieces)) if share and target.amax is not None else target
+            for target, share in zip(targets, shared, strict=True)
+        ]
+
+    def _shares_amax(self, target: Target | GroupedTarget) -> bool:
+        """Whether all ranks have the same amaxes: one per row belongs to the rank that has the row."""
+        axis = self.amax_reduction_axis
+        planes = target.planes.planes if isinstance(target, GroupedTarget) else [target.plane]
+        return axis is None or any(plane.scale_across((axis,)) is not None for plane in planes)
+
+    def reducing(self, group: Any, *, axis: int) -> Self:
+        """The quantizer of a part of a tensor that the ranks of ``group`` have cut along ``axis`` (0: M, 1: K).
+
+        A part is quantized as in the whole. What reduces its amaxes already is left as it is.
+        """
+        if self.custom or self.with_amax_reduction:
+            return self
+        new = self.copy()
+        new.with_amax_reduction, new.amax_reduction_group, new.amax_reduction_axis = True, group, axis
+        return new
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
+        """Shape of the scale buffer of one direction, padding included."""
+        direction = COLUMNWISE if columnwise else ROWWISE
+        return scale_shape(self.encoding(direction).format, direction, shape, self._stores_transposed(direction))
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Update statistics without quantizing. Formats that keep none have nothing to do."""
+
+    def _statistics(self) -> list[Tensor]:
+        """What was seen of tensors so far and will scale the next ones, in tensors that are written in place."""
+        return []
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        """Whether the shape divides into whole blocks in both directions."""
+        return not any(self._block_problem(direction, tensor.shape) for direction in Direction)
+
+    def _block_problem(self, direction: Direction, shape: Sequence[int]) -> str | None:
+        return shape_problem(replace(self.encoding(direction).format, ragged=False), direction, shape)
+
+    def _checked(self, tensor: Any, directions: Sequence[Direction], shape: Sequence[int] | None = None) -> Tensor:
+        """``tensor`` as a plain tensor that can be quantized in ``directions``, or an error that says why not."""
+        tensor = self._as_plain(tensor)
+        assert isinstance(tensor, Tensor)
+        self._check_shape(tensor.shape if shape is None else shape, directions)
+        if settings.strict:
+            self._refuse_in_strict_mode(tensor, directions)
+        return tensor
+
+    def _as_plain(self, tensor: Tensor | QuantizedTensorStorage) -> Tensor:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.dequantize()
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
+        if tensor.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"{type(self).__name__} quantizes float32, bfloat16 and float16 tensors, not {tensor.dtype}"
+            )
+        return tensor
+
+    def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
+        if not directions:
+            raise ValueError(
+                f"{type(self).__name__}: neither rowwise nor columnwise usage is set, so there is nothing to make"
+            )
+        for direction in directions:
+            fmt = self.encoding(direction).format
+            problem = shape_problem(fmt, direction, shape)
+            if problem is None and settings.strict and not fmt.ragged:
+                problem = self._block_problem(ROWWISE, shape) or self._block_problem(COLUMNWISE, shape)
+            if problem:
+                raise ValueError(
+                    f"{type(self).__name__}: cannot quantize a tensor of shape {list(shape)} {direction.value} as "
+                    f"{fmt.name}: {problem}"
+                )
+
+    # ---- allocation ----------------------------------------------------------------------------
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """An uninitialised result for the current usages."""
+        name = type(self).__name__
+        if self.custom:
+            raise NotImplementedError(f"{name} is a custom quantizer and has to say itself how to make empty tensors")
+        if requires_grad and self.internal:
+            raise ValueError(f"{name}: an internal storage cannot require gradients")
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
+        device = resolved_device(device)
+        self._check_shape(shape, self._directions_to_make())
+        made = self._made(shape, dtype, device, pin_memory=pin_memory)
+        return made.requires_grad_(True) if requires_grad else made
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
+        """The storage or tensor for the current usages, with unwritten planes."""
+        return self._allocated(self._layouts(shape), shape, dtype, device, pin_memory)[0]
+
+    def _layouts(self, shape: Sequence[int]) -> list[_Layout]:
+        """The planes to make for a tensor of ``shape``, which is checked to be possible."""
+        usages = (self.rowwise_usage, self.columnwise_usage)
+        key = (tuple(shape), usages, settings.strict, is_non_tn_fp8_gemm_supported())
+        found: list[_Layout] | None = self._memo.get(key)
+        if found is None:
+            directions = self._directions_to_make()
+            self._check_shape(shape, directions)
+            found = [_Layout(d, self.encoding(d).format, self._stores_transposed(d)) for d in directions]
+            if len(self._memo) >= _MOST_LAYOUTS:
+                self._memo.clear()
+            self._memo[key] = found
+        return found
+
+    def _allocated(
+        self,
+        layouts: Sequence[_Layout],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+    ) -> tuple[Any, list[Plane]]:
+        """A storage or tensor with unwritten planes, and these planes."""
+        made = self._blank(shape, dtype, device)
+        planes = []
+        for direction, fmt, transposed in layouts:
+            plane = empty_plane(fmt, direction, shape, device=device, transposed=transposed, pin_memory=pin_memory)
+            made._set_plane(direction, plane)
+            planes.append(made.plane(direction) if made._shares_scale else plane)
+        return made, planes
+
+    def _blank(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """A storage or tensor without planes."""
+        cls: Any = self._tensor_class
+        if self.internal:
+            cls = cls._storage_class()
+            made = object.__new__(cls)
+        else:
+            made = cls._wrapper(shape, dtype, device)
+        formats = {direction: self.encoding(direction).format for direction in Direction}
+        made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
+        return made
+
+    def _holding(self, plane: Plane, dtype: torch.dtype) -> Any:
+        """A storage or tensor over a plane in this quantizer's format that was made elsewhere."""
+        made = self._blank(plane.shape, dtype, plane.data.device)
+        made._set_plane(plane.direction, plane)
+        made._quantizer._leave_group()
+        return made
+
+    # ---- usages and properties -----------------------------------------------------------------
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose which directions to make; None keeps."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Self:
+        """A shallow copy with its own usages."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def storing(self, *, rowwise: bool, columnwise: bool) -> Self:
+        """A copy that makes bare storages with these directions."""
+        new = self.copy()
+        new.__dict__.update(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=True)
+        return new
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing the same input again gives the same bytes."""
+        return False
+
+    def _get_compatible_recipe(self) -> type[Any]:
+        """The recipe class whose autocast may use weights of this quantizer."""
+        from ..recipe.compatibility import compatible_recipe  # recipes stand on quantizers
+
+        return compatible_recipe(type(self))
+
+    def __eq__(self, other: object) -> bool:
+        if self._value_fields is None or type(other) is not type(self):
+            return self is other
+        return self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self._value_fields is None else hash((type(self), self._value()))
+
+    def _value(self) -> tuple[Any, ...]:
+        fields = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", *(self._value_fields or ()))
+        return tuple(getattr(self, name) for name in fields)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_memo"}
+        if state.get("amax_reduction_group") is not None:  # process groups do not travel
+            state["amax_reduction_group"] = None
+            state["with_amax_reduction"] = False  # without it, no group would mean all ranks
+            state["amax_reduction_axis"] = None
+        return state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_quantizer, (type(self), self.__getstate__())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if not name.startswith("_"))
+        return f"{type(self).__name__}({shown})"
+
+
+def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
+    """Rebuild a pickled quantizer."""
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise TypeError(f"{cls!r} is not a quantizer")
+    quantizer = cls.__new__(cls)
+    quantizer.__dict__.update(state, _memo={})
+    return quantizer

@@ -1,0 +1,302 @@
+"""Per-tensor FP8: 8-bit codes under one fp32 scale, chosen from earlier steps (delayed) or now (current).
+
+One scale serves both directions, so the columnwise data is the rowwise bytes: the same buffer where the
+hardware multiplies either layout, else a transposed copy (`is_non_tn_fp8_gemm_supported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..formats import Format, fp8_format
+from ..formats.dtypes import DType
+from ..formats.dtypes import fp8_dtype as as_fp8_dtype
+from ..formats.encoding import Encoding, cached_encoding
+from ..kernels import GroupedTarget, Target
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
+from ..runtime.devices import resolved_device
+from ..runtime.settings import is_non_tn_fp8_gemm_supported
+from ..tensor import PlaneBuffers, QuantizedTensor
+from ..tensor.fields import FP8Storage
+from .base import Quantizer
+
+
+class Float8TensorStorage(FP8Storage):
+    """``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1]."""
+
+    _buffer_names = ("_data", "_transpose", "_scale_inv")
+    _plane_buffers: ClassVar = {
+        ROWWISE: PlaneBuffers("_data", "_scale_inv"),
+        COLUMNWISE: PlaneBuffers("_transpose", "_scale_inv"),
+    }
+    _shares_scale = True
+    _strict_decodes_rowwise_only = True
+
+    _data: Tensor | None
+    _transpose: Tensor | None
+    _scale_inv: Tensor | None
+
+    def _init_fields(
+        self,
+        data: Tensor | None,
+        fp8_scale_inv: Tensor | None,
+        fp8_dtype: DType,
+        fake_dtype: torch.dtype | None = None,
+        data_transpose: Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        formats: Mapping[Direction, Format] | None = None,
+    ) -> None:
+        if formats is None:
+            formats = dict.fromkeys(Direction, fp8_format(DType.cast(fp8_dtype).element))
+        self._init_common(formats, quantizer, fake_dtype, shape, (data, data_transpose, fp8_scale_inv))
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        return self._transpose is None
+
+    @_transpose_invalid.setter
+    def _transpose_invalid(self, invalid: bool) -> None:
+        if invalid:
+            self._transpose = None  # stale bytes are not kept around
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {
+            "data": self._data,
+            "fp8_scale_inv": self._scale_inv,
+            "fp8_dtype": self._fp8_dtype,
+            "data_transpose": self._transpose,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "formats": self._formats,
+            "alias_of": self,
+        }
+
+    # One buffer may serve both directions: what follows from that.
+
+    def plane(self, direction: Direction) -> Plane | None:
+        own = super().plane(direction)
+        if own is not None or direction is ROWWISE or not is_non_tn_fp8_gemm_supported():
+            return own
+        row = super().plane(ROWWISE)
+        return row and replace(row, direction=COLUMNWISE)
+
+    def planes(self) -> list[Plane]:
+        """The planes with buffers of their own."""
+        own = (super(Float8TensorStorage, self).plane(direction) for direction in Direction)
+        return [plane for plane in own if plane is not None]
+
+    def _set_plane(self, direction: Direction, plane: Plane | None) -> None:
+        if plane is None:
+            setattr(self, self._plane_buffers[direction].data, None)  # the scale may still serve the other
+            return
+        name = "_transpose" if plane.transposed else "_data"
+        setattr(self, name, plane.data)
+        if self._scale_inv is None:  # one scale for both: an alias that shares it must see it change
+            self._scale_inv = plane.scale
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        if not is_non_tn_fp8_gemm_supported():
+            super().update_usage(rowwise_usage, columnwise_usage)
+            return
+        asked = (rowwise_usage, columnwise_usage)
+        kept = [have if usage is None else usage for usage, have in zip(asked, self.get_usages().values(), strict=True)]
+        if any(asked) and self._data is None:
+            super().update_usage(rowwise_usage=True)
+        if self._data is not None:
+            self._transpose = None
+        if not any(kept):
+            self._data = self._transpose = None
+
+    def _strict_synthesises(self, direction: Direction) -> bool:
+        return direction is COLUMNWISE
+
+    def _create_transpose(self) -> None:
+        """Make the transposed copy from the rowwise bytes."""
+        if self._data is None:
+            raise RuntimeError("FP8 data is needed to make its transpose")
+        self._adopt_plane(self._transposed_copy())
+
+    def _transposed_copy(self) -> Plane:
+        row = super().plane(ROWWISE)
+        assert row is not None
+        return kernels.transposed_plane(row, self._plane_tensor_shape(), transposed=True)
+
+    def remove_caches(self) -> None:
+        """Free the transposed copy."""
+        if self._data is not None:
+            self._transpose = None
+
+    def _reset_caches(self) -> None:
+        self.remove_caches()
+
+    def _viewed(self, shape: Sequence[int]) -> Self:
+        """Rowwise bytes take any shape; a transposed copy fixes the last dimension."""
+        if self._transpose is not None or self._data is None or len(shape) == 1:
+            return super()._viewed(shape)
+        return self._rewrap(shape=shape, matrix=matrix_shape(shape), buffers={"_data": self._data.view(tuple(shape))})
+
+    def _check_viewable(self, shape: torch.Size) -> None:
+        if self._data is None and shape[-1] != self._matrix[1]:
+            raise NotImplementedError(
+                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: its columnwise-only data is "
+                f"transposed, which fixes the last dimension (K) at {self._matrix[1]}"
+            )
+        super()._check_viewable(shape)
+
+    def _build_default_quantizer(self) -> Quantizer:
+        return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device)
+
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+    """A tensor of FP8 codes under one scale."""
+
+
+class _PerTensorQuantizer(Quantizer):
+    """What delayed and current scaling have in common."""
+
+    _tensor_class = Float8Tensor
+    dtype: DType
+
+    def _directions_to_make(self) -> list[Direction]:
+        directions = super()._directions_to_make()
+        return [ROWWISE] if directions and is_non_tn_fp8_gemm_supported() else directions
+
+    def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
+        if ROWWISE not in directions:
+            raise NotImplementedError(
+                f"strict mode: {type(self).__name__} cannot make columnwise data alone where a transposed copy is kept"
+            )
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the transposed copy: the last dimension moves to the front."""
+        return (shape[-1], *shape[:-1]) if shape else ()
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Float8TensorStorage:
+        """A tensor over codes made elsewhere with this quantizer's scale."""
+        scale = self.scale  # type: ignore[attr-defined]
+        metadata = {
+            "data": data.view(torch.uint8),
+            "fp8_scale_inv": 1.0 / scale,
+            "fp8_dtype": self.dtype,
+            "quantizer": self,
+        }
+        if internal:
+            return Float8TensorStorage(fake_dtype=fake_dtype, **metadata)
+        return Float8Tensor(data.shape, fake_dtype, requires_grad=requires_grad, **metadata)
+
+
+class Float8Quantizer(_PerTensorQuantizer):
+    """Delayed scaling: casts with ``scale`` as it is, and notes the largest magnitude seen in ``amax``.
+
+    Both tensors are shared with whoever keeps the history; copies of the quantizer share them too.
+    """
+
+    def __init__(
+        self, scale: Tensor, amax: Tensor, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.scale = scale
+        self.amax = amax
+        self.dtype = as_fp8_dtype(fp8_dtype)
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        return cached_encoding(fp8_format(self.dtype.element))
+
+    def _given_scale(self) -> Tensor:
+        return self.scale
+
+    @classmethod
+    def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
+        """Several casts of one step accumulate: the history keeps the largest."""
+        for target in targets[:1]:
+            assert target.amax is not None
+            torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
+
+    def _statistics(self) -> list[Tensor]:
+        return [self.scale, self.amax]
+
+    def reducing(self, group: Any, *, axis: int) -> Self:
+        """Histories are reduced at the end of a step, if the recipe says so."""
+        return self
+
+    def calibrate(self, tensor: Tensor) -> None:
+        seen = kernels.amax(tensor).view(self.amax.shape)
+        self.amax.copy_(torch.maximum(self.amax, seen))
+
+
+class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+    """Current scaling: the scale follows from the tensor's own largest magnitude, perhaps over all ranks.
+
+    ``amax`` and ``scale`` hold the values of the last cast; ``use_existing_amax`` casts with ``amax`` as it is.
+    """
+
+    _value_fields = (
+        "dtype",
+        "with_amax_reduction",
+        "use_existing_amax",
+        "force_pow_2_scales",
+        "amax_epsilon",
+    )
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = as_fp8_dtype(fp8_dtype)
+        device = resolved_device(device)
+        with torch.inference_mode(False):  # a quantizer made for inference may be used for training
+            self.scale = torch.ones(1, dtype=torch.float32, device=device) if scale is None else scale
+            self.amax = torch.zeros(1, dtype=torch.float32, device=device) if amax is None else amax
+        self.use_existing_amax = use_existing_amax
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = amax_epsilon
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        fmt = fp8_format(self.dtype.element)
+        return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
+
+    def _given_amax(self) -> Tensor | None:
+        return self.amax.view(1) if self.use_existing_amax else None
+
+    @classmethod
+    def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
+        for target in targets[:1]:
+            assert target.amax is not None
+            if not quantizers[0].use_existing_amax:
+                torch._foreach_copy_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
+            scales = torch.split(kernels.tensor_scale(target), 1)
+            torch._foreach_copy_([each.scale.view(1) for each in quantizers], scales)
+
+    def is_requantization_safe(self) -> bool:
+        return True

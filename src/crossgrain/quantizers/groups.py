@@ -1,0 +1,146 @@
+"""Quantizing groups of rows, each by its own quantizer, in one call of the kernels.
+
+Amaxes of all groups are found in one call, reduced and noted together, and one more call encodes: what is a
+number for a tensor becomes one for each group. Bytes, statistics and draws of seeds are those of quantizing
+one group after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import GroupedTarget
+from ..planes import Direction
+from ..planes.groups import PlaneGroups, empty_groups
+from ..runtime.random_numbers import draw_seed
+from ..tensor import QuantizedTensorStorage
+from .base import Quantizer
+from .hybrid import HybridQuantizer
+from .identity import IdentityQuantizer
+
+
+class _Share(NamedTuple):
+    """What the quantizers of one tensor, or of one direction of hybrids, make of the groups."""
+
+    quantizers: Sequence[Quantizer]
+    planes: list[PlaneGroups]
+
+
+def can_quantize_groups(quantizers: Sequence[Quantizer]) -> bool:
+    """Whether they are of this library, reduce over one process group, and each quantizes the input itself."""
+    first = quantizers[0]
+    if isinstance(first, HybridQuantizer):
+        if first.columnwise_source != "original":
+            return False
+        hybrids: Sequence[Any] = quantizers
+        return all(_are_alike([hybrid.child(direction) for hybrid in hybrids]) for direction in Direction)
+    return _are_alike(quantizers) and not isinstance(first, IdentityQuantizer)
+
+
+def _are_alike(quantizers: Sequence[Quantizer]) -> bool:
+    group = quantizers[0].amax_reduction_group
+    return not quantizers[0].custom and all(quantizer.amax_reduction_group is group for quantizer in quantizers)
+
+
+def quantize_groups(
+    rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer]
+) -> list[QuantizedTensorStorage]:
+    """Storages for ``rows`` [sum of sizes, K] in groups of ``sizes`` rows, by quantizers that are alike."""
+    for size in sorted(set(sizes)):
+        _check(rows[:size], quantizers[0])
+    with torch.no_grad():
+        rows = rows.detach()
+        first: Any = quantizers[0]
+        if isinstance(first, HybridQuantizer):
+            return _hybrids(rows, sizes, quantizers, first._wanted())
+        share = _allocated(rows, sizes, quantizers)
+        _write(rows, [share])
+        return _storages(rows, share)
+
+
+def _check(group: Tensor, quantizer: Quantizer) -> None:
+    if isinstance(quantizer, HybridQuantizer):
+        quantizer._checked_by_children(group, quantizer._wanted())
+    else:
+        quantizer._checked(group, quantizer._directions_to_make())
+
+
+def _hybrids(
+    rows: Tensor, sizes: Sequence[int], hybrids: Sequence[Any], wanted: Sequence[Direction]
+) -> list[QuantizedTensorStorage]:
+    """Both children are written by one call."""
+    shares, children = {}, {}
+    for direction in wanted:
+        quantizers = [hybrid._made_child(direction) for hybrid in hybrids]
+        if isinstance(quantizers[0], IdentityQuantizer):
+            groups = zip(quantizers, torch.split(rows, list(sizes)), strict=True)
+            children[direction] = [quantizer.quantize_impl(group) for quantizer, group in groups]
+        else:
+            shares[direction] = _allocated(rows, sizes, quantizers)
+    _write(rows, list(shares.values()))
+    children |= {direction: _storages(rows, share) for direction, share in shares.items()}
+    made = []
+    for g, (hybrid, group) in enumerate(zip(hybrids, rows.split(list(sizes)), strict=True)):
+        own = {direction: children[direction][g] for direction in wanted}
+        hybrid._draw_for_what_is_left_out(wanted)
+        hybrid._show_to_what_is_left_out(group, own)
+        made.append(hybrid._wrap(own, group.shape, rows.dtype, rows.device))
+    return made
+
+
+def _allocated(rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer]) -> _Share:
+    width, planes = rows.shape[1], []
+    shared_scale = None
+    for direction, fmt, transposed in quantizers[0]._layouts((sizes[0], width)):
+        options: Any = {"device": rows.device, "transposed": transposed, "scale": shared_scale}
+        planes.append(empty_groups(fmt, direction, sizes, width, **options))
+        if quantizers[0]._tensor_class._shares_scale:
+            shared_scale = planes[-1].scale
+    return _Share(quantizers, planes)
+
+
+def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
+    asked = [_targets(share) for share in shares]
+    if not asked:
+        return
+
+    def settle(measured: list[GroupedTarget]) -> list[GroupedTarget]:
+        rest = iter(measured)
+        settled = []
+        for share, targets in zip(shares, asked, strict=True):
+            own = share.quantizers[0]._reduced([next(rest) for _ in targets])
+            type(share.quantizers[0])._observe_all(share.quantizers, own)
+            settled.extend(own)
+        return settled
+
+    kernels.write_groups(rows, [target for targets in asked for target in targets], settle, draw_seed)
+
+
+def _targets(share: _Share) -> list[GroupedTarget]:
+    amax = _one_of_each([quantizer._given_amax() for quantizer in share.quantizers])
+    scale = _one_of_each([quantizer._given_scale() for quantizer in share.quantizers])
+    first = share.quantizers[0]
+    return [GroupedTarget(planes, first.encoding(planes.direction), amax, scale) for planes in share.planes]
+
+
+def _one_of_each(given: Sequence[Tensor | None]) -> Tensor | None:
+    present = [number.view(1) for number in given if number is not None]
+    return torch.cat(present) if present else None
+
+
+def _storages(rows: Tensor, share: _Share) -> list[QuantizedTensorStorage]:
+    width = rows.shape[1]
+    by_direction = [groups.planes for groups in share.planes]
+    made = []
+    for quantizer, *planes in zip(share.quantizers, *by_direction, strict=True):
+        storage = quantizer._blank((planes[0].shape[0], width), rows.dtype, rows.device)
+        for plane in planes:
+            storage._set_plane(plane.direction, plane)
+        storage._quantizer._leave_group()
+        made.append(storage)
+    return made

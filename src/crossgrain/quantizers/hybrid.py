@@ -1,0 +1,433 @@
+"""Hybrid quantization: one quantizer for each direction of a tensor.
+
+What the columnwise child quantizes is the input itself (``"original"``) or what the rowwise plane decodes
+to (``"rowwise_dequantized"``), so that forward and backward see the same rounded numbers. From the
+original, both planes are made in one pass over the input where there is a kernel for the pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..formats.encoding import Encoding
+from ..kernels import Target
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..runtime.passes import current_pass
+from ..runtime.random_numbers import draw_seed
+from ..runtime.settings import settings
+from ..tensor import QuantizedTensorStorage
+from .base import Quantizer
+from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage
+from .identity import IdentityQuantizer
+from .nvfp4 import NVFP4Quantizer
+from .request import QuantizerRequest
+
+__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
+
+ColumnwiseSource = Literal["original", "rowwise_dequantized"]
+
+
+class _Job(NamedTuple):
+    """One child's share of a write."""
+
+    quantizer: Quantizer
+    storage: QuantizedTensorStorage
+    planes: Sequence[Plane]
+
+
+class HybridQuantizer(Quantizer):
+    """Owns two quantizers and pins each to its direction.
+
+    The hybrid's own usages say which of them run. A child may be a `QuantizerRequest` until a recipe
+    state resolves it.
+    """
+
+    _tensor_class = HybridQuantizedTensor
+    _value_fields = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
+
+    rowwise_quantizer: Any
+    columnwise_quantizer: Any
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer | QuantizerRequest,
+        columnwise_quantizer: Quantizer | QuantizerRequest,
+        columnwise_source: ColumnwiseSource = "original",
+    ) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        if columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(f"columnwise_source is 'original' or 'rowwise_dequantized', not {columnwise_source!r}")
+        self.columnwise_source = columnwise_source
+        self._set_children({ROWWISE: rowwise_quantizer, COLUMNWISE: columnwise_quantizer})
+
+    # ---- children ------------------------------------------------------------------------------
+
+    def child(self, direction: Direction) -> Any:
+        """The quantizer (or the pending request) of one direction."""
+        return self.rowwise_quantizer if direction is ROWWISE else self.columnwise_quantizer
+
+    def _set_children(self, children: Mapping[Direction, Any]) -> None:
+        """Take ``children``, or refuse and leave all as it was."""
+        accepted = (Quantizer,) if settings.strict else (Quantizer, QuantizerRequest)
+        for direction, child in children.items():
+            if not isinstance(child, accepted):
+                raise TypeError(f"the {direction.value} child of a hybrid is a quantizer, not {type(child).__name__}")
+            if isinstance(child, HybridQuantizer):
+                raise ValueError(
+                    f"the {direction.value} child of a hybrid cannot be a hybrid: give the {direction.value} quantizer "
+                    "itself"
+                )
+        both = [children.get(direction, getattr(self, _name(direction), None)) for direction in Direction]
+        if both[0] is both[1] and isinstance(both[0], Quantizer):
+            raise ValueError(
+                "a hybrid requires distinct rowwise and columnwise quantizers, two objects: each is pinned to its "
+                "direction"
+            )
+        for direction, child in children.items():
+            setattr(self, _name(direction), child)
+            if isinstance(child, Quantizer):
+                _pin(child, direction)
+
+    def _quantizer_of(self, direction: Direction) -> Quantizer:
+        """The child, which must not be a request any more, and is pinned whatever was done to it."""
+        child = self.child(direction)
+        if not isinstance(child, Quantizer):
+            waiting = ", ".join(direction.value for direction in self.pending())
+            raise RuntimeError(f"this HybridQuantizer waits for a recipe state to make its {waiting} quantizer")
+        _pin(child, direction)
+        return child
+
+    def pending(self) -> dict[Direction, QuantizerRequest]:
+        """The children that are still requests."""
+        return {
+            direction: child for direction in Direction if isinstance(child := self.child(direction), QuantizerRequest)
+        }
+
+    def resolved(self, children: Mapping[Direction, Quantizer]) -> HybridQuantizer:
+        """The same hybrid with ``children`` in place of its requests."""
+        new = self.copy()
+        new._set_children(children)
+        return new
+
+    def _wanted(self) -> list[Direction]:
+        for direction in Direction:
+            self._quantizer_of(direction)  # a request is an error even where it would not be asked
+        return super()._directions_to_make()
+
+    def _derives_columns(self) -> bool:
+        return self.columnwise_source == "rowwise_dequantized"
+
+    def encoding(self, direction: Direction) -> Encoding:
+        return self._quantizer_of(direction).encoding(direction)
+
+    # ---- quantizing ----------------------------------------------------------------------------
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        wanted = self._wanted()
+        tensor = self._checked_by_children(tensor, wanted)
+        children: dict[Direction, Any] = {}
+        if self._derives_columns() and COLUMNWISE in wanted:
+            row = self._made_child(ROWWISE).quantize_impl(tensor)
+            children[ROWWISE] = row if ROWWISE in wanted else None  # else it was only a way to get there
+            children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, tensor))
+        else:
+            children = self._made_together(tensor, wanted)
+            self._draw_for_what_is_left_out(wanted)
+        self._show_to_what_is_left_out(tensor, children)
+        return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
+
+    def quantized_from_rows(self, row: QuantizedTensorStorage) -> Any:
+        """What `quantize` makes of a tensor whose rowwise child is there; columns, if wanted, are made from it."""
+        wanted = self._wanted()
+        if COLUMNWISE in wanted and not self._derives_columns():
+            raise ValueError("the columnwise child of this hybrid is made from the original, not from rows")
+        children: dict[Direction, Any] = {ROWWISE: row}
+        if COLUMNWISE in wanted:
+            children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
+        else:
+            self._draw_for_what_is_left_out(wanted)
+        if self._derives_columns():
+            self._show_to_what_is_left_out(row, children)
+        return self._wrap(children, row.shape, row.dtype, row.device)
+
+    def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
+        """Random numbers that are drawn later do not depend on which planes were asked for."""
+        rounded = [d for d in Direction if rounds_stochastically(self._quantizer_of(d))]
+        drawn = any(direction in wanted for direction in rounded)
+        if any(direction not in wanted for direction in rounded) and (self._derives_columns() or not drawn):
+            draw_seed()
+
+    def _show_to_what_is_left_out(self, tensor: Any, children: Mapping[Direction, Any]) -> None:
+        """Histories learn in the first pass of a checkpoint, also of planes that only its recomputation makes."""
+        if not current_pass().hides_gradients:
+            return
+        for direction in Direction:
+            child = self._quantizer_of(direction)
+            if direction in children or type(child).calibrate is Quantizer.calibrate:
+                continue
+            child.calibrate(_decoded_like(children[ROWWISE], tensor) if self._derives_columns() else tensor)
+
+    def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
+        """Children of the same input: their planes are written by one call."""
+        children: dict[Direction, Any] = {}
+        jobs = []
+        for direction in wanted:
+            quantizer = self._made_child(direction)
+            if _writes_planes(quantizer):
+                layouts = quantizer._layouts(tensor.shape)
+                storage, planes = quantizer._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
+                jobs.append(_Job(quantizer, storage, planes))
+            else:
+                storage = quantizer.quantize_impl(tensor)
+            children[direction] = storage
+        _write_jobs(tensor, jobs, checked=True)
+        return children
+
+    def _made_child(self, direction: Direction) -> Quantizer:
+        """The child, set to make a bare storage if the hybrid makes one."""
+        child = self._quantizer_of(direction)
+        if self.internal and not child.internal:
+            child = child.copy()
+            child.internal = True
+        return child
+
+    def _wrap(self, children: Mapping[Direction, Any], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
+        row, column = children.get(ROWWISE), children.get(COLUMNWISE)
+        storage: dict[str, Any] = {"rowwise_storage": row, "columnwise_storage": column, "quantizer": self}
+        if self.internal:
+            made: Any = HybridQuantizedTensorStorage(**storage, fake_dtype=dtype, shape=shape)
+        else:
+            made = HybridQuantizedTensor(shape, dtype, device=device, **storage)
+        for child in children.values():
+            if child is not None and child._quantizer is not None:
+                child._quantizer._leave_group()
+        return made
+
+    def _checked_by_children(self, tensor: Any, wanted: Sequence[Direction]) -> Tensor:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.dequantize()
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
+        for direction in Direction if self._derives_columns() and COLUMNWISE in wanted else wanted:
+            child = self._quantizer_of(direction)
+            if not child.custom:
+                child._checked(tensor, child._directions_to_make())
+        return tensor
+
+    def update_quantized(self, src: Any, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Requantize every child that is present, whatever the usages: none is left as it was."""
+        if not isinstance(dst, HybridQuantizedTensorStorage):
+            raise ValueError(f"HybridQuantizer writes hybrid tensors, it cannot write to a {type(dst).__name__}")
+        if noop_flag is not None and noop_flag.item() != 0:
+            return dst
+        children = dst._children()
+        if not any(dst.get_usages().values()):
+            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
+        if isinstance(src, QuantizedTensorStorage):
+            src = src.dequantize()
+        self._check_source(src, children)
+        if src.shape != dst.shape or src.device != dst.device:
+            raise ValueError(
+                f"HybridQuantizer: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
+                f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
+            )
+        self.check_writable(dst)
+        with dst._writing():
+            self._write_children(dst._apart_from(src.detach()), children)
+        return dst
+
+    def _check_source(self, src: Any, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        self._wanted()
+        if not isinstance(src, Tensor):
+            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(src).__name__}")
+        for direction, storage in children.items():
+            child = self._quantizer_of(direction)
+            if not child.custom:
+                child._checked(src, child._directions_to_make(), storage._plane_tensor_shape())
+
+    def _can_write_alone(self, children: Mapping[Direction, QuantizedTensorStorage]) -> bool:
+        """Whether ``children`` can be written while the others take bytes from elsewhere."""
+        if self._derives_columns() and ROWWISE in children:
+            return False
+        self._check_children_writable(children)
+        return True
+
+    def _write_children(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        """Write ``src``, which has been checked, to children of a hybrid."""
+        if self._derives_columns() and COLUMNWISE in children:
+            row = children.get(ROWWISE)
+            if row is None:
+                matrix = src.reshape(tuple(children[COLUMNWISE]._plane_tensor_shape()))
+                row = self._quantizer_of(ROWWISE).quantize_impl(matrix)
+            else:
+                self._write_together(src, {ROWWISE: row})
+                row._mark_written()  # should the column fail, it is known to be old
+            src = _decoded_like(row, src).reshape(src.shape)
+            children = {COLUMNWISE: children[COLUMNWISE]}
+        self._write_together(src, children)
+
+    def _write_together(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        """What may fail comes first; what cannot, a copy into an identity child, last."""
+        jobs, kept = [], []
+        for direction, storage in children.items():
+            quantizer = self._quantizer_of(direction)
+            if quantizer.custom:
+                quantizer.update_quantized(src, storage)
+                storage._mark_written()
+            elif _writes_planes(quantizer):
+                jobs.append(_Job(quantizer, storage, quantizer._in_own_formats(storage.planes())))
+            else:
+                kept.append(storage)
+        _write_jobs(src, jobs)
+        for job in jobs:
+            job.quantizer._note_formats(job.storage, job.planes)
+        for storage in kept:
+            storage.quantize_(src)  # through to its buffer, which aliases share
+
+    def check_writable(self, dst: QuantizedTensorStorage) -> None:
+        self._check_children_writable(dst._children())  # type: ignore[attr-defined]
+
+    def _check_children_writable(self, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
+        for direction, storage in children.items():
+            child = self._quantizer_of(direction)
+            if child.custom:
+                continue
+            if not isinstance(storage, child._tensor_class._storage_class()):
+                raise ValueError(
+                    f"the {direction.value} child of this hybrid of shape {list(storage.shape)} is a "
+                    f"{type(storage).__name__}, which {type(child).__name__} cannot write to"
+                )
+            child.check_writable(storage)
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
+        children = {}
+        for direction in self._wanted():
+            child = self._made_child(direction)
+            make = child.make_empty if child.custom else child._made  # a custom one has to say itself how
+            children[direction] = make(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return self._wrap(children, shape, dtype, device)
+
+    def _directions_to_make(self) -> list[Direction]:
+        return self._wanted()
+
+    def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
+        for direction in directions:
+            child = self._quantizer_of(direction)
+            if not child.custom:
+                child._check_shape(shape, [direction])
+
+    # ---- properties ----------------------------------------------------------------------------
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether a child reduces its amax; setting it sets those that can."""
+        return any(child.with_amax_reduction for child in self._reducing_children())
+
+    @with_amax_reduction.setter
+    def with_amax_reduction(self, value: bool) -> None:
+        for child in self._reducing_children():
+            child.with_amax_reduction = value
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        groups = [child.amax_reduction_group for child in self._reducing_children()]
+        if any(group is not groups[0] for group in groups):
+            raise RuntimeError("the children of this hybrid reduce their amaxes over different groups; ask each child")
+        return groups[0] if groups else None
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        for child in self._reducing_children():
+            child.amax_reduction_group = group
+
+    def _reducing_children(self) -> list[Any]:
+        """Those that can: they have the attribute of their own."""
+        return [child for direction in Direction if "amax_reduction_group" in vars(child := self.child(direction))]
+
+    def reducing(self, group: Any, *, axis: int) -> Self:
+        new = self.copy()
+        for direction in Direction:
+            setattr(new, _name(direction), new._quantizer_of(direction).reducing(group, axis=axis))
+        return new
+
+    def _leave_group(self) -> None:
+        for direction in Direction:
+            child = self.child(direction)
+            if isinstance(child, Quantizer):
+                child._leave_group()
+
+    def copy(self) -> Self:
+        new = super().copy()
+        for direction in Direction:
+            child = self.child(direction)
+            if isinstance(child, Quantizer):
+                setattr(new, _name(direction), child.copy())
+        return new
+
+    def calibrate(self, tensor: Tensor) -> None:
+        for direction in self._wanted():
+            self._quantizer_of(direction).calibrate(tensor)
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return all(self._quantizer_of(direction).is_quantizable(tensor) for direction in Direction)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        row = self._quantizer_of(ROWWISE)
+        return row.supports_only_rowwise_all_gather() or isinstance(self.columnwise_quantizer, NVFP4Quantizer)
+
+    def is_requantization_safe(self) -> bool:
+        needed = set(self._wanted())
+        if self._derives_columns() and COLUMNWISE in needed:
+            needed.add(ROWWISE)
+        return all(self._quantizer_of(direction).is_requantization_safe() for direction in needed)
+
+
+def _name(direction: Direction) -> str:
+    return f"{direction.value}_quantizer"
+
+
+def _pin(child: Quantizer, direction: Direction) -> None:
+    rowwise = direction is ROWWISE
+    if child.rowwise_usage is not rowwise or child.columnwise_usage is rowwise:
+        child.set_usage(rowwise=rowwise, columnwise=not rowwise)
+
+
+def rounds_stochastically(quantizer: Quantizer) -> bool:
+    """In any direction, whether it is asked for or not."""
+    if isinstance(quantizer, HybridQuantizer):
+        return any(rounds_stochastically(quantizer._quantizer_of(direction)) for direction in Direction)
+    return bool(getattr(quantizer, "stochastic_rounding", False))
+
+
+def _writes_planes(quantizer: Quantizer) -> bool:
+    """Whether the quantizer's result is planes that kernels write, and not something of its own."""
+    return not quantizer.custom and not isinstance(quantizer, IdentityQuantizer)
+
+
+def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor | QuantizedTensorStorage) -> Tensor:
+    return row.dequantize(dtype=tensor.dtype).detach()
+
+
+def _write_jobs(src: Tensor, jobs: Sequence[_Job], checked: bool = False) -> None:
+    """Measure all, reduce and observe each child's own, encode all with one seed, as one quantizer would.
+
+    ``checked``: the planes were just allocated for this.
+    """
+    if not jobs:
+        return
+    with torch.no_grad():
+        src = src.detach().reshape(jobs[0].storage._matrix)
+        asked = [job.quantizer._targets(job.planes) for job in jobs]
+
+        def settle(measured: list[Target]) -> list[Target]:
+            rest = iter(measured)
+            own = [(job.quantizer, [next(rest) for _ in targets]) for job, targets in zip(jobs, asked, strict=True)]
+            return [target for quantizer, targets in own for target in quantizer._settled(targets)]
+
+        kernels.write(src, [target for targets in asked for target in targets], settle, draw_seed, checked=checked)

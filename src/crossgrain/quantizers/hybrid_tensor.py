@@ -1,0 +1,505 @@
+"""A tensor of two formats: one child holds its rowwise plane, another its columnwise plane.
+
+Each child is a quantized tensor of its own format, of which one direction is used. Whatever moves
+tensors about is done child by child; what must hold for both together is here: a write reaches every
+child or none, and a child that missed a write is stale.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
+from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.holder import Epoch, PlaneHolder, next_write_number
+from .child_names import ChildNames
+
+if TYPE_CHECKING:
+    from .base import Quantizer
+
+
+class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
+    """``_rowwise_storage`` and ``_columnwise_storage``; either may be None."""
+
+    _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
+
+    _rowwise_storage: QuantizedTensorStorage | None
+    _columnwise_storage: QuantizedTensorStorage | None
+    _agreed: Mapping[Direction, int]  # the last write of each child when they were put together
+
+    def _init_fields(
+        self,
+        rowwise_storage: QuantizedTensorStorage | None,
+        columnwise_storage: QuantizedTensorStorage | None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        orphan = quantizer is None and rowwise_storage is columnwise_storage is None  # nothing could make a quantizer
+        is_parent = hasattr(quantizer, "rowwise_quantizer") and hasattr(quantizer, "columnwise_quantizer")
+        if orphan or not (quantizer is None or is_parent):
+            raise TypeError(
+                f"{type(self).__name__} requires a parent HybridQuantizer, with two children, not "
+                f"{type(quantizer).__name__}"
+            )
+        self._quantizer = None if quantizer is None else quantizer.copy()
+        children = {ROWWISE: rowwise_storage, COLUMNWISE: columnwise_storage}
+        if shape is None:
+            shape = next((child.shape for child in children.values() if child is not None), None)
+            if shape is None:
+                raise ValueError(f"{type(self).__name__} without any data needs its shape to be given")
+        self._put_together(children, shape, torch.float32 if fake_dtype is None else fake_dtype)
+
+    def _put_together(
+        self, children: Mapping[Direction, Any], shape: Sequence[int], dtype: torch.dtype, agreed: Any = None
+    ) -> None:
+        self._shape, self._dtype = torch.Size(shape), dtype
+        self._matrix = matrix_shape(self._shape)
+        for direction in Direction:
+            child = children.get(direction)
+            if child is not None:
+                if not isinstance(child, QuantizedTensorStorage) or isinstance(child, HybridQuantizedTensorStorage):
+                    raise TypeError(
+                        f"the {direction.value} child of a {type(self).__name__} is a storage of one format, not "
+                        f"{type(child).__name__}"
+                    )
+                child = child if child.shape == self._shape else child._viewed(self._shape)
+            self._set_child(direction, child)
+        self._agree(agreed)
+
+    def _agree(self, agreed: Mapping[Direction, int] | None = None) -> None:
+        """The children stand for the same numbers, whenever each was written."""
+        if agreed is None:
+            agreed = {direction: child._last_write() for direction, child in self._children().items()}
+        self._agreed = agreed
+
+    # ---- what is there -------------------------------------------------------------------------
+
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        return self._fresh_child(ROWWISE)
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        return self._fresh_child(COLUMNWISE)
+
+    def _fresh_child(self, direction: Direction) -> QuantizedTensorStorage | None:
+        child = self._children().get(direction)
+        if child is not None and self._is_stale(direction):
+            raise RuntimeError(
+                f"the {direction.value} {type(child).__name__} of this {type(self).__name__} of shape "
+                f"{list(self._shape)} is stale: its {direction.other.value} child was written since, alone or through "
+                "an alias that does not hold this one. Requantize the tensor."
+            )
+        return child
+
+    def _children(self) -> dict[Direction, QuantizedTensorStorage]:
+        """The children that are there, rowwise first."""
+        both = {ROWWISE: self._rowwise_storage, COLUMNWISE: self._columnwise_storage}
+        return {direction: child for direction, child in both.items() if child is not None}
+
+    def plane(self, direction: Direction) -> Plane | None:
+        child = self._children().get(direction)
+        plane = None if child is None else child.plane(direction)
+        return plane and replace(plane, stale=plane.stale or self._is_stale(direction))
+
+    def planes(self) -> list[Plane]:
+        """The planes with buffers of their own. A child may serve its direction with a rowwise plane."""
+        return [
+            replace(plane, stale=plane.stale or self._is_stale(direction))
+            for direction, child in self._children().items()
+            for plane in child.planes()
+        ]
+
+    def _reset_caches(self) -> None:
+        for child in self._children().values():
+            child._reset_caches()
+
+    def get_usages(self) -> dict[str, bool]:
+        children = self._children()
+        return {
+            direction.value: direction in children and children[direction].get_usages()[direction.value]
+            for direction in Direction
+        }
+
+    def _is_stale(self, direction: Direction) -> bool:
+        """Whether the other child was written after the two agreed, and this one not along with it."""
+        children = self._children()
+        if len(children) < 2:
+            return False
+        mine, others = children[direction]._last_write(), children[direction.other]._last_write()
+        return mine < others and others > self._agreed[direction.other]
+
+    @property
+    def _formats(self) -> dict[Direction, Format]:  # type: ignore[override]
+        return {direction: child._formats[direction] for direction, child in self._children().items()}
+
+    @property
+    def _cut_axes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple({axis for child in self._children().values() for axis in child._cut_axes})
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for direction, child in self._children().items():
+            for name, buffer in child._buffers():
+                yield f"{direction.value}{name}", buffer
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        if not (rowwise_data or columnwise_data):
+            raise ValueError("get_data_tensors: neither rowwise nor columnwise data was asked for")
+        wanted = {ROWWISE: rowwise_data, COLUMNWISE: columnwise_data}
+        planes = [self.plane(direction) for direction in Direction if wanted[direction]]
+        data = tuple(None if plane is None else plane.data for plane in planes)
+        return data if len(data) == 2 else data[0]
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {
+            "rowwise_storage": self.rowwise_sub_storage,  # stale ones must not be put together anew
+            "columnwise_storage": self.columnwise_sub_storage,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "alias_of": self,
+        }
+
+    # ---- child by child ------------------------------------------------------------------------
+
+    @classmethod
+    def _shared_names(cls) -> tuple[str, ...]:
+        return (*cls._state_names(), "_agreed")  # the history of writes is with the children
+
+    def _join(self, other: PlaneHolder) -> None:
+        for direction, child in self._children().items():
+            self._set_child(direction, _shallow(child))  # so that emptying one leaves the other
+
+    def _plain_state(self) -> dict[str, Any]:
+        for direction, child in self._children().items():
+            if not isinstance(child, QuantizedTensor):
+                raise TypeError(
+                    f"{type(self).__name__}: its {direction.value} child is a bare storage; pickle a tensor"
+                )
+        return {**{name: getattr(self, name) for name in self._state_names()}, "_shape": tuple(self._shape)}
+
+    def _take_plain_state(self, state: Mapping[str, Any]) -> None:
+        children = {direction: state[f"_{direction.value}_storage"] for direction in Direction}
+        self._quantizer = state["_quantizer"]
+        self._put_together(children, state["_shape"], state["_dtype"])
+
+    def _set_child(self, direction: Direction, child: QuantizedTensorStorage | None) -> None:
+        setattr(self, f"_{direction.value}_storage", child)
+
+    def _mapped(
+        self,
+        change: Callable[[QuantizedTensorStorage], Any],
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A new hybrid of the same class whose children are ``change(child)``."""
+        for direction, child in self._children().items():
+            if change is not _shallow and not child._plane_buffers:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: its {direction.value} child is a {type(child).__name__}, which is not "
+                    "made of planes: it can be detached, read and saved for backward, but not viewed, copied or moved"
+                )
+        children = {direction: change(child) for direction, child in self._children().items()}
+        if shape is None:
+            shape = self._shape
+        dtype = self._dtype if dtype is None else dtype
+        buffers = {name: buffer for child in children.values() for name, buffer in child._buffers()}
+        new = self._blank(torch.Size(shape), dtype, buffers)
+        new._put_together(children, shape, dtype, self._agreed)
+        new._quantizer = None if self._quantizer is None else self._quantizer.copy()
+        new._shard = self._shard
+        return new
+
+    def _rewrap(self, *, shape: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> Self:
+        if shape is None and dtype is None and not changes:
+            return self._mapped(_shallow)
+        return self._mapped(lambda child: child._rewrap(shape=shape, dtype=dtype, **changes), shape=shape, dtype=dtype)
+
+    def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        self._check_fresh()  # the copy would not know
+        return self._mapped(lambda child: child._map_buffers(change, **changes), **changes)
+
+    def _empty_like(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Self:
+        new = self._mapped(lambda child: child._empty_like(shape, dtype, device), shape=shape, dtype=dtype)
+        if new._quantizer is not None:
+            new._quantizer.set_usage(**new.get_usages())
+        return new
+
+    def _viewed(self, shape: Sequence[int]) -> Self:
+        return self._mapped(lambda child: child._viewed(shape), shape=shape)
+
+    def _sliced(self, dim: int, start: int, stop: int) -> Self:
+        shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
+        return self._mapped(lambda child: child._sliced(dim, start, stop), shape=shape)
+
+    def _clone(self) -> Self:
+        self._check_fresh()
+        clone = self._mapped(lambda child: child._clone())
+        clone._agree()
+        return clone
+
+    def _check_fresh(self) -> None:
+        for direction in Direction:
+            self._fresh_child(direction)
+        super()._check_fresh()
+
+    def _write_marks(self) -> list[Epoch]:
+        return [mark for child in self._children().values() for mark in child._write_marks()]
+
+    def _last_write(self) -> int:
+        return max((child._last_write() for child in self._children().values()), default=0)
+
+    def _mark_written(self, number: int | None = None) -> None:
+        number = next_write_number() if number is None else number
+        for child in self._children().values():
+            child._mark_written(number)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What is written to the children inside counts as one write.
+
+        If it fails, a child that was reached has made the other stale. A child of a slice that was stale
+        before stays so: the rest of its tensor still is.
+        """
+        children = self._children()
+        behind = {
+            direction: child._last_write()
+            for direction, child in children.items()
+            if self._cut_axes and self._is_stale(direction)
+        }
+        yield
+        self._mark_written()
+        for direction, number in behind.items():
+            children[direction]._mark_written(number)
+
+    def clear(self) -> None:
+        for child in self._children().values():
+            child.clear()
+
+    def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
+        """Memory of its own, also from an identity child: written to, it would change one child alone."""
+        usages = self.get_usages()
+        held_directions = (found for found in Direction if usages[found.value])
+        chosen = next(held_directions, ROWWISE) if direction is None else direction
+        child = self._fresh_child(chosen)
+        if child is None:
+            return super()._decoded(dtype, direction)  # which says what is missing
+        has_plane = child.plane(chosen) is not None
+        decoded = child._decoded(dtype, chosen) if has_plane else child.dequantize(dtype=dtype)
+        held = {buffer.data_ptr() for _, buffer in child._buffers()}
+        return decoded.clone() if decoded.numel() and decoded.data_ptr() in held else decoded
+
+    # ---- usages and writing --------------------------------------------------------------------
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop children. A missing direction cannot be made: it has a format of its own."""
+        wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
+        for direction, want in wanted.items():
+            if want and not self.get_usages()[direction.value]:
+                raise RuntimeError(
+                    f"{type(self).__name__} of shape {list(self._shape)}: {direction.value} usage requested, but there "
+                    "is no such child, and its format cannot be made from the other. Request it when quantizing."
+                )
+        for direction, want in wanted.items():
+            if want is False:
+                self._set_child(direction, None)
+
+    def _derivable(self, direction: Direction) -> Plane | None:
+        return None
+
+    def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
+        if not isinstance(src, HybridQuantizedTensorStorage):
+            raise TypeError(f"copy_from_storage: cannot copy {type(src).__name__} to {type(self).__name__}")
+        if not self._copy_bytes_from(src):
+            raise RuntimeError(f"copy_from_storage: {src!r} does not hold what {self!r} needs")
+
+    def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
+        """Copy the children that ``src`` has in our formats, quantize the rest from its values. False: none fits.
+
+        No child is ever left as it was.
+        """
+        src._check_fresh()
+        src = self._apart(src)
+        mine = self._children()
+        pairs = {direction: _matching_planes(child, _part(src, direction)) for direction, child in mine.items()}
+        fitting = {direction: child for direction, child in mine.items() if pairs[direction]}
+        rest = {direction: child for direction, child in mine.items() if direction not in fitting}
+        if not fitting or (rest and not self._get_quantizer()._can_write_alone(rest)):  # type: ignore[attr-defined]
+            return False
+        for direction, child in fitting.items():  # before anything is written
+            child._check_scales_shared(pairs[direction])
+        with self._writing():
+            if rest:
+                self._get_quantizer()._write_children(src.dequantize().to(self.device), rest)  # type: ignore[attr-defined]
+            for direction, child in fitting.items():
+                child._copy_planes(pairs[direction])
+        return True
+
+    def _apart_from(self, src: Tensor) -> Tensor:
+        """``src``, or a copy if writing to a child would change it."""
+        return src.clone() if any(overlaps(src, buffer) for _, buffer in self._buffers()) else src
+
+    # ---- saving, shards ------------------------------------------------------------------------
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], Self]:
+        buffers: list[Tensor | None] = []
+        lent = []
+        for child in self._children().values():
+            own = child.prepare_for_saving()[0]
+            lent.append((child, len(own)))
+            buffers.extend(own)
+            if not child._plane_buffers:
+                child._epochs = dict.fromkeys(Direction, Epoch(child._last_write()))  # as planes do for themselves
+        self._lent = lent  # a child that is dropped meanwhile still has its place in the list
+        return buffers, self
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        lent = self.__dict__.get("_lent", [])
+        count = sum(own for _, own in lent)
+        if len(tensors) < count:
+            raise RuntimeError(f"{type(self).__name__} has {count} buffers, but only {len(tensors)} tensors were saved")
+        for child, _ in lent:
+            tensors = child.restore_from_saved(tensors)
+        self.__dict__.pop("_lent", None)
+        return tensors
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        return tuple(
+            f"{direction.value}{field}"
+            for direction, child in self._children().items()
+            for field in child.fsdp_buffer_fields()
+        )
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        self._check_fresh()
+        buffers: list[Tensor] = []
+        metas = {}
+        for direction, child in self._children().items():
+            own, metas[direction] = child.fsdp_extract_buffers()
+            buffers.extend(own)
+        return tuple(buffers), {"field_names": self.fsdp_buffer_fields(), "children": metas}
+
+    def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
+        names = meta["field_names"]
+        if len(buffers) != len(names):
+            raise RuntimeError(f"{type(self).__name__}: {len(buffers)} gathered buffers for the fields {list(names)}")
+        children = self._children()
+        if set(children) != set(meta["children"]):
+            raise RuntimeError(f"{type(self).__name__}: the gathered shards hold other directions than this tensor")
+        rest = list(buffers)
+        # Other objects, so that a failure changes nothing.
+        filled = {direction: _shallow(child) for direction, child in children.items()}
+        for direction, child_meta in meta["children"].items():
+            count = len(child_meta["field_names"])
+            filled[direction].fsdp_assign_gathered(rest[:count], child_meta)
+            rest = rest[count:]
+        self._put_together(filled, self._shape, self._dtype)
+        self._mark_written()
+
+    def _planes_that_travel(self, directions: Sequence[Direction]) -> list[Plane]:
+        return [plane for child, own in self._serving(directions) for plane in child._planes_that_travel(own)]
+
+    def _planes_of(self, directions: Sequence[Direction]) -> list[Plane]:
+        return [plane for child, own in self._serving(directions) for plane in child._planes_of(own)]
+
+    def _derive_planes(self, directions: Sequence[Direction]) -> None:
+        for child, own in self._serving(directions):
+            child._derive_planes(own)
+
+    def _serving(self, directions: Sequence[Direction]) -> list[tuple[QuantizedTensorStorage, list[Direction]]]:
+        """The children that ``directions`` are read from."""
+        return [(child, [direction]) for direction, child in self._children().items() if direction in directions]
+
+    def _note_zeros(self) -> None:
+        for child in self._children().values():
+            child._note_zeros()
+
+    def _stand_alone(self) -> None:
+        for child in self._children().values():
+            child._stand_alone()
+
+    def _build_default_quantizer(self) -> Quantizer:
+        from .hybrid import HybridQuantizer  # which builds on this module
+
+        missing = [direction.value for direction in Direction if direction not in self._children()]
+        if missing:
+            raise RuntimeError(f"{type(self).__name__} has no quantizer, and no {missing[0]} child to make one from")
+        row, column = (child._get_quantizer().copy() for child in self._children().values())
+        return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
+
+    def __repr__(self) -> str:
+        both = {ROWWISE: self._rowwise_storage, COLUMNWISE: self._columnwise_storage}
+        held = [f"{d.value}={None if child is None else type(child).__name__}" for d, child in both.items()]
+        return f"{type(self).__name__}({', '.join(held)}, shape={list(self._shape)}, dtype={self._dtype})"
+
+
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+    """A tensor whose two directions are in two formats."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        self._check_fresh()
+        names = [f"_{direction.value}_storage" for direction in self._children()]
+        for name in names:
+            if not isinstance(getattr(self, name), QuantizedTensor):
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {name[1:]} is a bare storage, which cannot be traced"
+                )
+        return names, {"_quantizer": self._quantizer, "_dtype": self._dtype}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Any], context: Mapping[str, Any], outer_size: Any, outer_stride: Any
+    ) -> Self:
+        device = next((child.device for child in inner.values()), torch.device("cpu"))
+        new = cls._wrapper(outer_size, context["_dtype"], device)
+        new._quantizer = context["_quantizer"]
+        children = {direction: inner.get(f"_{direction.value}_storage") for direction in Direction}
+        new._put_together(children, outer_size, context["_dtype"])
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            new = super().__deepcopy__(memo)
+            for child in new._children().values():
+                child._quantizer = copy.deepcopy(child._quantizer, memo)
+        return cast(Self, memo[id(self)])
+
+
+def _shallow(child: QuantizedTensorStorage) -> QuantizedTensorStorage:
+    """Another object over the same buffers."""
+    if child._plane_buffers:
+        return child._rewrap()
+    child._whole_epochs()  # which both will share
+    return copy.copy(child)
+
+
+def _part(src: QuantizedTensorStorage, direction: Direction) -> QuantizedTensorStorage | None:
+    """What serves a direction of ``src``: a child of a hybrid, else ``src`` itself."""
+    return src._children().get(direction) if isinstance(src, HybridQuantizedTensorStorage) else src
+
+
+def _matching_planes(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage | None) -> list[tuple[Plane, Plane]]:
+    """Every plane of one with that of the other whose bytes it can take; empty if there is not one for each."""
+    pairs = []
+    for plane in mine.planes():
+        other = None if theirs is None else theirs.plane(plane.direction)
+        if other is None or _layout(other) != _layout(plane):
+            return []
+        pairs.append((plane, other))
+    return pairs
+
+
+def _layout(plane: Plane) -> tuple[Any, ...]:
+    return plane.format, plane.shape, plane.transposed

@@ -1,0 +1,192 @@
+"""Identity: a plane that keeps the numbers as they are, so that high precision is one more format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..formats import IDENTITY
+from ..formats.encoding import Encoding, cached_encoding
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
+from ..tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
+from .base import Quantizer
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """One high-precision buffer that serves both directions."""
+
+    _buffer_names = ("_hp_data",)
+    _plane_buffers: ClassVar = {
+        ROWWISE: PlaneBuffers("_hp_data", None),
+        COLUMNWISE: PlaneBuffers("_hp_data", None),
+    }
+
+    _hp_data: Tensor | None
+
+    def _init_fields(
+        self,
+        hp_data: Tensor | None,
+        fake_dtype: torch.dtype | None = None,
+        quantizer: Quantizer | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        if fake_dtype is None and hp_data is not None:
+            fake_dtype = hp_data.dtype
+        shape = hp_data.shape if shape is None and hp_data is not None else shape
+        self._init_common(dict.fromkeys(Direction, IDENTITY), quantizer, fake_dtype, shape, (hp_data,))
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {
+            "hp_data": self._hp_data,
+            "fake_dtype": self._dtype,
+            "quantizer": self._quantizer,
+            "alias_of": self,
+        }
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        return (self._hp_data, None) if rowwise_data and columnwise_data else self._hp_data
+
+    def planes(self) -> list[Plane]:
+        """One plane with a buffer of its own."""
+        plane = self.plane(ROWWISE)
+        return [] if plane is None else [plane]
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Both directions are always there."""
+
+    def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
+        """The buffer itself, unless it has to be cast."""
+        return self._readable_plane(direction).data.to(dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Self:
+        """Written through to the buffer, in its dtype, so that views see it."""
+        IdentityQuantizer(dtype=self._buffer().dtype).update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    # A plain buffer can be viewed and cut like any tensor.
+
+    def _on_buffer(self, buffer: Tensor) -> Self:
+        cut = () if buffer.numel() == self._buffer().numel() else (0,)
+        return self._rewrap(
+            shape=buffer.shape,
+            matrix=matrix_shape(buffer.shape),
+            buffers={"_hp_data": buffer},
+            cut_axes=cut or self._cut_axes,
+        )
+
+    def _viewed(self, shape: Sequence[int]) -> Self:
+        return self._on_buffer(self._buffer().view(tuple(shape)))
+
+    def _sliced(self, dim: int, start: int, stop: int) -> Self:
+        if (start, stop) == (0, self._shape[dim]):
+            return self._rewrap()
+        return self._on_buffer(self._buffer().narrow(dim, start, stop - start))
+
+    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
+        return self._on_buffer(self._buffer().as_strided(tuple(size), tuple(stride), offset))
+
+    def _empty_like(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Self:
+        shape = self._shape if shape is None else shape
+        buffer = torch.empty(tuple(shape), dtype=self._buffer().dtype, device=self.device if device is None else device)
+        matrix = matrix_shape(shape)
+        return self._rewrap(
+            shape=shape, dtype=dtype, matrix=matrix, buffers={"_hp_data": buffer}, cut_axes=(), fresh=True
+        )
+
+    def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
+        return False
+
+    def _copy_planes(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
+        for mine, theirs in pairs:
+            mine.data.copy_(theirs.data)
+        self._mark_written()
+
+    def _buffer(self) -> Tensor:
+        return self._readable_plane(None).data
+
+    def _build_default_quantizer(self) -> Quantizer:
+        return IdentityQuantizer()
+
+
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+    """A high-precision tensor in the clothes of a quantized one; its views alias it as usual."""
+
+    def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
+        buffer = buffers["_hp_data"]
+        if buffer is None:
+            return super()._blank(shape, dtype, buffers)
+        placement: dict[str, Any] = {"stride": buffer.stride(), "storage_offset": int(buffer.storage_offset())}
+        with torch.inference_mode(self.is_inference()):
+            return type(self)._wrapper(shape, dtype, buffer.device, **placement)
+
+
+class IdentityQuantizer(Quantizer):
+    """Keeps the (detached) input, cast only if ``dtype`` is given."""
+
+    _tensor_class = IdentityTensor
+    _value_fields = ("dtype",)
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = dtype
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        return cached_encoding(IDENTITY)
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        tensor = self._checked(tensor, list(Direction))
+        kept = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
+        return self._wrapped(kept, tensor.dtype)
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Copies in place where the buffers match, otherwise ``dst`` takes the new buffer."""
+        if not isinstance(dst, IdentityTensorStorage):
+            raise ValueError(f"IdentityQuantizer writes IdentityTensor, it cannot write to a {type(dst).__name__}")
+        if noop_flag is not None and noop_flag.item() != 0:
+            return dst
+        src = self._checked(src, list(Direction))
+        buffer = dst._buffer()
+        new = src.detach() if self.dtype is None else src.detach().to(self.dtype)
+        if new.shape != dst.shape:
+            raise ValueError(f"cannot write a tensor of shape {list(new.shape)} to one of {list(dst.shape)}")
+        if new.dtype == buffer.dtype and new.device == buffer.device:
+            buffer.copy_(new.clone() if overlaps(new, buffer) else new)
+        elif dst._cut_axes:
+            raise ValueError(
+                f"a slice of {buffer.dtype} on {buffer.device} cannot take a buffer of {new.dtype} on {new.device}"
+            )
+        else:
+            dst._hp_data = new.clone()
+        dst._mark_written()
+        return dst
+
+    def check_writable(self, dst: QuantizedTensorStorage) -> None:
+        """A plain buffer takes any numbers."""
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
+        kept = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)
+        return self._wrapped(kept, dtype)
+
+    def _wrapped(self, kept: Tensor, dtype: torch.dtype) -> Any:
+        if self.internal:
+            return IdentityTensorStorage(kept, dtype, self)
+        return IdentityTensor(
+            kept.shape,
+            dtype,
+            hp_data=kept,
+            quantizer=self,
+            stride=kept.stride(),
+            storage_offset=int(kept.storage_offset()),
+        )
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return True
+
+    def is_requantization_safe(self) -> bool:
+        return True

@@ -1,0 +1,246 @@
+"""NVFP4: 4-bit codes, an E4M3 scale for every 16 along the summed dimension, one amax for the tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..formats import DEFAULT_SIGN_MASK, Format, nvfp4_format
+from ..formats.dtypes import DType
+from ..formats.encoding import Encoding, cached_encoding
+from ..kernels.reference.hadamard import rotation_matrix
+from ..planes import COLUMNWISE, ROWWISE, Direction, matrix_shape
+from ..tensor import QuantizedTensor
+from ..tensor.fields import DataScaleAndAmaxStorage, refuse_swizzled
+from .base import Quantizer
+
+NVFP4_BLOCK_SCALING_SIZE = 16
+
+
+class NVFP4TensorStorage(DataScaleAndAmaxStorage):
+    """Two codes a byte, low nibble first: rowwise [M, K/2], columnwise [K, M/2]."""
+
+    _strict_decodes_rowwise_only = True
+    _with_gemm_swizzled_scales = False
+
+    def _init_fields(
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        amax_rowwise: Tensor | None,
+        amax_columnwise: Tensor | None,
+        fp4_dtype: DType,
+        quantizer: Quantizer | None,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+        formats: Mapping[Direction, Format] | None = None,
+    ) -> None:
+        refuse_swizzled(with_gemm_swizzled_scales)
+        _check_fp4(fp4_dtype)
+        if formats is None and isinstance(quantizer, NVFP4Quantizer):
+            formats = {direction: quantizer.encoding(direction).format for direction in Direction}
+        if formats is None:
+            fmt = nvfp4_format(row_scaled=row_scaled_nvfp4, scale_bound=nvfp4_e4m3_max)
+            formats = dict.fromkeys(Direction, fmt)
+        buffers = (
+            rowwise_data,
+            columnwise_data,
+            rowwise_scale_inv,
+            columnwise_scale_inv,
+            amax_rowwise,
+            amax_columnwise,
+        )
+        self._init_common(formats, quantizer, fake_dtype, shape, buffers)
+
+    @property
+    def _fp4_dtype(self) -> DType:
+        return DType.kFloat4E2M1
+
+    @property
+    def _row_scaled_nvfp4(self) -> bool:
+        return self._formats[ROWWISE].global_amax == "row"
+
+    @property
+    def _nvfp4_e4m3_max(self) -> int:
+        return self._formats[ROWWISE].scale_bound
+
+    @property
+    def _nvfp4_use_4over6(self) -> bool:
+        if isinstance(self._quantizer, NVFP4Quantizer):
+            return self._quantizer.nvfp4_use_4over6
+        return self._nvfp4_e4m3_max != 448
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {
+            **self._common_metadata(),
+            "fp4_dtype": self._fp4_dtype,
+            "with_gemm_swizzled_scales": False,
+            "row_scaled_nvfp4": self._row_scaled_nvfp4,
+            "nvfp4_use_4over6": self._nvfp4_use_4over6,
+            "nvfp4_e4m3_max": self._nvfp4_e4m3_max,
+        }
+
+    def _strict_synthesises(self, direction: Direction) -> bool:
+        return direction is COLUMNWISE
+
+    def _build_default_quantizer(self) -> Quantizer:
+        column = self._formats[COLUMNWISE]
+        return NVFP4Quantizer(
+            with_rht=column.rotation is not None,
+            with_post_rht_amax=column.rotation is not None,
+            with_2d_quantization=self._has_tiles,
+            row_scaled_nvfp4=self._row_scaled_nvfp4,
+            nvfp4_use_4over6=self._nvfp4_use_4over6,
+            nvfp4_e4m3_max=self._nvfp4_e4m3_max,
+            with_random_sign_mask=column.rotation != 0,
+        )
+
+
+class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
+    """An NVFP4 tensor."""
+
+
+class NVFP4Quantizer(Quantizer):
+    """Quantizes to NVFP4.
+
+    ``with_rht``              columnwise data is rotated (16-point Hadamard with fixed signs) first
+    ``with_2d_quantization``  16x16 tiles share a scale, so both directions decode to the same numbers
+    ``stochastic_rounding``   unbiased random rounding of the codes, for gradients
+    ``row_scaled_nvfp4``      an amax per row instead of one per tensor
+    ``nvfp4_use_4over6``      per block, the better of two scales; ``nvfp4_e4m3_max`` leaves it headroom
+    """
+
+    _tensor_class = NVFP4Tensor
+    _value_fields = (
+        "with_amax_reduction",
+        "with_rht",
+        "with_post_rht_amax",
+        "with_2d_quantization",
+        "stochastic_rounding",
+        "row_scaled_nvfp4",
+        "nvfp4_use_4over6",
+        "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode",
+        "rht_matrix_random_sign_mask_t",
+    )
+
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _check_fp4(fp4_dtype)
+        if nvfp4_e4m3_max not in (448, 256):
+            raise ValueError(f"nvfp4_e4m3_max is 448 or 256, not {nvfp4_e4m3_max}")
+        if nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise ValueError(f"nvfp4_4over6_err_mode is 'MAE' or 'MSE', not {nvfp4_4over6_err_mode!r}")
+        self.dtype = DType.kFloat4E2M1
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.with_rht = with_rht
+        self.with_post_rht_amax = with_post_rht_amax
+        self.with_2d_quantization = with_2d_quantization
+        self.stochastic_rounding = stochastic_rounding
+        self.row_scaled_nvfp4 = row_scaled_nvfp4
+        self.nvfp4_use_4over6 = nvfp4_use_4over6
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
+        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
+        self.rht_matrix_random_sign_mask_t = DEFAULT_SIGN_MASK if with_random_sign_mask else 0
+        self._refuse_conflicts()
+
+    def _refuse_conflicts(self) -> None:
+        conflicts = {
+            "row_scaled_nvfp4": ("with_rht", "with_2d_quantization", "stochastic_rounding", "with_amax_reduction"),
+            "nvfp4_use_4over6": ("with_rht", "stochastic_rounding"),
+            "with_2d_quantization": ("with_rht",),
+        }
+        for option, others in conflicts.items():
+            for other in others:
+                if getattr(self, option) and getattr(self, other):
+                    raise ValueError(f"NVFP4Quantizer: {option} and {other} cannot be combined")
+
+    @property
+    def rht_matrix(self) -> Tensor:
+        """The 16x16 rotation."""
+        return rotation_matrix(self.rht_matrix_random_sign_mask_t)
+
+    def _encoding(self, direction: Direction) -> Encoding:
+        rotation = None
+        if direction is COLUMNWISE and self.with_rht:
+            rotation = self.rht_matrix_random_sign_mask_t
+        fmt = nvfp4_format(
+            two_d=self.with_2d_quantization,
+            row_scaled=self.row_scaled_nvfp4,
+            scale_bound=self.nvfp4_e4m3_max,
+            rotation=rotation,
+        )
+        select = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None
+        return cached_encoding(fmt, stochastic=self.stochastic_rounding, four_over_six=select)
+
+    def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
+        if COLUMNWISE in directions and self.with_rht and not self.with_post_rht_amax:
+            raise ValueError(
+                "NVFP4Quantizer: columnwise scales follow from the amax after the rotation: with_rht needs "
+                "with_post_rht_amax=True"
+            )
+        super()._check_shape(shape, directions)
+
+    def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
+        if COLUMNWISE not in directions:
+            return
+        rows, cols = matrix_shape(tensor.shape)
+        if self.with_rht and tensor.dtype != torch.bfloat16:
+            raise RuntimeError(f"strict mode: the Hadamard rotation takes bfloat16, not {tensor.dtype}")
+        if self.row_scaled_nvfp4:
+            if ROWWISE not in directions:
+                raise RuntimeError("strict mode: row-scaled NVFP4 needs rowwise usage")
+            if tensor.dtype != torch.bfloat16 or rows % 32 or cols % 32 or self.nvfp4_use_4over6:
+                raise RuntimeError(
+                    "strict mode: columnwise row-scaled NVFP4 takes bfloat16, both dimensions multiples of 32 and "
+                    f"no 4-over-6; not {tensor.dtype} {list(tensor.shape)}"
+                )
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return not self.row_scaled_nvfp4 and super().is_quantizable(tensor)
+
+    def is_requantization_safe(self) -> bool:
+        return not self.stochastic_rounding
+
+    @staticmethod
+    def get_columnwise_shape(shape: Sequence[int]) -> tuple[int, ...]:
+        """Logical shape of the columnwise data: always two-dimensional."""
+        return (shape[-1], math.prod(shape[:-1])) if shape else ()
+
+    @staticmethod
+    def convert_shape_for_fp4(shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape in bytes: two codes each."""
+        return (*shape[:-1], shape[-1] // 2)
+
+
+def _check_fp4(dtype: DType) -> None:
+    if DType.cast(dtype) is not DType.kFloat4E2M1:
+        raise ValueError(f"NVFP4 needs kFloat4E2M1, not {DType.cast(dtype)!r}")

@@ -1,0 +1,227 @@
+"""From settings, which speak of GEMMs, to what one layer does with each direction of each tensor.
+
+Settings are pairs of a key and what it is set to:
+
+    all                 a format for all three GEMMs
+    fprop               a format for both operands of a GEMM
+    fprop.weight        a format for one operand of a GEMM, taken literally
+    weight.source       what the columnwise plane of a tensor is made from: original or dequantized
+    attention           a format for the tensors of an attention core
+    attention.s         a format for one of them, taken literally
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..gemm.operands import GEMMS, TENSORS, check_operands
+from ..planes import COLUMNWISE, ROWWISE, Direction
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.request import QuantizerRequest
+from .format_spec import FormatSpec, option_name
+from .syntax import RecipeSyntaxError, did_you_mean
+
+ATTENTION = ("qkv", "s", "o", "do", "dp", "dqkv")
+SOURCES = ("original", "dequantized")
+
+_PLACES: dict[str, tuple[str, ...]] = {**{gemm: tuple(operands) for gemm, operands in GEMMS.items()}}
+_PLACES["attention"] = ATTENTION
+_GRADIENTS = ("grad_output", "do", "dp", "dqkv")
+
+KEYS = (
+    "all",
+    *GEMMS,
+    *(f"{gemm}.{tensor}" for gemm in GEMMS for tensor in GEMMS[gemm]),
+    *(f"{tensor}.source" for tensor in TENSORS),
+    "attention",
+    *(f"attention.{tensor}" for tensor in ATTENTION),
+)
+
+Settings = tuple[tuple[str, "FormatSpec | str"], ...]  # in the order of KEYS
+
+
+# ---- what options mean -----------------------------------------------------------------------------
+
+
+def _applies(field: str, place: str, tensor: str) -> bool:
+    """Whether an option that is given for a GEMM is meant for this operand of it."""
+    match field:
+        case "sr" | "element":
+            return tensor in _GRADIENTS
+        case "two_d":
+            return tensor == "weight"
+        case "row_scaled":
+            return tensor == "input"
+        case "rht":
+            return place == "wgrad"
+    return True
+
+
+_MEANT_FOR = {
+    "sr": "the gradient operand",
+    "element": "the gradient operand",
+    "two_d": "the weight operand",
+    "row_scaled": "the input operand",
+    "rht": "the operands of wgrad, as only columnwise data is rotated",
+}
+
+
+def _unused(spec: FormatSpec, place: str) -> list[str]:
+    return [f for f in spec.set_fields() if not any(_applies(f, place, tensor) for tensor in _PLACES[place])]
+
+
+def operands_of(spec: FormatSpec, place: str) -> dict[str, FormatSpec]:
+    """The operands of a GEMM (or of attention), with those options of ``spec`` that are meant for each.
+
+    >>> operands_of(FormatSpec.parse("nvfp4(rht, sr)"), "wgrad")
+    {"grad_output": nvfp4(rht, sr), "input": nvfp4(rht)}
+    """
+    return {
+        tensor: spec.without(f for f in spec.set_fields() if not _applies(f, place, tensor))
+        for tensor in _PLACES[place]
+    }
+
+
+def gemms_of(spec: FormatSpec) -> dict[str, FormatSpec]:
+    """The three GEMMs, with those options of ``spec`` that mean something in each."""
+    return {gemm: spec.without(_unused(spec, gemm)) for gemm in GEMMS}
+
+
+# ---- settings --------------------------------------------------------------------------------------
+
+
+def make_settings(values: Mapping[str, Any]) -> Settings:
+    """Settings from a mapping, parsed, checked and in canonical order."""
+    made = {key: make_setting(key, value) for key, value in values.items()}
+    return tuple((key, made[key]) for key in KEYS if key in made)
+
+
+def make_setting(key: str, value: Any) -> FormatSpec | str:
+    """The value of one key, parsed and checked: raises ValueError."""
+    if key not in KEYS:
+        raise ValueError(f"no setting {key!r}{did_you_mean(key, KEYS)}")
+    if key.endswith(".source"):
+        if value not in SOURCES:
+            raise ValueError(f"{key} is original or dequantized, not {value!r}")
+        return str(value)
+    spec = FormatSpec.parse(value)
+    try:
+        _check_spec(key, spec)
+    except ValueError as error:
+        if isinstance(value, str):
+            raise RecipeSyntaxError(str(error), value) from None
+        raise
+    return spec
+
+
+@lru_cache(maxsize=1024)
+def _check_spec(key: str, spec: FormatSpec) -> None:
+    """Raise if a format cannot be used here, in any of the directions it stands for."""
+    place, _, tensor = key.partition(".")
+    if tensor:
+        chosen = {place: {tensor: spec}}
+    elif key == "all":
+        chosen = {gemm: operands_of(narrowed, gemm) for gemm, narrowed in gemms_of(spec).items()}
+    else:
+        for field in _unused(spec, place):
+            raise ValueError(f"{option_name(field)} is meant for {_MEANT_FOR[field]}: {place} has none")
+        chosen = {place: operands_of(spec, place)}
+    for place, operands in chosen.items():
+        for tensor, operand in operands.items():
+            direction = GEMMS.get(place, {}).get(tensor, ROWWISE)
+            if operand.rht and direction is ROWWISE:
+                raise ValueError(f"{place} reads {tensor} rowwise: only columnwise data is rotated (rht)")
+            if operand.delayed and operand.element == "e5m2" and tensor not in _GRADIENTS:
+                raise ValueError(f"delayed scaling in E5M2 is for gradients, not for {tensor}")
+            operand.stored_format(direction)
+
+
+# ---- one layer -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one thing, and which setting of what decided: ``rule 1 (*.head)``."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Formats by (GEMM or attention, tensor) and sources by tensor, for one layer."""
+
+    formats: tuple[tuple[tuple[str, str], Choice], ...]
+    sources: tuple[tuple[str, Choice], ...]
+
+    def format(self, place: str, tensor: str) -> Choice:
+        return dict(self.formats)[place, tensor]
+
+    def source(self, tensor: str) -> Choice:
+        return dict(self.sources)[tensor]
+
+    def format_in(self, tensor: str, direction: Direction) -> Choice:
+        """The format in which a tensor is read in a direction: exactly one GEMM does that."""
+        place = next(gemm for gemm, operands in GEMMS.items() if operands.get(tensor) is direction)
+        return self.format(place, tensor)
+
+    def quantizer(self, tensor: str) -> Quantizer | QuantizerRequest:
+        """One quantizer if both directions are alike, else a hybrid of two."""
+        if tensor in ATTENTION:
+            return self._spec("attention", tensor).quantizer("grad_output" if tensor in _GRADIENTS else "input")
+        row: FormatSpec = self.format_in(tensor, ROWWISE).value
+        column: FormatSpec = self.format_in(tensor, COLUMNWISE).value
+        dequantized = self.source(tensor).value == "dequantized"
+        unrotated = column.without(["rht"])  # a quantizer rotates its columnwise data only
+        if row == unrotated and (not dequantized or row.format == "hp"):
+            return column.quantizer(tensor)
+        return HybridQuantizer(
+            rowwise_quantizer=row.quantizer(tensor),
+            columnwise_quantizer=column.quantizer(tensor),
+            columnwise_source="rowwise_dequantized" if dequantized else "original",
+        )
+
+    def check_pairs(self, layer: str, gemms: Iterable[str] = GEMMS) -> None:
+        """Raise ValueError unless the two operands of every one of these GEMMs can be multiplied as they are."""
+        for gemm in gemms:
+            operands = GEMMS[gemm].items()
+            check_operands(gemm, [(t, d, self._spec(gemm, t).stored_format(d)) for t, d in operands], layer)
+
+    def _spec(self, place: str, tensor: str) -> FormatSpec:
+        spec = self.format(place, tensor).value
+        assert isinstance(spec, FormatSpec)
+        return spec
+
+
+@lru_cache(maxsize=1024)
+def make_plan(stages: tuple[tuple[str, Settings], ...]) -> LayerPlan:
+    """Settings applied one after the other; each has a label that says where it is from.
+
+    A stage sets what it names and leaves the rest; within a stage the special beats the general. Setting a
+    GEMM replaces both of its operands. ``all`` replaces everything about the three GEMMs, sources included.
+    """
+    formats: dict[tuple[str, str], Choice] = {}
+    sources = {tensor: Choice("original", "default") for tensor in TENSORS}
+    for label, settings in stages:
+        for key, value in settings:  # from the general to the special, as KEYS are
+            place, _, tensor = key.partition(".")
+            why = f"{label}: {key}" if tensor else label
+            if isinstance(value, str):
+                sources[place] = Choice(value, why)
+            elif tensor:
+                formats[place, tensor] = Choice(value, why)
+            elif key == "all":
+                sources = {name: Choice("original", why) for name in TENSORS}
+                for gemm, spec in gemms_of(value).items():
+                    formats.update(_choices(gemm, spec, why))
+            else:
+                formats.update(_choices(place, value, why))
+    return LayerPlan(tuple(formats.items()), tuple(sources.items()))
+
+
+def _choices(place: str, spec: FormatSpec, why: str) -> Iterable[tuple[tuple[str, str], Choice]]:
+    return [((place, tensor), Choice(operand, why)) for tensor, operand in operands_of(spec, place).items()]

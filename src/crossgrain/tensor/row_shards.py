@@ -1,0 +1,80 @@
+"""Shards of a tensor as buffers that can be concatenated along the first dimension, and back.
+
+Each plane is turned M-major: its codes and block scales are laid out so that the rows of one shard
+follow the rows of the one before, without padding. What a whole tensor shares (per-tensor scales, the
+global amax) does not travel; shards must agree on it, as the slices of one tensor do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..planes import ROWWISE, Plane, empty_plane
+
+if TYPE_CHECKING:
+    from .holder import PlaneHolder
+
+
+def m_major_buffers(plane: Plane) -> list[tuple[str, Tensor]]:
+    """The parts of a plane ("data", "scale", "amax") that differ between shards, M-major, as views."""
+    parts = [("data", plane.operand_codes())]
+    if plane.scale is not None and plane.format.block is not None:
+        parts.append(("scale", plane.operand_scales()))
+    if plane.direction is not ROWWISE:
+        parts = [(name, buffer.t()) for name, buffer in parts]
+    elif plane.amax is not None and plane.format.global_amax == "row":
+        parts.append(("amax", plane.amax))
+    return parts
+
+
+def shard_field_names(holder: PlaneHolder) -> tuple[str, ...]:
+    """Attribute names of the buffers to gather, in order."""
+    return tuple(
+        getattr(holder._plane_buffers[plane.direction], part)
+        for plane in holder.planes()
+        for part, _ in m_major_buffers(plane)
+    )
+
+
+def extract_shard(holder: PlaneHolder) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The shard's buffers, contiguous and M-major, and what is needed to put gathered ones together."""
+    holder._check_fresh()
+    planes = holder.planes()
+    buffers = [buffer.contiguous() for plane in planes for _, buffer in m_major_buffers(plane)]
+    meta = {
+        "field_names": shard_field_names(holder),
+        "layouts": [(plane.format, plane.direction, plane.transposed) for plane in planes],
+        "scalars": [plane.scale_across((0,)) for plane in planes],
+    }
+    return tuple(buffers), meta
+
+
+def assign_gathered(holder: PlaneHolder, gathered: Sequence[Tensor], meta: dict[str, Any]) -> None:
+    """Give ``holder``, an object with the shape of the whole, planes made of the gathered buffers."""
+    names = meta["field_names"]
+    if len(gathered) != len(names):
+        raise RuntimeError(f"{type(holder).__name__}: {len(gathered)} gathered buffers for the fields {list(names)}")
+    rest = list(gathered)
+    planes = []
+    for (fmt, direction, transposed), scalar in zip(meta["layouts"], meta["scalars"], strict=True):
+        like = rest[0]
+        plane = empty_plane(fmt, direction, holder._shape, device=like.device, transposed=transposed, dtype=like.dtype)
+        for part, mine in m_major_buffers(plane):
+            theirs = rest.pop(0)
+            if theirs.shape != mine.shape:
+                raise RuntimeError(
+                    f"{type(holder).__name__} of shape {list(holder._shape)}: the gathered {direction.value} {part} is "
+                    f"{list(theirs.shape)}, it should be {list(mine.shape)}"
+                )
+            mine.copy_(theirs)
+        own = plane.scale_across((0,))
+        if own is not None:
+            own.copy_(scalar)
+        planes.append(plane)
+    for name in holder._buffer_names:
+        setattr(holder, name, None)
+    for plane in planes:
+        holder._adopt_plane(plane)
