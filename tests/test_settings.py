@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain import DType
-from crossgrain.runtime import settings
+from crossgrain import DType, settings
 
 
 def test_override_restores_also_after_an_error():

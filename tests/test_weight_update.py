@@ -15,7 +15,7 @@ from crossgrain.optim.weight_update import (
     quantize_master_weights,
     replace_raw_data,
 )
-from crossgrain.recipe import keep_high_precision_init_val
+from crossgrain.tensor.init_values import keep_high_precision_init_val
 
 from .distributed.ranks import error_of, run
 from .quantizers import PAIRS, QUANTIZERS, assert_same_bytes, buffers_of, hybrid_of

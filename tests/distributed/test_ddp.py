@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import crossgrain as cg
-from crossgrain.recipe import preserved_value
+from crossgrain.tensor.init_values import preserved_value
 
 from .ranks import batches, bind, converted_model, digest, error_of, mixed_layers, quantized_model, run, train
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import crossgrain as cg
 from crossgrain.distributed import ColwiseParallel, RowwiseParallel, checkpoint
-from crossgrain.recipe import preserved_value
+from crossgrain.tensor.init_values import preserved_value
 from crossgrain.tensor.sharding import local_part
 
 from .ranks import bind, digest, mesh_of, mixed_layers, run, shard, train

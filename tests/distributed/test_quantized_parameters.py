@@ -201,7 +201,7 @@ def _disagreeing(rank):
     written_alone, with_fewer_planes = (shard(quantized_model("nvfp4"), mesh_of(2)) for _ in range(2))
     written_alone(x)
     part = local_part(written_alone[0].weight)
-    part._quantizer._leave_group()
+    part._quantizer.leave_group()
     part.quantize_(torch.randn(part.shape) * (1 + rank))
     if rank == 1:
         local_part(with_fewer_planes[0].weight).update_usage(columnwise_usage=False)

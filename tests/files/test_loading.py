@@ -11,7 +11,7 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, files
 from crossgrain import recipe as recipes
 from crossgrain.optim import FusedAdam
-from crossgrain.recipe import preserved_value
+from crossgrain.tensor.init_values import preserved_value
 
 from ..quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
 from .models import EVERY_QUANTIZER, USAGES, assert_same_contents, contents, holder_of, quantized_model

@@ -28,7 +28,7 @@ class LiteralQuantizer(cg.MXFP8Quantizer):
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         planes = [plane for plane in dst.planes() if self.get_usages()[plane.direction.value]]
-        self._encode_planes(src, dst, planes)
+        self.encode_planes(src, dst, planes)
         return dst
 
 

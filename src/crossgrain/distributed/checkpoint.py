@@ -32,8 +32,8 @@ from ..files.manifest import check_files, write_manifest
 from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
 from ..files.training import INIT_VALUES, Checkpoint, check_request, manifest_of
 from ..files.undo import all_or_nothing
-from ..recipe import keep_high_precision_init_val, preserved_value
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from ..tensor.sharding import is_sharded, local_part, sharded_like
 from .agreement import check_agreement, on_first_rank, raise_together
 from .random_states import RANDOM, expect_random_state, take_random_state

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..planes import ROWWISE, Direction, Plane
+from ..planes.rows import m_major_buffers
 from ..planes.transport import kind_of
 from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
 from ..tensor import QuantizedTensorStorage
-from ..tensor.row_shards import m_major_buffers
 from ..tensor.sharding import cut_along, is_sharded, local_part
 
 

@@ -45,7 +45,7 @@ def quantized_window(
             target.plane.data.zero_()
             span = (start * x.shape[1], stop * x.shape[1])
             write_part(x, target.with_amax(overall), block_max, [span] if start < stop else [], None, None)
-        if isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns():
+        if quantizer.derives_columns:
             x = storage.dequantize(dtype=x.dtype)
     return made
 
@@ -68,7 +68,7 @@ def _in_order(quantizer: Quantizer, made: QuantizedTensorStorage) -> list[tuple[
     if not isinstance(quantizer, HybridQuantizer):
         return [(quantizer, made)]
     children = dict(made._children())  # type: ignore[attr-defined]
-    if quantizer._derives_columns() and ROWWISE not in children:
+    if quantizer.derives_columns and ROWWISE not in children:
         column = next(iter(children.values()))
         row = quantizer._quantizer_of(ROWWISE).storing(rowwise=True, columnwise=False)
         children = {ROWWISE: row._made(made.shape, made.dtype, made.device), Direction.COLUMNWISE: column}

@@ -17,8 +17,8 @@ from ..convert.layers import ConvertedConv1D
 from ..linear.parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
 from ..nn.layernorm_linear import LayerNormLinear
 from ..nn.linear import SingleLinear
-from ..recipe import keep_high_precision_init_val, preserved_value
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from ..tensor.sharding import own_part
 from .weight_shard import WeightShard
 

@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from ..recipe import Recipe, keep_high_precision_init_val, preserved_value
+from ..recipe import Recipe
 from ..recipe.portable import recipe_from_text
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from .bound import RecipeChoice, recipe_text
 from .durable import whole_directory
 from .loading import load_in_place

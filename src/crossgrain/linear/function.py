@@ -28,7 +28,6 @@ from ..gemm import gemm
 from ..offload.staying import mark_not_offload
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
 from ..quantizers.base import Quantizer
-from ..quantizers.hybrid import HybridQuantizer
 from ..recipe.base import BackwardOverride
 from ..runtime.failures import telling_others
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
@@ -335,8 +334,7 @@ def _quantized_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, c
 
 def _made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> bool:
     """Whether a tensor that comes quantized holds what ``quantizer`` would make of it."""
-    derives = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original"
-    if quantizer.custom or derives:
+    if quantizer.custom or quantizer.derives_columns:
         return False
     directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
     planes = [(x.plane(direction), quantizer.encoding(direction).format) for direction in directions]

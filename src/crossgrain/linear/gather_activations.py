@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..planes.transport import Shipment, kind_of, packed, rows_of_chunks, unpack
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
@@ -23,7 +23,7 @@ from ..tensor import QuantizedTensorStorage
 def why_not_gathered(quantizer: Quantizer, direction: Direction, rows: int) -> str | None:
     """Why the plane of ``rows`` rows of each rank is not a part of the plane of all; None if it is."""
     if isinstance(quantizer, HybridQuantizer):
-        derived = direction is COLUMNWISE and quantizer.columnwise_source != "original"
+        derived = direction is COLUMNWISE and quantizer.derives_columns
         source = why_not_gathered(quantizer.child(ROWWISE), ROWWISE, rows) if derived else None
         return source or why_not_gathered(quantizer.child(direction), direction, rows)
     reason = why_places_matter(quantizer, direction)
@@ -76,7 +76,7 @@ def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
     usages = {direction.value: direction in sent for direction in Direction}
     part: QuantizedTensorStorage = quantizer.storing(**usages).reducing(group, axis=0).quantize(x)
     own = quantizer.copy()
-    own._leave_group()
+    own.leave_group()
     own.set_usage(**usages)
     whole = own.make_empty((x.shape[0] * group_size(group), x.shape[1]), dtype=x.dtype, device=x.device)
     gathered_planes(part.planes(), whole.planes(), group)
@@ -93,4 +93,4 @@ def columns_follow_from_rows(quantizer: Quantizer) -> bool:
     if isinstance(quantizer, HybridQuantizer) or quantizer.custom:
         return False
     row, column = (quantizer.encoding(direction) for direction in (ROWWISE, COLUMNWISE))
-    return row == column and row.format.is_symmetric and not row.format.is_identity
+    return row == column and same_codes_in_both(row.format, column.format)

@@ -80,8 +80,8 @@ class GatheredWeight(Tensor):
 
 
 def _alike(a: Quantizer, b: Quantizer) -> bool:
-    source = [getattr(quantizer, "columnwise_source", None) for quantizer in (a, b)]
-    return source[0] == source[1] and all(a.encoding(direction) == b.encoding(direction) for direction in Direction)
+    same_encodings = all(a.encoding(direction) == b.encoding(direction) for direction in Direction)
+    return a.derives_columns == b.derives_columns and same_encodings
 
 
 def _described(quantizer: Quantizer) -> str:

@@ -33,8 +33,7 @@ def why_rows_are_not_enough(quantizer: Quantizer, override: BackwardOverride, ke
         return "backward_override='high_precision' multiplies the input as it was before"
     if override == "dequantized":
         return None
-    derives = isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original"
-    if derives or columns_follow_from_rows(quantizer):
+    if quantizer.derives_columns or columns_follow_from_rows(quantizer):
         return None
     return "its columnwise plane is made from the input as it was before; with 'input.source: dequantized' it is not"
 
@@ -62,7 +61,7 @@ def takes_rows(x: QuantizedTensor, call: LinearCall, *, wgrad: bool) -> bool:
 def _has_history(quantizer: Quantizer) -> bool:
     """Whether it wants to see every input, to scale the next ones."""
     row: Quantizer = quantizer.child(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
-    return bool(row._statistics())
+    return bool(row.statistics())
 
 
 def hollow_rows(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..planes import ROWWISE, Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.groups import can_quantize_groups, quantize_groups
-from ..quantizers.hybrid import HybridQuantizer, rounds_stochastically
+from ..quantizers.hybrid import rounds_stochastically
 from ..runtime.passes import current_pass
 from .padding import known_format, padded_matrix
 
@@ -82,7 +82,7 @@ def _quantized(quantizer: Quantizer, rows: Tensor) -> Any:
 def _quantizes_as_a_whole(quantizer: Quantizer, directions: Sequence[Direction], sizes: Sequence[int]) -> bool:
     if rounds_stochastically(quantizer) or current_pass().hides_gradients:
         directions = list(Direction)
-    elif isinstance(quantizer, HybridQuantizer) and quantizer.columnwise_source != "original":
+    elif quantizer.derives_columns:
         directions = [ROWWISE, *directions]  # the columns are made from the rows
     boundaries = list(accumulate(sizes))[:-1]
     return all(_cuts_between_blocks(quantizer, direction, boundaries) for direction in directions)

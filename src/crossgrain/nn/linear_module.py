@@ -28,11 +28,12 @@ from ..linear.parallel import (
 from ..planes import Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
-from ..recipe import Recipe, keep_high_precision_init_val
+from ..recipe import Recipe
 from ..runtime.collectives import AwaitedGroup, group_size
 from ..runtime.failures import telling_others
 from ..runtime.passes import current_pass
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.init_values import keep_high_precision_init_val
 from ..tensor.sharding import is_sharded, local_part, own_part, write_shard
 from .base import QuantizedModule
 from .compiled import constant_ticket, traced_linear
@@ -235,7 +236,7 @@ class LinearModule(QuantizedModule):
             sharing, weight = self._sharing_of_weight(index), weights.get(name)
             if sharing is not None and weight is not None:
                 quantizer = weight._get_quantizer().copy()
-                quantizer._leave_group()
+                quantizer.leave_group()
                 weight._quantizer = sharing.quantizer("weight", quantizer)
 
     def _mode(self, index: int) -> ParallelMode | None:
@@ -421,5 +422,5 @@ def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:
     """
     if isinstance(quantizer, HybridQuantizer):
         row: Quantizer = quantizer.child(Direction.ROWWISE)
-        return quantizer.columnwise_source == "original" or row.is_requantization_safe()
+        return not quantizer.derives_columns or row.is_requantization_safe()
     return quantizer.is_requantization_safe()

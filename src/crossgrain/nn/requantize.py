@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recipe import Recipe, preserved_value
+from ..recipe import Recipe
 from ..recipe.coerce import as_recipe
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import preserved_value
 from ..tensor.sharding import is_sharded, local_part
 from .base import Built, QuantizedModule
 

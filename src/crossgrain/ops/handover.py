@@ -28,7 +28,7 @@ def _can_be_handed_on(quantizer: Quantizer, tensor: Tensor) -> bool:
     if isinstance(quantizer, HybridQuantizer):
         children = (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer)
         # Columns derived from rows cannot be told from others later.
-        if quantizer.columnwise_source != "original" or any(child.custom for child in children):
+        if quantizer.derives_columns or any(child.custom for child in children):
             return False
     return quantizer.is_quantizable(tensor)
 

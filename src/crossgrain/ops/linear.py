@@ -10,7 +10,8 @@ from torch import nn
 
 from ..linear.parallel import mark_sequence_parallel, set_tensor_model_parallel_attributes
 from ..nn.base import Mode
-from ..recipe import QuantizerRole, Recipe, renew_preserved_values
+from ..recipe import QuantizerRole, Recipe
+from ..tensor.init_values import renew_preserved_values
 from ..tensor.loading import check_formats
 from .basic.bias import Bias
 from .basic.linear import BasicLinear

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planes import COLUMNWISE, ROWWISE, Plane
-from ..quantizers.hybrid import HybridQuantizer
+from ..planes import COLUMNWISE, ROWWISE, Plane, same_codes_in_both
 from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.holder import next_write_number
@@ -22,7 +21,7 @@ def columns_made_from_rows(weight: Any) -> QuantizedTensorStorage | None:
     if not isinstance(weight, HybridQuantizedTensorStorage):
         return None
     quantizer, children = weight._get_quantizer(), weight._children()
-    derived = isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns() and len(children) == 2
+    derived = quantizer.derives_columns and len(children) == 2
     return children[COLUMNWISE] if derived else None
 
 
@@ -39,7 +38,7 @@ def _transposed_columns(weight: QuantizedTensorStorage) -> Plane | None:
     row, column = planes.get(ROWWISE), planes.get(COLUMNWISE)
     if isinstance(weight, HybridQuantizedTensorStorage) or row is None or column is None:
         return None
-    return column if column.format == row.format and column.format.is_symmetric else None
+    return column if same_codes_in_both(row.format, column.format) else None
 
 
 def leave_for_processing(weight: QuantizedTensor, manual: bool) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..recipe import clear_preserved_value, preserved_value
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import clear_preserved_value, preserved_value
 from ..tensor.sharding import local_part, write_shard
 
 

@@ -22,11 +22,11 @@ from ..planes import COLUMNWISE, ROWWISE
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
-from ..recipe import clear_preserved_value
 from ..runtime.collectives import maximise_, maximised, without_group
 from ..runtime.random_numbers import draw_seed
 from ..runtime.settings import settings
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.init_values import clear_preserved_value
 from ..tensor.sharding import exchanged
 from .gathered_codes import (
     columns_made_from_rows,
@@ -79,7 +79,8 @@ class _Weight:
 
         Not a column that is made from the rows.
         """
-        weight, quantizer = self.weight, self.weight._get_quantizer()
+        weight: QuantizedTensorStorage = self.weight
+        quantizer: Any = weight._get_quantizer()
         if not isinstance(weight, HybridQuantizedTensorStorage):
             return [(quantizer, weight)]
         assert isinstance(quantizer, HybridQuantizer)
@@ -96,8 +97,7 @@ class _Weight:
         return f"{type(self.weight).__name__} {list(self.weight.shape)} of {planes}"
 
     def derives_columns(self) -> bool:
-        quantizer = self.weight._get_quantizer()
-        return isinstance(quantizer, HybridQuantizer) and quantizer._derives_columns()
+        return self.weight._get_quantizer().derives_columns
 
     def lacks_rows(self) -> bool:
         """Whether columns are made from rows that are not kept."""

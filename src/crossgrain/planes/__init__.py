@@ -11,6 +11,7 @@ from .plane import (
     matrix_shape,
     overlaps,
     round_up,
+    same_codes_in_both,
     scale_shape,
     shape_problem,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "matrix_shape",
     "overlaps",
     "round_up",
+    "same_codes_in_both",
     "scale_shape",
     "shape_problem",
 ]

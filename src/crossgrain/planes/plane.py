@@ -290,6 +290,11 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     return not same and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def same_codes_in_both(row: Format, column: Format) -> bool:
+    """Whether the columnwise codes are the rowwise ones, transposed: one direction follows from the other, exactly."""
+    return row == column and row.is_symmetric and not row.is_identity
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 

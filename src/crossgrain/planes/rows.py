@@ -1,7 +1,8 @@
-"""Rows of a rowwise plane as rows of bytes, which can be sent, put in another order and be followed by others.
+"""The rows of a plane: its buffers laid out so that one row of the matrix follows the other (M-major).
 
-That needs formats in which every row has scales of its own. What rows have in common, a scale or an amax of the
-tensor, is not among the bytes.
+The rows of a rowwise plane can also be turned into rows of bytes, which can be sent, reordered and concatenated. That
+needs a format in which every row has scales of its own. What all rows share, a scale or an amax of the whole tensor,
+is not among these bytes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,19 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..tensor.row_shards import m_major_buffers
 from .plane import ROWWISE, Plane, empty_plane
+
+
+def m_major_buffers(plane: Plane) -> list[tuple[str, Tensor]]:
+    """The parts of a plane ("data", "scale", "amax") that differ between its rows, M-major, as views."""
+    parts = [("data", plane.operand_codes())]
+    if plane.scale is not None and plane.format.block is not None:
+        parts.append(("scale", plane.operand_scales()))
+    if plane.direction is not ROWWISE:
+        parts = [(name, buffer.t()) for name, buffer in parts]
+    elif plane.amax is not None and plane.format.global_amax == "row":
+        parts.append(("amax", plane.amax))
+    return parts
 
 
 def rows_stand_alone(fmt: Format) -> bool:

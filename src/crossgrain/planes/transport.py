@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..tensor.row_shards import m_major_buffers
 from .plane import Direction, Plane, empty_plane, round_up
+from .rows import m_major_buffers
 from .slicing import slice_plane
 
 Rows = tuple[int, int]  # first and last, exclusive, of the first dimension

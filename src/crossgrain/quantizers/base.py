@@ -52,7 +52,9 @@ class Quantizer:
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _value_fields: ClassVar[tuple[str, ...] | None] = None  # equal options make equal quantizers; None: identity
+    _compatible_recipe: ClassVar[type[Any]]  # set by `recipe.compatibility`, which knows the recipes
     custom: ClassVar[bool] = False
+    derives_columns: bool = False  # columns are made from what the rows decode to, not from the input
 
     _memo: dict[Any, Any]
     rowwise_usage: bool
@@ -136,26 +138,31 @@ class Quantizer:
             return self.update_quantized(tensor, out)
         if torch.is_grad_enabled() and not self.internal and getattr(tensor, "requires_grad", False):
             return QuantizeFunction.apply(tensor, self, dtype)
-        return self._quantized(tensor, dtype)
+        return self.make_quantized(tensor, dtype)
 
     def __call__(self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None) -> Any:
         return self.quantize(tensor, out=out)
+
+    def plain_quantizers(self) -> list[Any]:
+        """The quantizers of one format that this one is made of: itself, or the two children of a hybrid."""
+        return [self]
 
     def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
         """`quantize` of each."""
         return [self.quantize(tensor) for tensor in tensors]
 
-    def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+    def make_quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        """`quantize` without autograd."""
         result = self.quantize_impl(tensor)
         if dtype is not None and dtype != result.dtype:
             if dtype not in HIGH_PRECISION:
                 raise TypeError(f"{type(self).__name__}: {dtype} cannot be the nominal dtype of a quantized tensor")
             result = result._rewrap(dtype=dtype)
         if result._quantizer is not None:
-            result._quantizer._leave_group()
+            result._quantizer.leave_group()
         return result
 
-    def _leave_group(self) -> None:
+    def leave_group(self) -> None:
         """A tensor outlives its process group; what it is given later is its own business."""
         if self.with_amax_reduction or self.amax_reduction_group is not None:
             self.amax_reduction_group = None
@@ -192,10 +199,10 @@ class Quantizer:
                 f"{type(self).__name__}: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
                 f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
             )
-        self._encode_planes(src, dst, planes)
+        self.encode_planes(src, dst, planes)
         return dst
 
-    def _encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+    def encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
         """Write ``src`` into some planes of ``dst``, which are checked to fit before anything is written."""
         for plane in planes:
             self._check_fits(plane, dst)
@@ -291,7 +298,7 @@ class Quantizer:
     def calibrate(self, tensor: Tensor) -> None:
         """Update statistics without quantizing. Formats that keep none have nothing to do."""
 
-    def _statistics(self) -> list[Tensor]:
+    def statistics(self) -> list[Tensor]:
         """What was seen of tensors so far and will scale the next ones, in tensors that are written in place."""
         return []
 
@@ -415,7 +422,7 @@ class Quantizer:
         """A storage or tensor over a plane in this quantizer's format that was made elsewhere."""
         made = self._blank(plane.shape, dtype, plane.data.device)
         made._set_plane(plane.direction, plane)
-        made._quantizer._leave_group()
+        made._quantizer.leave_group()
         return made
 
     # ---- usages and properties -----------------------------------------------------------------
@@ -451,9 +458,7 @@ class Quantizer:
 
     def _get_compatible_recipe(self) -> type[Any]:
         """The recipe class whose autocast may use weights of this quantizer."""
-        from ..recipe.compatibility import compatible_recipe  # recipes stand on quantizers
-
-        return compatible_recipe(type(self))
+        return self._compatible_recipe
 
     def __eq__(self, other: object) -> bool:
         if self._value_fields is None or type(other) is not type(self):

@@ -229,7 +229,7 @@ class Float8Quantizer(_PerTensorQuantizer):
             assert target.amax is not None
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
 
-    def _statistics(self) -> list[Tensor]:
+    def statistics(self) -> list[Tensor]:
         return [self.scale, self.amax]
 
     def reducing(self, group: Any, *, axis: int) -> Self:

@@ -35,7 +35,7 @@ def can_quantize_groups(quantizers: Sequence[Quantizer]) -> bool:
     """Whether they are of this library, reduce over one process group, and each quantizes the input itself."""
     first = quantizers[0]
     if isinstance(first, HybridQuantizer):
-        if first.columnwise_source != "original":
+        if first.derives_columns:
             return False
         hybrids: Sequence[Any] = quantizers
         return all(_are_alike([hybrid.child(direction) for hybrid in hybrids]) for direction in Direction)
@@ -141,6 +141,6 @@ def _storages(rows: Tensor, share: _Share) -> list[QuantizedTensorStorage]:
         storage = quantizer._blank((planes[0].shape[0], width), rows.dtype, rows.device)
         for plane in planes:
             storage._set_plane(plane.direction, plane)
-        storage._quantizer._leave_group()
+        storage._quantizer.leave_group()
         made.append(storage)
     return made

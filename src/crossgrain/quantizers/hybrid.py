@@ -120,8 +120,12 @@ class HybridQuantizer(Quantizer):
             self._quantizer_of(direction)  # a request is an error even where it would not be asked
         return super()._directions_to_make()
 
-    def _derives_columns(self) -> bool:
+    @property
+    def derives_columns(self) -> bool:  # type: ignore[override]
         return self.columnwise_source == "rowwise_dequantized"
+
+    def plain_quantizers(self) -> list[Any]:
+        return [self.rowwise_quantizer, self.columnwise_quantizer]
 
     def encoding(self, direction: Direction) -> Encoding:
         return self._quantizer_of(direction).encoding(direction)
@@ -132,7 +136,7 @@ class HybridQuantizer(Quantizer):
         wanted = self._wanted()
         tensor = self._checked_by_children(tensor, wanted)
         children: dict[Direction, Any] = {}
-        if self._derives_columns() and COLUMNWISE in wanted:
+        if self.derives_columns and COLUMNWISE in wanted:
             row = self._made_child(ROWWISE).quantize_impl(tensor)
             children[ROWWISE] = row if ROWWISE in wanted else None  # else it was only a way to get there
             children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, tensor))
@@ -145,14 +149,14 @@ class HybridQuantizer(Quantizer):
     def quantized_from_rows(self, row: QuantizedTensorStorage) -> Any:
         """What `quantize` makes of a tensor whose rowwise child is there; columns, if wanted, are made from it."""
         wanted = self._wanted()
-        if COLUMNWISE in wanted and not self._derives_columns():
+        if COLUMNWISE in wanted and not self.derives_columns:
             raise ValueError("the columnwise child of this hybrid is made from the original, not from rows")
         children: dict[Direction, Any] = {ROWWISE: row}
         if COLUMNWISE in wanted:
             children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
         else:
             self._draw_for_what_is_left_out(wanted)
-        if self._derives_columns():
+        if self.derives_columns:
             self._show_to_what_is_left_out(row, children)
         return self._wrap(children, row.shape, row.dtype, row.device)
 
@@ -160,7 +164,7 @@ class HybridQuantizer(Quantizer):
         """Random numbers that are drawn later do not depend on which planes were asked for."""
         rounded = [d for d in Direction if rounds_stochastically(self._quantizer_of(d))]
         drawn = any(direction in wanted for direction in rounded)
-        if any(direction not in wanted for direction in rounded) and (self._derives_columns() or not drawn):
+        if any(direction not in wanted for direction in rounded) and (self.derives_columns or not drawn):
             draw_seed()
 
     def _show_to_what_is_left_out(self, tensor: Any, children: Mapping[Direction, Any]) -> None:
@@ -171,7 +175,7 @@ class HybridQuantizer(Quantizer):
             child = self._quantizer_of(direction)
             if direction in children or type(child).calibrate is Quantizer.calibrate:
                 continue
-            child.calibrate(_decoded_like(children[ROWWISE], tensor) if self._derives_columns() else tensor)
+            child.calibrate(_decoded_like(children[ROWWISE], tensor) if self.derives_columns else tensor)
 
     def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
         """Children of the same input: their planes are written by one call."""
@@ -206,7 +210,7 @@ class HybridQuantizer(Quantizer):
             made = HybridQuantizedTensor(shape, dtype, device=device, **storage)
         for child in children.values():
             if child is not None and child._quantizer is not None:
-                child._quantizer._leave_group()
+                child._quantizer.leave_group()
         return made
 
     def _checked_by_children(self, tensor: Any, wanted: Sequence[Direction]) -> Tensor:
@@ -214,7 +218,7 @@ class HybridQuantizer(Quantizer):
             tensor = tensor.dequantize()
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
-        for direction in Direction if self._derives_columns() and COLUMNWISE in wanted else wanted:
+        for direction in Direction if self.derives_columns and COLUMNWISE in wanted else wanted:
             child = self._quantizer_of(direction)
             if not child.custom:
                 child._checked(tensor, child._directions_to_make())
@@ -253,14 +257,14 @@ class HybridQuantizer(Quantizer):
 
     def _can_write_alone(self, children: Mapping[Direction, QuantizedTensorStorage]) -> bool:
         """Whether ``children`` can be written while the others take bytes from elsewhere."""
-        if self._derives_columns() and ROWWISE in children:
+        if self.derives_columns and ROWWISE in children:
             return False
         self._check_children_writable(children)
         return True
 
     def _write_children(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
         """Write ``src``, which has been checked, to children of a hybrid."""
-        if self._derives_columns() and COLUMNWISE in children:
+        if self.derives_columns and COLUMNWISE in children:
             row = children.get(ROWWISE)
             if row is None:
                 matrix = src.reshape(tuple(children[COLUMNWISE]._plane_tensor_shape()))
@@ -356,11 +360,11 @@ class HybridQuantizer(Quantizer):
             setattr(new, _name(direction), new._quantizer_of(direction).reducing(group, axis=axis))
         return new
 
-    def _leave_group(self) -> None:
+    def leave_group(self) -> None:
         for direction in Direction:
             child = self.child(direction)
             if isinstance(child, Quantizer):
-                child._leave_group()
+                child.leave_group()
 
     def copy(self) -> Self:
         new = super().copy()
@@ -383,7 +387,7 @@ class HybridQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         needed = set(self._wanted())
-        if self._derives_columns() and COLUMNWISE in needed:
+        if self.derives_columns and COLUMNWISE in needed:
             needed.add(ROWWISE)
         return all(self._quantizer_of(direction).is_requantization_safe() for direction in needed)
 

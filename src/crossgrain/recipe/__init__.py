@@ -1,11 +1,5 @@
 """What the user asks for: recipes, roles, factories, the per-GEMM language."""
 
-from ..tensor.init_values import (
-    clear_preserved_value,
-    keep_high_precision_init_val,
-    preserved_value,
-    renew_preserved_values,
-)
 from . import factories, zoo
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -100,7 +94,6 @@ __all__ = [
     "check_pairs",
     "check_recipe_support",
     "check_weight_matches_recipe",
-    "clear_preserved_value",
     "extra_state_of",
     "factories",
     "forward_part",
@@ -118,14 +111,11 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
-    "keep_high_precision_init_val",
     "load_extra_state",
     "one_step",
-    "preserved_value",
     "preset_table",
     "quantized_model_init",
     "quantizer_factory",
-    "renew_preserved_values",
     "this_pass",
     "zoo",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
 from .base import Recipe
+from .gemm_recipe import GemmRecipe
 
 
 def as_recipe(value: Recipe | str | os.PathLike[str]) -> Recipe:
@@ -13,10 +13,7 @@ def as_recipe(value: Recipe | str | os.PathLike[str]) -> Recipe:
     if isinstance(value, Recipe):
         return value
     if isinstance(value, (str, os.PathLike)):
-        # The language stands on the recipes, so it is looked up when it is used.
-        language = importlib.import_module(".gemm_recipe", __package__)
-        recipe: Recipe = language.GemmRecipe.load(value)
-        return recipe
+        return GemmRecipe.load(value)
     raise TypeError(
         f"a recipe is a Recipe, a preset's name, a one-line recipe or a path, not {type(value).__name__}: {value!r}"
     )

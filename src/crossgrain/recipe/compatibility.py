@@ -12,18 +12,13 @@ from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .custom import CustomRecipe
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 
-_RECIPE_OF: dict[type[Quantizer], type[Recipe]] = {
-    Float8Quantizer: DelayedScaling,
-    Float8CurrentScalingQuantizer: Float8CurrentScaling,
-    MXFP8Quantizer: MXFP8BlockScaling,
-    Float8BlockQuantizer: Float8BlockScaling,
-    NVFP4Quantizer: NVFP4BlockScaling,
-}
-
-
-def compatible_recipe(quantizer: type[Quantizer]) -> type[Recipe]:
-    """The recipe whose weights such a quantizer makes; all others come from factories."""
-    return next((_RECIPE_OF[cls] for cls in quantizer.__mro__ if cls in _RECIPE_OF), CustomRecipe)
+# The recipe whose weights a quantizer of each class makes. All other quantizers come from factories.
+Quantizer._compatible_recipe = CustomRecipe
+Float8Quantizer._compatible_recipe = DelayedScaling
+Float8CurrentScalingQuantizer._compatible_recipe = Float8CurrentScaling
+MXFP8Quantizer._compatible_recipe = MXFP8BlockScaling
+Float8BlockQuantizer._compatible_recipe = Float8BlockScaling
+NVFP4Quantizer._compatible_recipe = NVFP4BlockScaling
 
 
 def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Recipe, name: str) -> None:

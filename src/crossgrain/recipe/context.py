@@ -20,11 +20,12 @@ from typing import Any, Self
 
 import torch
 
-from ..runtime.checkpoint_frames import in_backward
 from ..runtime.passes import Pass, current_pass, find_pass, replayed_tape, within
+from ..runtime.torch_patches.checkpoint_frames import in_backward
 from .base import Recipe
 from .coerce import as_recipe
 from .delayed_state import DelayedScalingRecipeState
+from .model_calls import leave_abandoned_calls
 from .state import RecipeState
 from .support import check_recipe_support, get_default_recipe
 from .updates import Step, backward_steps
@@ -51,9 +52,6 @@ class PrecisionContext:
     depth: int = 0
     task: int = -1
 
-
-# Whoever opens steps that an interrupt can keep from ending ends those here, before another step joins them.
-leave_abandoned_steps: list[Callable[[], None]] = []
 
 _NOTHING = PrecisionContext()
 _active: ContextVar[PrecisionContext] = ContextVar("crossgrain_precision", default=_NOTHING)
@@ -214,8 +212,7 @@ class autocast:
         if runs:
             check_recipe_support(recipe)
         if _active.get().step is not None:
-            for leave in leave_abandoned_steps:
-                leave()
+            leave_abandoned_calls()
         self._outer, outer = _active.get(), active()
         find_pass(outer)  # checkpoints note what they were entered in
         if runs and outer.step is None:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..planes import Direction
-    from ..quantizers.base import Quantizer
+    from .protocol import TensorQuantizer
     from .tensor import QuantizedTensor
 
 
 class QuantizeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> Any:
-        return quantizer._quantized(tensor.detach(), dtype)
+    def forward(ctx: Any, tensor: Tensor, quantizer: TensorQuantizer, dtype: torch.dtype | None) -> Any:
+        return quantizer.make_quantized(tensor.detach(), dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

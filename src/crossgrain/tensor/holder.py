@@ -22,7 +22,7 @@ from ..planes import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matr
 from ..planes.slicing import slice_plane
 
 if TYPE_CHECKING:
-    from ..quantizers.base import Quantizer
+    from .protocol import TensorQuantizer
 
 
 class PlaneBuffers(NamedTuple):
@@ -73,7 +73,7 @@ class PlaneHolder:
     _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
     _dtype: torch.dtype
     _formats: dict[Direction, Format]  # one object for all aliases: it changes when the bytes do
-    _quantizer: Quantizer | None = None
+    _quantizer: Any = None  # a `TensorQuantizer`, or None
     _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
     _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
     _cuts: Cuts = ()  # that were made, as operations of torch, out of the tensor whose marks of writes it shares
@@ -93,7 +93,7 @@ class PlaneHolder:
     def _init_common(
         self,
         formats: Mapping[Direction, Format],
-        quantizer: Quantizer | None,
+        quantizer: TensorQuantizer | None,
         fake_dtype: torch.dtype | None,
         shape: Sequence[int] | None,
         buffers: Sequence[Tensor | None],

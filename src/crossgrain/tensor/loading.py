@@ -53,7 +53,8 @@ def rounded_again(dst: QuantizedTensorStorage, src: QuantizedTensorStorage) -> D
 
 
 def _makes_columns_from_rows(tensor: QuantizedTensorStorage) -> bool:
-    return getattr(tensor._quantizer, "columnwise_source", "") == "rowwise_dequantized" and bool(tensor.plane(ROWWISE))
+    quantizer = tensor._quantizer
+    return quantizer is not None and quantizer.derives_columns and tensor.plane(ROWWISE) is not None
 
 
 def _formats_of(tensor: QuantizedTensorStorage) -> str:

@@ -12,22 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..planes import ROWWISE, Plane, empty_plane
+from ..planes import empty_plane
+from ..planes.rows import m_major_buffers
 
 if TYPE_CHECKING:
     from .holder import PlaneHolder
-
-
-def m_major_buffers(plane: Plane) -> list[tuple[str, Tensor]]:
-    """The parts of a plane ("data", "scale", "amax") that differ between shards, M-major, as views."""
-    parts = [("data", plane.operand_codes())]
-    if plane.scale is not None and plane.format.block is not None:
-        parts.append(("scale", plane.operand_scales()))
-    if plane.direction is not ROWWISE:
-        parts = [(name, buffer.t()) for name, buffer in parts]
-    elif plane.amax is not None and plane.format.global_amax == "row":
-        parts.append(("amax", plane.amax))
-    return parts
 
 
 def shard_field_names(holder: PlaneHolder) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def post_all_gather(
     if out is None:
         with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
             whole = shard._empty_like(gather.shipment.shape, dtype)
-        whole._get_quantizer()._leave_group()
+        whole._get_quantizer().leave_group()
     else:
         whole = local_part(out)
     whole._shard = shard
@@ -113,7 +113,7 @@ def share_scales(shard: QuantizedTensor, group: Any) -> None:
 
 def reduce_over(quantizer: Any, group: Any) -> None:
     """Make ``quantizer`` maximise amaxes over ``group`` too, in every direction."""
-    for own in plain_quantizers(quantizer):
+    for own in quantizer.plain_quantizers():
         before = own.amax_reduction_group if own.with_amax_reduction else None
         groups = joined_groups(group, before)
         if not own.with_amax_reduction or groups != before:  # options that change cost a memory
@@ -125,7 +125,7 @@ def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
     """``weight`` is written by ``quantizer`` from now on, and so is the shard that it was gathered from."""
     weight._quantizer = quantizer
     if weight._shard is not None:
-        groups = plain_quantizers(weight._shard._quantizer)[0].amax_reduction_group
+        groups = weight._shard._quantizer.plain_quantizers()[0].amax_reduction_group
         weight._shard._quantizer = quantizer.copy()
         reduce_over(weight._shard._quantizer, groups)
 
@@ -191,13 +191,6 @@ def shard_groups(param: Any) -> Any:
     return joined_groups(*(param.device_mesh.get_group(at) for at in cut))
 
 
-def plain_quantizers(quantizer: Any) -> list[Any]:
-    """The children of a hybrid, or the quantizer itself."""
-    if not hasattr(quantizer, "columnwise_quantizer"):
-        return [quantizer]
-    return [quantizer.rowwise_quantizer, quantizer.columnwise_quantizer]
-
-
 def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
     """Rows of each rank's shard. All ranks raise if one cannot be gathered, or has other planes.
 
@@ -241,7 +234,7 @@ def why_not_sharded(quantizer: Any, formats: Sequence[Format]) -> str | None:
     for fmt in formats:
         if fmt.global_amax == "row":
             return f"a sharded weight cannot be {fmt.name}: the amaxes of its rows are of one shard or of all"
-    for own in plain_quantizers(quantizer):
+    for own in quantizer.plain_quantizers():
         directions = [direction for direction, used in own.get_usages().items() if used]
         if any(own.encoding(Direction(direction)).stochastic for direction in directions):
             return (

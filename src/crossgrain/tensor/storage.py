@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..runtime.settings import settings
 from .holder import Epoch, PlaneHolder
 from .row_shards import assign_gathered, extract_shard, shard_field_names
 
 if TYPE_CHECKING:
-    from ..quantizers.base import Quantizer
+    from .protocol import TensorQuantizer
 
 
 def copy_plane(mine: Plane, theirs: Plane) -> None:
@@ -35,7 +35,7 @@ class QuantizedTensorStorage(PlaneHolder):
     _missing_plane_error: ClassVar[type[Exception]] = RuntimeError
 
     _raw_data: Tensor | None = None  # by which codes of other ranks arrive: the buffer of `replace_raw_data`
-    _place: int = 0  # among the weights of an optimizer, the same on all ranks: see `weight_gather.note_place`
+    _place: int = 0  # among the weights of an optimizer, the same on all ranks: see `optim.gathered_codes.note_place`
 
     # ---- reading and writing -------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class QuantizedTensorStorage(PlaneHolder):
             return False
         self._check_scales_shared(pairs)
         if rest:
-            self._get_quantizer()._encode_planes(src.dequantize().to(self.device), self, rest)
+            self._get_quantizer().encode_planes(src.dequantize().to(self.device), self, rest)
         self._copy_planes(pairs)
         return True
 
@@ -162,8 +162,8 @@ class QuantizedTensorStorage(PlaneHolder):
 
     def _derivable(self, direction: Direction) -> Plane | None:
         """The missing plane of ``direction`` made from the other one, where that is exact."""
-        source, fmt = self.plane(direction.other), self._formats[direction]
-        if source is None or fmt.is_identity or not fmt.is_symmetric or source.format != fmt:
+        source = self.plane(direction.other)
+        if source is None or not same_codes_in_both(source.format, self._formats[direction]):
             return None
         return kernels.transposed_plane(source, self._plane_tensor_shape(), self._stores_transposed(direction))
 
@@ -247,8 +247,7 @@ class QuantizedTensorStorage(PlaneHolder):
 
     def _derivable_formats(self) -> bool:
         """Whether the bytes of one direction follow from those of the other."""
-        row, column = (self._formats[direction] for direction in Direction)
-        return row == column and row.is_symmetric and not row.is_identity
+        return same_codes_in_both(self._formats[ROWWISE], self._formats[COLUMNWISE])
 
     def _derive_planes(self, directions: Sequence[Direction]) -> None:
         """Fill what serves ``directions`` and did not travel."""
@@ -269,7 +268,7 @@ class QuantizedTensorStorage(PlaneHolder):
 
     # ---- the quantizer -------------------------------------------------------------------------
 
-    def update_quantizer(self, quantizer: Quantizer) -> None:
+    def update_quantizer(self, quantizer: TensorQuantizer) -> None:
         """Use another quantizer for future writes. The bytes stay as they are."""
         if self._quantizer is None:
             raise RuntimeError(f"{type(self).__name__} has no quantizer that could be updated")
@@ -279,14 +278,15 @@ class QuantizedTensorStorage(PlaneHolder):
             )
         self._quantizer = quantizer
 
-    def _get_quantizer(self) -> Quantizer:
+    def _get_quantizer(self) -> TensorQuantizer:
         if self._quantizer is not None:
-            return self._quantizer
+            known: TensorQuantizer = self._quantizer
+            return known
         quantizer = self._build_default_quantizer()
         quantizer.set_usage(**self.get_usages())
         return quantizer
 
-    def _build_default_quantizer(self) -> Quantizer:
+    def _build_default_quantizer(self) -> TensorQuantizer:
         """A quantizer that writes these planes' formats, for tensors that were built by hand."""
         raise NotImplementedError
 
