@@ -1,5 +1,9 @@
 """crossgrain: low-precision training in which every tensor has its own format in each direction."""
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import torch as _torch
 
 from . import files, formats, ops, optim, recipe
@@ -35,7 +39,6 @@ from .offload import (
     offload,
 )
 from .planes import COLUMNWISE, ROWWISE, Direction, Plane
-from .planning import plan
 from .quantizers.any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .quantizers.base import Quantizer, make_quantizer
 from .quantizers.by_name import quantize, quantizer_for
@@ -70,6 +73,9 @@ from .tensor import (
     restore_from_saved,
 )
 from .tensor.pickling import make_tensor
+
+if _TYPE_CHECKING:
+    from .planning import plan
 
 __version__ = "0.1.0"
 
@@ -198,3 +204,18 @@ _torch.serialization.add_safe_globals(
         make_tensor,
     ]
 )
+
+# Imported when they are first used: they bring FSDP2 along, which takes longer to import than the rest of crossgrain.
+_LATE_ROOMS = ("compat", "distributed", "lab", "planning")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LATE_ROOMS:
+        return _importlib.import_module(f"{__name__}.{name}")
+    if name == "plan":
+        return _importlib.import_module(f"{__name__}.planning").plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE_ROOMS, "plan"})

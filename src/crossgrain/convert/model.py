@@ -22,7 +22,7 @@ from ..recipe import GemmRecipe, Recipe, as_recipe
 from ..recipe.binding import bound, layers_of, other_paths
 from ..recipe.explain import collapsed
 from ..recipe.rules import Matcher, parse_matcher
-from ..runtime.transformer_fast_path import close_fast_path, open_fast_path
+from ..runtime.torch_patches.transformer_fast_path import close_fast_path, open_fast_path
 from .layers import Converted, ConvertedNorm, become_our_norm, become_plain, become_quantized, class_for, norm_class_for
 from .model_step import forget_calls, step_with_calls
 

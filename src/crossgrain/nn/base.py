@@ -31,15 +31,14 @@ from ..recipe import (
     check_weight_matches_recipe,
     extra_state_of,
     forward_step,
-    keep_high_precision_init_val,
     load_extra_state,
-    renew_preserved_values,
     this_pass,
 )
 from ..recipe.pickled_state import passes_over
-from ..runtime.checkpoint_frames import in_backward, unseen_by_policies
 from ..runtime.collectives import same_ranks
+from ..runtime.torch_patches.checkpoint_frames import in_backward, unseen_by_policies
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import keep_high_precision_init_val, renew_preserved_values
 from ..tensor.loading import check_formats
 from ..tensor.sharding import follow_quantizer, is_sharded, local_part
 from .field_names import FieldNames

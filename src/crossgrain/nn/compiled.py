@@ -22,7 +22,8 @@ from torch import Tensor
 from ..linear.function import LinearCall, Needs, empty_forward, gradients, saved_forward
 from ..quantizers.hybrid import rounds_stochastically
 from ..recipe import Recipe, active, this_pass
-from ..runtime.checkpoint_frames import in_backward
+from ..runtime.torch_patches.checkpoint_frames import in_backward
+from ..runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
 from .forward_pass import ForwardPass, TracedPass
 
 if TYPE_CHECKING:
@@ -90,8 +91,10 @@ def ticket(layer: LinearModule) -> int | None:
     return len(_traced) - 1
 
 
-# Evaluated once, when a graph is traced. Assigned, not decorated: it has to stay callable elsewhere.
-constant_ticket = torch.compiler.assume_constant_result(ticket)
+@constant_in_graphs
+def constant_ticket(layer: LinearModule) -> int | None:
+    """`ticket`, evaluated once when a graph is traced."""
+    return ticket(layer)
 
 
 @torch.library.custom_op("crossgrain::linear", mutates_args=())
@@ -266,8 +269,10 @@ def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, this: TracedPa
     return result
 
 
-# The compiler calls this and does not look into it.
-_constant_traceable = torch.compiler.assume_constant_result(lambda module: module._traceable())
+@constant_in_graphs
+def _constant_traceable(module: LinearModule) -> bool:
+    return module._traceable()
+
 
 _OPERANDS = ("inp", "m_splits")
 
@@ -279,7 +284,7 @@ def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
     names = tuple(inspect.signature(forward).parameters)[1:]
     why = "options that have effects of their own, quantized weights and quantizers of users run in eager"
-    untraced = torch.compiler.disable(forward, reason=f"crossgrain: {why}")
+    untraced = eager_only(f"crossgrain: {why}")(forward)
 
     @functools.wraps(forward)
     def traced_or_not(self: Any, *arguments: Any, **options: Any) -> Any:

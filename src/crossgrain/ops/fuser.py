@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..quantizers.base import Quantizer
 from ..recipe import Recipe, active, backward_note, forward_step
+from ..runtime.torch_patches.compiler_marks import eager_only
 from .channels import Port, Wiring
 from .context import OperationContext, SavedTensors
 from .fusions import FusionFunction, apply_fusions
@@ -52,7 +53,7 @@ class OperationFuser:
         """How many the caller provides."""
         return Wiring(self._basic_ops).num_public_inputs
 
-    @torch.compiler.disable(reason="crossgrain: fused operations are chosen anew in every call, and run in eager")
+    @eager_only("crossgrain: fused operations are chosen anew in every call, and run in eager")
     def __call__(
         self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Kwargs] | None = None
     ) -> Tensor | tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .checkpoint_frames import NOTHING, Running, running_checkpoints, unseen_by_policies
+from .torch_patches.checkpoint_frames import NOTHING, Running, running_checkpoints, unseen_by_policies
 
 Value = TypeVar("Value")
 _ATTRIBUTE = "_crossgrain_tape"

@@ -1,9 +1,8 @@
 """What torch.distributed may do with quantized tensors: broadcast them, as the bytes of their planes.
 
-torch mostly asks the tensor, and `dispatch` answers. Two of its functions do not ask: the broadcast that
-DistributedDataParallel begins with concatenates decoded numbers and would requantize them, columns from rows; and
-lists of tensors (scatter, gather, ...) are read from memory that a quantized tensor does not have. Both are replaced
-here by functions that treat all other tensors as before.
+torch asks the tensor what to do in most collectives, and `dispatch` answers with what is here. For two functions that
+do not ask there is a patch (`runtime.torch_patches.lists_of_tensors`), which is installed with the first quantized
+tensor and uses `BroadcastHandler`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..planes.transport import kind_of
-from .sharding import buffers_of, exchanged, plain_quantizers
+from .sharding import buffers_of, exchanged
 from .tensor import QuantizedTensor
 
 
@@ -41,24 +40,6 @@ def broadcast_(func: Any, tensors: Sequence[QuantizedTensor], group: Any, *optio
         buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))  # cloned: a piece may begin anywhere
     _note_received(tensors)
     return tensors, work
-
-
-def _broadcast_coalesced(group: Any, tensors: list[Tensor], buffer_size: int, src: int = 0) -> None:
-    quantized = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
-    if not quantized:
-        _torch_broadcast_coalesced(group, tensors, buffer_size, src)
-        return
-    _check_agreement(quantized, group)
-    others = [tensor for tensor in tensors if not isinstance(tensor, QuantizedTensor)]
-    _torch_broadcast_coalesced(group, [*others, *_bytes_of(quantized)], buffer_size, src)
-    _note_received(quantized)
-
-
-def _check_tensor_list(param: Any, param_name: str) -> None:
-    _torch_check_tensor_list(param, param_name)
-    for tensor in param:
-        if isinstance(tensor, QuantizedTensor):
-            raise refusal(f"a collective with the list {param_name}", tensor)
 
 
 def _check_agreement(tensors: Sequence[QuantizedTensor], group: Any) -> None:
@@ -102,9 +83,9 @@ def _names(tensors: Sequence[QuantizedTensor]) -> str:
 
 def _bytes_of(tensors: Sequence[QuantizedTensor]) -> list[Tensor]:
     """The buffers, and what will scale the next write, as dtypes that every backend can send."""
-    quantizers = [own for tensor in tensors for own in plain_quantizers(tensor._get_quantizer())]
+    quantizers = [own for tensor in tensors for own in tensor._get_quantizer().plain_quantizers()]
     buffers = [buffer.detach() for tensor in tensors for buffer in buffers_of(tensor)]
-    buffers += [seen.detach() for quantizer in quantizers for seen in quantizer._statistics()]
+    buffers += [seen.detach() for quantizer in quantizers for seen in quantizer.statistics()]
     return [buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer for buffer in buffers]
 
 
@@ -115,15 +96,14 @@ def _note_received(tensors: Sequence[QuantizedTensor]) -> None:
             mark.received = mark.number
 
 
-if dist.is_available():
-    from torch.distributed import distributed_c10d
-    from torch.distributed.distributed_c10d import _check_tensor_list as _torch_check_tensor_list
+class BroadcastHandler:
+    """Quantized tensors in lists that torch broadcasts (`runtime.torch_patches.lists_of_tensors.ListHandler`)."""
 
-    _torch_broadcast_coalesced = torch._C._distributed_c10d._broadcast_coalesced
+    tensor_class = QuantizedTensor
+    refusal = staticmethod(refusal)
+    note_received = staticmethod(_note_received)
 
-
-def teach_torch() -> None:
-    """Put the functions above in the place of torch's."""
-    if dist.is_available():
-        dist._broadcast_coalesced = _broadcast_coalesced  # type: ignore[assignment, attr-defined]
-        distributed_c10d._check_tensor_list = _check_tensor_list
+    @staticmethod
+    def bytes_to_broadcast(tensors: Sequence[QuantizedTensor], group: Any) -> list[Tensor]:
+        _check_agreement(tensors, group)
+        return _bytes_of(tensors)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..planes import Direction
 from ..runtime.devices import resolved_device
+from ..runtime.torch_patches import lists_of_tensors
 from . import dispatch, sharding
 from .autograd import DequantizeFunction
 from .holder import Epoch
@@ -80,6 +81,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         storage_offset: int = 0,
     ) -> Self:
         placement: dict[str, Any] = {}
+        if not lists_of_tensors.installed:
+            _teach_torch()
         if stride is not None:
             placement = {"strides": tuple(stride), "storage_offset": storage_offset}
         return Tensor._make_wrapper_subclass(
@@ -300,3 +303,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return self._storage_class().__repr__(self)
+
+
+def _teach_torch() -> None:
+    """With the first quantized tensor, functions of torch that take lists of tensors learn of such tensors."""
+    from .broadcast import BroadcastHandler
+
+    lists_of_tensors.install(BroadcastHandler())

@@ -16,6 +16,7 @@ from ...quantizers.base import Quantizer
 from ...quantizers.hybrid import HybridQuantizer
 from ...quantizers.identity import IdentityQuantizer
 from ...recipe import QuantizerRole, Recipe
+from ...runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
 from ...tensor import QuantizedTensor
 from ..base import Built, Mode, QuantizedModule
 from ..recomputed_part import recomputed
@@ -324,12 +325,14 @@ class DotProductAttention(QuantizedModule):
         return [side.with_valid(~mask[:, 0, 0].to(torch.bool)) for side, mask in zip(sides, masks, strict=True)]
 
 
-# The compiler calls these and does not look into them: the first when it traces, the second between two graphs.
-_constant_is_plain = torch.compiler.assume_constant_result(lambda attention: attention._is_plain())
-_untraced_attend = torch.compiler.disable(
-    lambda attention, *arguments: attention._attend_eagerly(*arguments),
-    reason="crossgrain: attention that is quantized or computed again in backward runs in eager",
-)
+@constant_in_graphs
+def _constant_is_plain(attention: DotProductAttention) -> bool:
+    return attention._is_plain()
+
+
+@eager_only("crossgrain: attention that is quantized or computed again in backward runs in eager")
+def _untraced_attend(attention: DotProductAttention, *arguments: Any) -> Tensor:
+    return attention._attend_eagerly(*arguments)
 
 
 def _plain_attention(

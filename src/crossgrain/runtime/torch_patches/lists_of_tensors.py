@@ -1,0 +1,93 @@
+"""Two functions of torch.distributed that take lists of tensors without asking the tensors.
+
+Why: most collectives are operations, and a tensor subclass is asked what to do. Two functions do not ask.
+``_broadcast_coalesced``, with which DistributedDataParallel begins, concatenates decoded numbers; a quantized tensor
+would be quantized again from them, its columns from its rows. ``_check_tensor_list``, before scatter, gather and
+others, lets lists through whose memory is then read, which a quantized tensor does not have. Both are replaced by
+functions that treat all other tensors as before.
+
+Seen with torch 2.13. If torch has no such functions, `install` warns, and says what not to use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ListHandler(Protocol):
+    """What is done with the tensors of one class."""
+
+    @property
+    def tensor_class(self) -> type[Tensor]:
+        """Which tensors it handles."""
+
+    def refusal(self, name: str, tensor: Any) -> Exception:
+        """The error of a collective that cannot take such a tensor."""
+
+    def bytes_to_broadcast(self, tensors: Sequence[Any], group: Any) -> list[Tensor]:
+        """Plain tensors over the memory to be broadcast, after all ranks have agreed that it may be."""
+
+    def note_received(self, tensors: Sequence[Any]) -> None:
+        """Called when these bytes have arrived."""
+
+
+installed = False
+"""Whether `install` has run, with whatever result."""
+
+
+def install(handler: ListHandler) -> None:
+    """Put both functions in the place of torch's, once."""
+    global installed
+    if installed:
+        return
+    installed = True
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d
+
+    broadcast = getattr(dist, "_broadcast_coalesced", None)
+    check = getattr(distributed_c10d, "_check_tensor_list", None)
+    if broadcast is None or check is None:
+        _warn_that_it_does_not_fit()
+        return
+    dist._broadcast_coalesced = _broadcasting(broadcast, handler)  # type: ignore[attr-defined]
+    distributed_c10d._check_tensor_list = _checking(check, handler)
+
+
+def _broadcasting(torchs: Callable[..., None], handler: ListHandler) -> Callable[..., None]:
+    def _broadcast_coalesced(group: Any, tensors: list[Tensor], buffer_size: int, src: int = 0) -> None:
+        quantized = [tensor for tensor in tensors if isinstance(tensor, handler.tensor_class)]
+        if not quantized:
+            torchs(group, tensors, buffer_size, src)
+            return
+        others = [tensor for tensor in tensors if not isinstance(tensor, handler.tensor_class)]
+        torchs(group, [*others, *handler.bytes_to_broadcast(quantized, group)], buffer_size, src)
+        handler.note_received(quantized)
+
+    return _broadcast_coalesced
+
+
+def _checking(torchs: Callable[..., None], handler: ListHandler) -> Callable[..., None]:
+    def _check_tensor_list(param: Any, param_name: str) -> None:
+        torchs(param, param_name)
+        for tensor in param:
+            if isinstance(tensor, handler.tensor_class):
+                raise handler.refusal(f"a collective with the list {param_name}", tensor)
+
+    return _check_tensor_list
+
+
+def _warn_that_it_does_not_fit() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} has other functions for lists of tensors than crossgrain knows. Do not wrap "
+        "quantized parameters in DistributedDataParallel, and do not pass quantized tensors to scatter, gather or "
+        "other collectives that take lists: they would be requantized, or read as memory they do not have.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
