@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import crossgrain as cg
-from crossgrain.convert.layers import ConvertedLinear
+from crossgrain.convert.layers import ConvertedConv1D, ConvertedLinear
 from crossgrain.recipe import MXFP8BlockScaling
 
 
@@ -405,7 +405,7 @@ def test_a_quantized_model_init_around_convert_changes_nothing(model):
     assert type(model.head.weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("cls", [cg.nn.converted.ConvertedLinear, cg.nn.converted.ConvertedConv1D])
+@pytest.mark.parametrize("cls", [ConvertedLinear, ConvertedConv1D])
 def test_converted_layers_are_not_made_directly(cls):
     with pytest.raises(TypeError, match="is what crossgrain.convert makes"):
         cls()

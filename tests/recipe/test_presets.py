@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import crossgrain as cg
+from crossgrain.gemm.operands import TENSORS
 from crossgrain.recipe import PRESETS, GemmRecipe, QuantizerRole, check_pairs, factories, preset_table, zoo
 from crossgrain.recipe.format_spec import ALIASES, FAMILIES
 
@@ -30,7 +30,7 @@ FACTORIES = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_compile_and_pair(name: str) -> None:
     recipe = GemmRecipe.load(name)
-    check_pairs({tensor: recipe.qfactory(QuantizerRole("linear", tensor)) for tensor in cg.operands.TENSORS})
+    check_pairs({tensor: recipe.qfactory(QuantizerRole("linear", tensor)) for tensor in TENSORS})
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -40,7 +40,7 @@ def test_presets_are_recipes_that_can_be_written_down(name: str) -> None:
     assert not recipe.allow_mixed and PRESETS[name].description
 
 
-@pytest.mark.parametrize("tensor", cg.operands.TENSORS)
+@pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_presets_ask_for_what_their_factories_make(name: str, tensor: str) -> None:
     role = QuantizerRole("grouped_linear", tensor, "fc")  # for which every factory has an answer
