@@ -16,7 +16,7 @@ from crossgrain import recipe as recipes
 from crossgrain.files import DamagedFileError
 from crossgrain.optim import FusedAdam, FusedSGD, with_masters
 
-from .models import assert_same_contents, contents, quantized_model
+from ..common.saved_models import assert_same_contents, contents, quantized_model
 
 RECIPES = {
     "mxfp8": "mxfp8",
