@@ -7,7 +7,7 @@ import torch
 
 import crossgrain as cg
 from crossgrain import DType
-from crossgrain.runtime import settings
+from crossgrain.runtime.settings import settings
 
 
 def test_override_restores_also_after_an_error():
