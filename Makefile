@@ -42,7 +42,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-clients: $(CLIENTS)/.installed
-	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/test_hugging_face.py
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/convert/test_hugging_face.py
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out

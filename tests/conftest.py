@@ -7,7 +7,7 @@ import torch
 
 import crossgrain as cg
 
-from .quantizers import QUANTIZERS
+from .common.quantizers import QUANTIZERS
 
 
 def _cases() -> list:

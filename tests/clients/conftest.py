@@ -17,7 +17,7 @@ import torch
 
 import crossgrain as cg
 
-from ..distributed import ranks
+from ..common import ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron"
 

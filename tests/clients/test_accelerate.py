@@ -10,7 +10,7 @@ from crossgrain import compat
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make test-clients")
 
-from .llama import llama, losses, our_layers, trained, with_our_layers  # noqa: E402
+from ..common.llama import llama, losses, our_layers, trained, with_our_layers  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

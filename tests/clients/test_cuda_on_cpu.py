@@ -5,7 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from ..distributed import ranks
+from ..common import ranks
 from .conftest import EXAMPLE
 
 

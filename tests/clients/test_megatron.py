@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from ..common.megatron_runs import STEPS, losses
 from .conftest import EXAMPLE
-from .megatron_runs import STEPS, losses
 
 RECIPES = ["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "hybrid"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .megatron_runs import losses_and_norms, where_pieces_begin
+from ..common.megatron_runs import losses_and_norms, where_pieces_begin
 
 RECIPES = ["tensorwise", "delayed", "blockwise", "mxfp8", "hybrid"]
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 40_000}  # of one or two weights

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ..distributed.ranks import error_of
-from .megatron_runs import NEVER_CLIPPED, losses
+from ..common.megatron_runs import NEVER_CLIPPED, losses
+from ..common.ranks import error_of
 
 OPTIONS = {"clip_grad": NEVER_CLIPPED}  # norms are added up from other pieces, and would scale gradients differently
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .megatron_runs import NEVER_CLIPPED, STEPS, losses, losses_and_norms
+from ..common.megatron_runs import NEVER_CLIPPED, STEPS, losses, losses_and_norms
 
 RECOMPUTED = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -33,7 +33,7 @@ def test_megatron_refuses_to_compute_norms_again_with_delayed_scaling(megatron):
 
 
 def error_of_training(rank, options):
-    from ..distributed.ranks import error_of
+    from ..common.ranks import error_of
 
     return error_of(lambda: losses(rank, options))
 

@@ -7,7 +7,7 @@ and later steps differ by parts of a thousand.
 
 import pytest
 
-from .megatron_runs import NEVER_CLIPPED, losses
+from ..common.megatron_runs import NEVER_CLIPPED, losses
 
 ORDER_OF_SUMS = 1e-6
 OTHER_CODES = {"none": ORDER_OF_SUMS, "delayed": 1e-3, "mxfp8": 1e-3, "tensorwise": 5e-3, "hybrid": 1e-2}

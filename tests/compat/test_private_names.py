@@ -6,7 +6,7 @@ import torch
 import crossgrain as cg
 from crossgrain import compat
 
-from ..quantizers import QUANTIZERS, hybrid_of
+from ..common.quantizers import QUANTIZERS, hybrid_of
 
 te = compat.transformer_engine.pytorch
 E4M3 = cg.DType.kFloat8E4M3

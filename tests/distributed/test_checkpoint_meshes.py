@@ -16,8 +16,8 @@ from crossgrain.distributed import ColwiseParallel, RowwiseParallel, checkpoint,
 from crossgrain.distributed.plane_matrices import plane_matrices
 from crossgrain.tensor.sharding import local_part
 
-from ..planes import normal
-from .ranks import converted_model, digest, error_of, mesh_of, quantized_model, run, shard, train
+from ..common.planes import normal
+from ..common.ranks import converted_model, digest, error_of, mesh_of, quantized_model, run, shard, train
 
 SIZES = {"hidden": 128, "width": 128}
 

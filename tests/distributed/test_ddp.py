@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 import crossgrain as cg
 from crossgrain.tensor.init_values import preserved_value
 
-from .ranks import batches, bind, converted_model, digest, error_of, mixed_layers, quantized_model, run, train
+from ..common.ranks import batches, bind, converted_model, digest, error_of, mixed_layers, quantized_model, run, train
 
 RECIPES = ("mxfp8", "fp8", "fp8-delayed", "nvfp4-plain", "mxfp8-fwd-nvfp4-bwd")
 OPTIONS = (

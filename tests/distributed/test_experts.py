@@ -9,9 +9,9 @@ from crossgrain import ROWWISE
 from crossgrain.distributed import TokenExchange, all_to_all_rows, count_exchanged_bytes
 from crossgrain.planes.rows import bytes_of_rows
 
-from ..planes import normal
-from ..quantizers import QUANTIZERS, hybrid_of
-from .ranks import error_of, run
+from ..common.planes import normal
+from ..common.quantizers import QUANTIZERS, hybrid_of
+from ..common.ranks import error_of, run
 
 RANKS, WIDTH = 3, 256
 # Of each rank, the rows for each of six experts: nobody has any for the third, and the second rank has none at all.

@@ -14,7 +14,7 @@ from crossgrain import ops
 from crossgrain import recipe as recipes
 from crossgrain.distributed import ColwiseParallel, RowwiseParallel, reduce_sequence_parallel_gradients
 
-from .ranks import error_of, run
+from ..common.ranks import error_of, run
 
 RANKS = 2
 WIDTH, FFN = 64, 128

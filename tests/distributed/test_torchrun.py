@@ -12,7 +12,7 @@ import pytest
 from crossgrain.distributed import checkpoint
 from crossgrain.optim import FusedAdam
 
-from .ranks import digest, quantized_model, train
+from ..common.ranks import digest, quantized_model, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ import torch.distributed as dist
 
 from crossgrain.distributed import checkpoint
 from crossgrain.optim import FusedAdam
-from tests.distributed.ranks import digest, mesh_of, quantized_model, shard, train
+from tests.common.ranks import digest, mesh_of, quantized_model, shard, train
 
 dist.init_process_group("gloo")
 model = shard(quantized_model("mxfp8"), mesh_of(2))

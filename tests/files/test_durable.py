@@ -16,7 +16,7 @@ from crossgrain import files
 from crossgrain.files import durable
 from crossgrain.optim import FusedAdam
 
-from .models import assert_same_contents, contents, quantized_model
+from ..common.saved_models import assert_same_contents, contents, quantized_model
 
 
 def model_of(step):

@@ -13,8 +13,8 @@ from crossgrain import recipe as recipes
 from crossgrain.optim import FusedAdam
 from crossgrain.tensor.init_values import preserved_value
 
-from ..quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
-from .models import EVERY_QUANTIZER, USAGES, assert_same_contents, contents, holder_of, quantized_model
+from ..common.quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
+from ..common.saved_models import EVERY_QUANTIZER, USAGES, assert_same_contents, contents, holder_of, quantized_model
 
 MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
 

@@ -16,7 +16,7 @@ from crossgrain import recipe as recipes
 from crossgrain.files import DamagedFileError
 from crossgrain.optim import FusedAdam, FusedSGD, with_masters
 
-from .models import assert_same_contents, contents, quantized_model
+from ..common.saved_models import assert_same_contents, contents, quantized_model
 
 RECIPES = {
     "mxfp8": "mxfp8",
@@ -132,7 +132,7 @@ def test_extras_recipe_and_parts(tmp_path):
     assert done.recipe().options() == recipe.options()
     assert done.extras["epoch"] == 3 and torch.equal(done.extras["seen"], extras["seen"])
     assert done.step == 12 and done.path == path
-    with pytest.raises(ValueError, match="has no sampler; it has model, optimizer"):
+    with pytest.raises(ValueError, match="the checkpoint .* has no sampler; it has model, optimizer"):
         files.load_checkpoint(path, sampler=model)
 
 
@@ -150,7 +150,7 @@ def test_recipes_of_converted_models_travel_by_themselves(tmp_path):
         lambda: files.save_safetensors(model, tmp_path / "file"),
         lambda: files.save_checkpoint(tmp_path, 1, model=model),
     ):
-        with pytest.raises(ValueError, match="bound to 2 recipes: say with recipe= which"):
+        with pytest.raises(ValueError, match="bound to 2 different recipes.* Pass recipe= with the recipe to store"):
             save()
 
 
@@ -161,7 +161,9 @@ def test_the_last_few_are_kept_and_steps_go_up(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000300"]
     assert files.latest_checkpoint(tmp_path).name == "step-00000300"
     for step in (300, 299):
-        with pytest.raises(FileExistsError, match=f"has a checkpoint of step 300 already, so step {step}"):
+        with pytest.raises(
+            FileExistsError, match=f"already has a checkpoint of step 300, so step {step} cannot be saved"
+        ):
             files.save_checkpoint(tmp_path, step, keep=2, model=model)
     assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000300"]
     assert files.load_checkpoint(tmp_path / "step-00000010", model=model).step == 10
@@ -171,11 +173,11 @@ def test_nothing_to_load_and_requests_that_cannot_be_met(tmp_path):
     assert files.latest_checkpoint(tmp_path) is None
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         files.load_checkpoint(tmp_path, model=nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="keep is"):
+    with pytest.raises(ValueError, match="keep must be the number of checkpoints to keep, at least 1, got 0"):
         files.save_checkpoint(tmp_path, 1, keep=0)
-    with pytest.raises(TypeError, match="model is a int"):
+    with pytest.raises(TypeError, match="model is a int; an object to save needs state_dict"):
         files.save_checkpoint(tmp_path, 1, model=3)
-    with pytest.raises(ValueError, match="'extras.*|'random' is a name"):
+    with pytest.raises(ValueError, match="'extras.*|'random' is a name that checkpoints use internally"):
         files.save_checkpoint(tmp_path, 1, random=nn.Linear(2, 2))
     with pytest.raises(ValueError, match="at module scope"):
         files.save_checkpoint(tmp_path, 1, recipe=recipes.CustomRecipe(qfactory=lambda role: None))
@@ -200,7 +202,7 @@ def test_directories_may_have_any_name(root, tmp_path):
 
 @pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (1.0, TypeError), ("3", TypeError)])
 def test_steps_that_could_not_be_found_again_are_refused(step, error, tmp_path):
-    with pytest.raises(error, match="step"):
+    with pytest.raises(error, match=f"step must be .*, got {step!r}"):
         files.save_checkpoint(tmp_path / "run", step, model=nn.Linear(2, 2))
     assert not (tmp_path / "run").exists()
 
@@ -266,11 +268,13 @@ def test_files_that_are_missing_cut_off_or_changed(saved, name):
         changed = bytearray(content)
         changed[place] ^= 1
         file.write_bytes(changed)
-        with pytest.raises(DamagedFileError, match=f"{name} is damaged: its checksum is wrong"):
+        with pytest.raises(
+            DamagedFileError, match=f"{name} is damaged: its checksum differs from the one in the manifest"
+        ):
             files.verify_checkpoint(saved)
-    refuses(saved, match="checksum is wrong")
+    refuses(saved, match="checksum differs from the one in the manifest")
     file.unlink()
-    refuses(saved, match=f"{name} is missing")
+    refuses(saved, match=f"{name} is missing, but the manifest lists it")
 
 
 def test_a_damaged_manifest(saved):
@@ -284,7 +288,7 @@ def test_a_damaged_manifest(saved):
     for text in ("x", "[1]"):
         manifest.write_text(text)
         (saved / "manifest.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  manifest.json\n")
-        refuses(saved, match="is no manifest")
+        refuses(saved, match="is not a manifest")
 
 
 def reseal(path, **changes):
@@ -299,14 +303,14 @@ def reseal(path, **changes):
 
 def test_versions_of_tomorrow(saved):
     reseal(saved, version=2)
-    refuses(saved, match="version 2 is unknown; this crossgrain reads 1")
+    refuses(saved, match="unknown version 2; this crossgrain reads version 1")
 
 
 @pytest.mark.parametrize("changes", [{"step": None}, {"recipe": 7}, {"objects": None}, {"files": {}}, {"files": None}])
 def test_manifests_that_lack_something_with_the_right_checksum(saved, changes):
     reseal(saved, **changes)
     missing = "model.pt, .*, extras.pt, random.pt" if changes == {"files": {}} else next(iter(changes))
-    refuses(saved, match=f"the manifest does not tell {missing}")
+    refuses(saved, match=f"the manifest of .* is incomplete: it lacks {missing}")
 
 
 def test_payloads_with_the_right_checksum_are_not_run(saved, capsys):

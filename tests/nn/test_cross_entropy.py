@@ -5,7 +5,7 @@ import torch
 
 from crossgrain.nn.cross_entropy import parallel_cross_entropy
 
-from ..distributed.ranks import run
+from ..common.ranks import run
 
 SHAPE, CLASSES = (3, 5), 12
 

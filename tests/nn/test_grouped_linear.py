@@ -10,9 +10,8 @@ from crossgrain.linear import split_quantize as splitting
 from crossgrain.linear.split_quantize import split_quantize
 from crossgrain.recipe import CustomRecipe, MXFP8BlockScaling, factories
 
-from ..quantizers import QUANTIZERS
-from .families import PLAIN, make_hybrid_recipe, make_recipe
-from .modules import (
+from ..common.families import PLAIN, make_hybrid_recipe, make_recipe
+from ..common.modules import (
     FAMILIES,
     HYBRIDS,
     assert_near,
@@ -24,6 +23,7 @@ from .modules import (
     recipe_named,
     step,
 )
+from ..common.quantizers import QUANTIZERS
 
 SPLITS = {"aligned": [32, 64, 32], "ragged": [20, 7, 33], "empty": [0, 64, 0], "all_empty": [0, 0, 0]}
 

@@ -8,8 +8,8 @@ import torch
 import crossgrain as cg
 from crossgrain.recipe import MXFP8BlockScaling
 
-from .families import PLAIN, make_hybrid_recipe, make_recipe
-from .modules import (
+from ..common.families import PLAIN, make_hybrid_recipe, make_recipe
+from ..common.modules import (
     FAMILIES,
     HYBRIDS,
     assert_same,

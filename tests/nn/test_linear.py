@@ -12,7 +12,7 @@ from crossgrain import COLUMNWISE, ROWWISE
 from crossgrain import recipe as recipes
 from crossgrain.gemm import gemm
 
-from .families import (
+from ..common.families import (
     PLAIN,
     assert_same_step,
     make_hybrid_recipe,

@@ -11,7 +11,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain import recipe as recipes
 
-from .families import PLAIN, assert_same_step, make_hybrid_recipe, make_recipe, run, sizes, without_randomness
+from ..common.families import PLAIN, assert_same_step, make_hybrid_recipe, make_recipe, run, sizes, without_randomness
 
 MXFP8 = recipes.MXFP8BlockScaling()
 NO_HISTORY = [name for name in PLAIN if name != "fp8_delayed"]

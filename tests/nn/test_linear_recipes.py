@@ -10,8 +10,8 @@ from crossgrain.gemm import gemm
 from crossgrain.gemm.operands import GEMMS
 from crossgrain.recipe import factories
 
-from ..quantizers import QUANTIZERS
-from .families import PLAIN, Step, assert_same_step, make_hybrid_recipe, make_recipe, reference, run, sizes
+from ..common.families import PLAIN, Step, assert_same_step, make_hybrid_recipe, make_recipe, reference, run, sizes
+from ..common.quantizers import QUANTIZERS
 
 RESULT_OF = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
 

@@ -12,8 +12,8 @@ import crossgrain as cg
 from crossgrain import recipe as recipes
 from crossgrain.recipe import factories
 
-from ..quantizers import assert_same_bytes
-from .families import PLAIN, assert_same_step, make_recipe, run, sizes, without_randomness
+from ..common.families import PLAIN, assert_same_step, make_recipe, run, sizes, without_randomness
+from ..common.quantizers import assert_same_bytes
 
 MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 DELAYED = recipes.DelayedScaling(amax_history_len=4)

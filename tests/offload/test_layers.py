@@ -7,8 +7,8 @@ import crossgrain as cg
 from crossgrain.compat import cpu_offload
 from crossgrain.offload import layers as by_layers
 
-from ..nn.modules import assert_same
-from ..quantizers import PAIRS, assert_same_bytes, hybrid_of
+from ..common.modules import assert_same
+from ..common.quantizers import PAIRS, assert_same_bytes, hybrid_of
 
 LAYERS = 3
 

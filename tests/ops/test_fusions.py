@@ -13,7 +13,7 @@ from crossgrain.ops.fuser import OperationFuser
 from crossgrain.ops.fusions import fuse_windows
 from crossgrain.recipe import MXFP8BlockScaling
 
-from .cases import RECIPES, assert_same, quantized
+from ..common.ops_cases import RECIPES, assert_same, quantized
 
 
 @pytest.fixture

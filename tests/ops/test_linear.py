@@ -10,7 +10,7 @@ import crossgrain as cg
 from crossgrain import ops
 from crossgrain.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizerRole, Recipe
 
-from .cases import RECIPES, TWINS, assert_close, assert_same, grads_of, quantized
+from ..common.ops_cases import RECIPES, TWINS, assert_close, assert_same, grads_of, quantized
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

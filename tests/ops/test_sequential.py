@@ -12,7 +12,7 @@ from crossgrain import ops
 from crossgrain.ops.fuser import OperationFuser
 from crossgrain.recipe import DelayedScaling, MXFP8BlockScaling
 
-from .cases import RECIPES, assert_close, assert_same, grads_of, quantized
+from ..common.ops_cases import RECIPES, assert_close, assert_same, grads_of, quantized
 
 
 def _scales(*factors: float) -> ops.Sequential:

@@ -11,7 +11,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain.optim import FusedAdam, FusedSGD, with_masters
 
-from ..quantizers import buffers_of
+from ..common.quantizers import buffers_of
 
 MASTERS = {"lr": 0.1, "master_weights": True}
 OPTIMIZERS = {

@@ -13,8 +13,8 @@ from crossgrain.optim.masters import join_master, split_master
 from crossgrain.quantizers import base as quantizer
 from crossgrain.quantizers import hybrid
 
-from ..quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
-from .steps import gradient, quantized_parameter, run_steps, small_model, weight_value
+from ..common.optimizer_steps import gradient, quantized_parameter, run_steps, small_model, weight_value
+from ..common.quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])

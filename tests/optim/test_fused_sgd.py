@@ -9,8 +9,8 @@ from torch import nn
 import crossgrain as cg
 from crossgrain.optim import FusedSGD
 
-from ..quantizers import assert_same_bytes, hybrid_of
-from .steps import quantized_parameter, run_steps, weight_value
+from ..common.optimizer_steps import quantized_parameter, run_steps, weight_value
+from ..common.quantizers import assert_same_bytes, hybrid_of
 
 OPTIONS = [
     {},

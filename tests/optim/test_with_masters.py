@@ -10,8 +10,8 @@ import crossgrain as cg
 from crossgrain import recipe as recipes
 from crossgrain.optim import FusedAdam, FusedSGD, with_masters
 
-from ..quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
-from .steps import gradient, quantized_parameter, run_steps, small_model, weight_value
+from ..common.optimizer_steps import gradient, quantized_parameter, run_steps, small_model, weight_value
+from ..common.quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
 
 RECIPE = recipes.MXFP8BlockScaling()
 

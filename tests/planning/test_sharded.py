@@ -12,7 +12,7 @@ from crossgrain.lab.gpt import GPT, GPTConfig
 from crossgrain.tensor import QuantizedTensor
 from crossgrain.tensor.sharding import local_part
 
-from ..distributed.ranks import bind, mesh_of, run
+from ..common.ranks import bind, mesh_of, run
 
 EVEN, UNEVEN = (GPTConfig(layers=2, width=width, heads=2, context=32) for width in (64, 40))
 RECIPES = ("hp", "mxfp8", "nvfp4", "nvfp4-plain", "mxfp8-fwd-nvfp4-bwd", "fp8-block; head: hp")

@@ -14,7 +14,7 @@ from crossgrain.recipe import (
     check_weight_matches_recipe,
 )
 
-from ..quantizers import QUANTIZERS
+from ..common.quantizers import QUANTIZERS
 
 EXPECTED = {
     cg.Float8Quantizer: DelayedScaling,

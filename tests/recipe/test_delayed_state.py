@@ -8,7 +8,7 @@ from crossgrain import DType
 from crossgrain.recipe import DelayedScaling, Format, MXFP8BlockScaling, RecipeState
 from crossgrain.recipe.delayed_state import _amax_and_scale_update, _default_sf_compute
 
-from ..golden_cases import golden
+from ..common.golden_cases import golden
 
 
 def state_of(recipe=None, mode="forward", count=3):

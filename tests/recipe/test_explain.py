@@ -5,7 +5,7 @@ import io
 from crossgrain.recipe.explain import ExplainRow, collapsed
 from crossgrain.recipe.gemm_recipe import GemmRecipe
 
-from .recipes import Model
+from ..common.recipes import Model
 
 RECIPE = GemmRecipe.load(
     "nvfp4(2d, rht, sr), dgrad.weight: nvfp4, weight.source: dequantized; *.lm: hp; first 1 block: fprop: mxfp8"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from crossgrain.recipe.gemm_recipe import GemmRecipe
 
-from .recipes import recipes
+from ..common.recipes import recipes
 
 RECIPE = GemmRecipe.load(
     "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr), fprop.weight: mxfp8(2d), weight.source: dequantized, "

@@ -11,7 +11,7 @@ import crossgrain as cg
 from crossgrain.recipe.format_spec import ALIASES, Delayed, FormatSpec, FourOverSix, format_names
 from crossgrain.recipe.syntax import RecipeSyntaxError
 
-from .specs import any_spec
+from ..common.format_specs import any_spec
 
 
 @given(any_spec())

@@ -17,7 +17,7 @@ from crossgrain.recipe.gemm_recipe import GemmRecipe
 from crossgrain.recipe.pairing import check_pairs
 from crossgrain.recipe.roles import QuantizerRole
 
-from .recipes import recipes
+from ..common.recipes import recipes
 
 TENSORS = ("input", "weight", "grad_output")
 RHT = {"with_rht": True, "with_post_rht_amax": True}

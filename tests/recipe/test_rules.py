@@ -9,7 +9,7 @@ from crossgrain.recipe.gemm_recipe import GemmRecipe
 from crossgrain.recipe.roles import QuantizerRole
 from crossgrain.recipe.rules import Blocks, Glob, ModuleType, parse_matcher
 
-from .recipes import Model
+from ..common.recipes import Model
 
 
 def formats(recipe: GemmRecipe | str, name: str, module_type: str = "linear") -> list[str]:

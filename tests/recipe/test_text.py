@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from crossgrain.recipe.gemm_recipe import GemmRecipe
 from crossgrain.recipe.syntax import RecipeSyntaxError
 
-from .recipes import recipes
+from ..common.recipes import recipes
 
 
 @given(recipes())

@@ -1,4 +1,4 @@
-"""The recipe that travels with a file."""
+"""Find the recipe that is stored in a file together with a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ RecipeChoice = Recipe | str | Literal["bound"] | None
 
 
 def recipe_text(choice: RecipeChoice, objects: Iterable[Any]) -> str | None:
-    """The text of a recipe. "bound": of the one that `convert` bound the models among ``objects`` to, if any."""
+    """Return the recipe to store, as text, or None if no recipe is stored.
+
+    Args:
+        choice: a recipe or its text; None to store no recipe; "bound" for the recipe that `crossgrain.convert` attached
+            to the layers of the models.
+        objects: what is saved; the modules among them are searched for a bound recipe.
+
+    Raises:
+        ValueError: ``choice`` is "bound" and the layers are bound to different recipes.
+    """
     if choice is None:
         return None
     if choice != "bound":
@@ -29,7 +38,7 @@ def recipe_text(choice: RecipeChoice, objects: Iterable[Any]) -> str | None:
                 found.append(recipe)
     if len(found) > 1:
         raise ValueError(
-            f"the layers are bound to {len(found)} recipes: say with recipe= which of them travels with the file, None "
-            f"if none does: {'; '.join(map(str, found))}"
+            f"the layers are bound to {len(found)} different recipes, and a file stores only one. Pass recipe= with "
+            f"the recipe to store, or recipe=None to store none. The recipes are: {'; '.join(map(str, found))}"
         )
     return recipe_to_text(found[0]) if found else None

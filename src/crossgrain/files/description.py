@@ -1,6 +1,7 @@
-"""Formats and quantizers as plain data (what JSON can hold), and back.
+"""Convert formats and quantizers to plain data that JSON can hold, and back.
 
-Reading back only ever makes values of the classes listed here, from data that is checked.
+Reading data back creates only objects of the classes listed in this file, and checks the data first, so a file
+cannot make the reader run other code.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ from ..quantizers.nvfp4 import NVFP4Quantizer
 
 
 def plain_format(fmt: Format) -> dict[str, Any]:
+    """All fields of a format as a dict that JSON can hold."""
     return asdict(fmt)
 
 
 def format_from(plain: Mapping[str, Any]) -> Format:
-    """A format of `plain_format`; one that is registered under another meaning is refused."""
+    """Rebuild a format from the dict made by `plain_format`.
+
+    Raises:
+        ValueError: a different format is already registered under the same name.
+    """
     fields = _with_tuples(plain)
     element = fields.pop("element")
     fields["layout"] = ScaleLayout(**_with_tuples(fields["layout"]))
@@ -40,12 +46,14 @@ def format_from(plain: Mapping[str, Any]) -> Format:
     except KeyError:
         return fmt
     if known != fmt:
-        raise ValueError(f"the format {fmt.name!r} means something else in this crossgrain")
+        raise ValueError(
+            f"the file describes a format named {fmt.name!r}, but a different format is registered under that name here"
+        )
     return fmt
 
 
 def _with_tuples(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists only."""
+    """Turn lists into tuples: JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
 
 
@@ -56,27 +64,38 @@ def plain_dtype(dtype: torch.dtype) -> str:
 def dtype_from(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not the name of a torch dtype")
     return dtype
 
 
 def plain_quantizer(quantizer: Quantizer | None) -> dict[str, Any] | None:
-    """Class and options, or an error for quantizers that are not crossgrain's."""
+    """Class name and options of a quantizer.
+
+    Raises:
+        TypeError: the quantizer is not of a class of crossgrain.
+    """
     if quantizer is None:
         return None
     name = type(quantizer).__name__
     if type(quantizer) is not type(_examples().get(name)):
-        raise TypeError(f"{name} is not one of crossgrain's quantizers, so it cannot be described in a file")
+        raise TypeError(
+            f"{name} is not one of crossgrain's quantizer classes; only tensors of crossgrain's own quantizers can be "
+            "saved"
+        )
     return {"class": name, "options": {key: _plain(value) for key, value in quantizer.__getstate__().items()}}
 
 
 def quantizer_from(plain: Mapping[str, Any] | None) -> Quantizer | None:
+    """Rebuild a quantizer from the dict made by `plain_quantizer`."""
     if plain is None:
         return None
     example = _examples()[plain["class"]]
     options = {key: _value(value) for key, value in plain["options"].items()}
     if options.keys() - example.__getstate__().keys() or example.__getstate__().keys() - options.keys():
-        raise ValueError(f"a {plain['class']} has other options than this crossgrain knows")
+        raise ValueError(
+            f"the file describes a {plain['class']} with options {sorted(options)}, but this version of crossgrain has "
+            f"{sorted(example.__getstate__())}"
+        )
     return make_quantizer(type(example), options)
 
 
@@ -93,7 +112,7 @@ def _plain(value: Any) -> Any:
         return {"Quantizer": plain_quantizer(value)}
     if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() < 2:
         return {"float32": value.tolist()}
-    raise TypeError(f"an option {value!r} of a quantizer cannot be described in a file")
+    raise TypeError(f"a quantizer has the option value {value!r} of type {type(value).__name__}, which cannot be saved")
 
 
 def _value(plain: Any) -> Any:
@@ -112,7 +131,7 @@ def _value(plain: Any) -> Any:
 
 @cache
 def _examples() -> dict[str, Quantizer]:
-    """A quantizer of every class, which shows its options."""
+    """One quantizer of every class, to look up which options the class has."""
     e4m3 = DType.kFloat8E4M3
     made: list[Quantizer] = [
         Float8Quantizer(torch.ones(1), torch.zeros(1), e4m3),

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, whenever the process or the machine stops.
+"""Write files and directories atomically: after a crash they are complete or absent, never partly written.
 
-What is written goes to a hidden temporary name beside its destination, down to the disk (fsync), and is then
-renamed, which file systems do in one piece; the directory that holds the name is brought to the disk as
-well. What a killed process leaves behind has a temporary name, which nobody reads.
+Data is first written to a hidden temporary name next to its destination and flushed to disk (fsync). Then the
+temporary name is renamed to the final one, which file systems do atomically, and the parent directory is flushed too.
+If the process is killed, only a file with a temporary name remains. Readers ignore these names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _TEMPORARY = ".writing-"
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path to write to. After the block it takes the place of ``path``; if the block fails, it goes."""
+    """Context manager that yields a temporary path to write to.
+
+    When the block ends, the temporary file replaces ``path``. If the block raises, the temporary file is removed and
+    ``path`` is unchanged.
+    """
     path = Path(path)
     temporary = temporary_beside(path)
     try:
@@ -38,7 +42,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """The same with a directory. There must be no ``path`` yet: a directory cannot be replaced in one piece."""
+    """Like `whole_file`, for a directory. ``path`` must not exist yet: a directory cannot be replaced atomically."""
     path = Path(path)
     temporary = temporary_beside(path)
     try:
@@ -51,7 +55,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def publish_directory(temporary: Path, path: Path) -> None:
-    """Bring a directory to the disk and give it its name."""
+    """Flush a directory and its files to disk, then rename it from ``temporary`` to ``path``."""
     for file in temporary.iterdir():
         _sync(file)
     _sync(temporary)
@@ -60,7 +64,7 @@ def publish_directory(temporary: Path, path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that is not there yet, and those above it."""
+    """Create a directory and its missing parents, and flush them to disk."""
     missing = [parent for parent in (path, *path.parents) if not parent.is_dir()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
@@ -68,14 +72,14 @@ def make_directory(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory so that it is never seen half empty under its name."""
+    """Remove a directory. It is renamed first, so nobody sees it partly empty under its own name."""
     temporary = temporary_beside(path)
     os.rename(path, temporary)
     shutil.rmtree(temporary)
 
 
 def remove_remains(directory: Path) -> None:
-    """Remove what processes of this machine that no longer run have left half written in ``directory``."""
+    """Remove unfinished files in ``directory`` that were left by processes of this machine which no longer run."""
     for path in directory.glob(f"{_TEMPORARY}*"):
         host, process, token, *_ = [*path.name.removeprefix(_TEMPORARY).split("-"), "", ""]
         if host == _host() and not _is_at_work(process, token):
@@ -83,7 +87,7 @@ def remove_remains(directory: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that nobody reads, and that tells which process writes there."""
+    """A temporary name next to ``path`` that contains the host and the process that writes it."""
     return path.with_name(f"{_TEMPORARY}{_host()}-{os.getpid()}-{_token()}-{path.name}")
 
 
@@ -94,7 +98,7 @@ def _host() -> str:
 
 @cache
 def _token() -> str:
-    """Tells this process from an earlier one of the same number."""
+    """A random string that distinguishes this process from an earlier one with the same process id."""
     return secrets.token_hex(4)
 
 
@@ -106,7 +110,7 @@ def _is_at_work(process: str, token: str) -> bool:
     except (ProcessLookupError, ValueError):
         return False
     except OSError:
-        return True  # it is somebody else's
+        return True  # the process exists, but belongs to another user
     return True
 
 

@@ -1,13 +1,14 @@
-"""State dicts as plain named tensors and a description, and back: the same bytes.
+"""Convert a state dict to plain named tensors plus a description in JSON data, and back, without changing a byte.
 
-A quantized tensor ``layer.weight`` becomes the buffers of its planes,
+A quantized tensor ``layer.weight`` becomes the buffers of its planes:
 
     layer.weight.rowwise.data   layer.weight.rowwise.scale   layer.weight.rowwise.amax
     layer.weight.columnwise.data   ...
 
-where those of a hybrid come from the child that serves the direction, and a description of class, shape,
-formats and quantizer. A dict in a state dict, the extra state of a module, becomes ``layer._extra_state.<name>``
-for its tensors and an entry of the description for its numbers. Everything else keeps its name.
+Its class, shape, formats and quantizer go into the description. For a hybrid tensor, the rowwise buffers come from its
+rowwise child and the columnwise buffers from its columnwise child. A dict inside the state dict (the extra state of a
+module) is split: its tensors become ``layer._extra_state.<name>``, its numbers go into the description. All other
+tensors keep their names.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _PARTS = ("data", "scale", "amax")
 
 @dataclass
 class Flat:
-    """Buffers by name, and what they are, in plain data."""
+    """A flattened state dict: plain tensors by name, and the description of what they are."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     formats: dict[str, Any] = field(default_factory=dict)
@@ -57,14 +58,23 @@ class Flat:
 
     def add_buffer(self, name: str, buffer: Tensor) -> None:
         if name in self.buffers:
-            raise ValueError(f"two tensors would be called {name} in the file")
+            raise ValueError(
+                f"two tensors would be called {name} in the file: a buffer of a quantized tensor and another entry of "
+                "the state dict. Rename one of them"
+            )
         if name == _RESERVED:
-            raise ValueError(f"a tensor called {name} could not be read again: safetensors files have that name inside")
+            raise ValueError(
+                f"a tensor called {name} could not be read again: the safetensors format uses that name itself. Rename "
+                "it"
+            )
         self.buffers[name] = buffer.detach().to("cpu", copy=True).contiguous()
 
     def format_name(self, fmt: Format) -> str:
         if self.formats.setdefault(fmt.name, plain_format(fmt)) != plain_format(fmt):
-            raise ValueError(f"two different formats are called {fmt.name!r}")
+            raise ValueError(
+                f"the state dict has tensors of two different formats that are both named {fmt.name!r}; a file needs "
+                "distinct names"
+            )
         return fmt.name
 
 
@@ -72,13 +82,15 @@ class Flat:
 
 
 def flatten(state_dict: Mapping[str, Any]) -> Flat:
-    """Everything in a state dict; a tensor that is there under two names is kept once."""
+    """Flatten a state dict. A tensor that occurs under two names is stored once, and the second name as an alias."""
     flat = Flat()
     known: dict[Any, str] = {}
     for key, value in state_dict.items():
         if isinstance(value, Tensor):
             if value.is_meta:
-                raise ValueError(f"{key} is on the meta device: it has no numbers that could be saved")
+                raise ValueError(
+                    f"{key} is on the meta device, so it has no values to save; initialize the model first"
+                )
             first = known.setdefault(_memory(value), key)
             if first != key:
                 flat.aliases[key] = first
@@ -89,12 +101,15 @@ def flatten(state_dict: Mapping[str, Any]) -> Flat:
         elif isinstance(value, Mapping):
             _flatten_mapping(flat, key, value)
         else:
-            raise TypeError(f"{key} is a {type(value).__name__}; a file holds tensors and dicts of tensors and numbers")
+            raise TypeError(
+                f"{key} is a {type(value).__name__}, which cannot be saved; a file holds tensors, and dicts of "
+                "tensors, numbers and strings"
+            )
     return flat
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same numbers in the same memory, and not empty."""
+    """A key that is equal for non-empty tensors that occupy the same memory in the same way."""
     buffers = [buffer for _, buffer in tensor._buffers()] if isinstance(tensor, QuantizedTensor) else [tensor]
     places = [
         (buffer.data_ptr(), buffer.dtype, tuple(buffer.shape), buffer.stride(), buffer.is_neg(), buffer.is_conj())
@@ -111,7 +126,10 @@ def _flatten_mapping(flat: Flat, key: str, mapping: Mapping[str, Any]) -> None:
         elif value is None or isinstance(value, bool | int | float | str):
             numbers[name] = value
         else:
-            raise TypeError(f"{key}.{name} is a {type(value).__name__}; extra states hold tensors and numbers")
+            raise TypeError(
+                f"{key}.{name} is a {type(value).__name__}, which cannot be saved; an extra state may hold tensors, "
+                "numbers and strings"
+            )
     tensors = [name for name, value in mapping.items() if isinstance(value, Tensor)]
     flat.values[key] = {"numbers": numbers, "tensors": tensors}
 
@@ -130,12 +148,16 @@ def _described(flat: Flat, key: str, tensor: QuantizedTensor, serves: Direction 
         children: dict[Direction, Any] = dict(tensor._children())
         return {**common, "children": {d.value: _described(flat, key, child, d) for d, child in children.items()}}
     if type(tensor) is not _CLASSES.get(type(tensor).__name__):
-        raise TypeError(f"{key} is a {type(tensor).__name__}, which is not one of crossgrain's tensors")
+        raise TypeError(
+            f"{key} is a {type(tensor).__name__}, which is not one of crossgrain's tensor classes: cannot save it"
+        )
     planes = {}
     for plane in tensor.planes():
         name = (plane.direction if serves is None else serves).value
         if name in planes:
-            raise ValueError(f"{key}: the {name} child of a hybrid has two planes")
+            raise ValueError(
+                f"{key}: the {name} child of a hybrid tensor has planes in both directions; it must have only one"
+            )
         planes[name] = {"direction": plane.direction.value, "transposed": plane.transposed}
         for part in _PARTS:
             buffer = getattr(plane, part)
@@ -153,7 +175,11 @@ def _described(flat: Flat, key: str, tensor: QuantizedTensor, serves: Direction 
 
 
 def unflatten(buffers: Mapping[str, Tensor], description: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict; anything but what `flatten` makes raises KeyError, TypeError or ValueError."""
+    """Rebuild the state dict from what `flatten` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: buffers and description do not fit together.
+    """
     rest = dict(buffers)
     formats = {name: format_from(plain) for name, plain in description["formats"].items()}
     state: dict[str, Any] = {}
@@ -163,11 +189,11 @@ def unflatten(buffers: Mapping[str, Tensor], description: Mapping[str, Any]) -> 
         state[key] = {**plain["numbers"], **{name: rest.pop(f"{key}.{name}") for name in plain["tensors"]}}
     for key, buffer in rest.items():
         if key in state:
-            raise ValueError(f"{key} is there twice")
+            raise ValueError(f"the file has two entries for {key}")
         state[key] = buffer
     for key, first in description["aliases"].items():
         if key in state:
-            raise ValueError(f"{key} is there twice")
+            raise ValueError(f"the file has two entries for {key}")
         state[key] = state[first]
     return state
 
@@ -179,7 +205,9 @@ def _restored(rest: dict[str, Tensor], key: str, plain: Mapping[str, Any], forma
         children = {d: _restored(rest, key, child, formats) for d, child in plain["children"].items()}
         storages = {f"{direction.value}_storage": children.pop(direction.value, None) for direction in Direction}
         if children:
-            raise ValueError(f"{key} has children {', '.join(children)}")
+            raise ValueError(
+                f"{key} is a hybrid with unknown children {', '.join(children)}; expected rowwise and columnwise only"
+            )
         return HybridQuantizedTensor(shape, dtype, quantizer=quantizer, **storages)
     cls = _CLASSES[plain["class"]]
     layout = torch.Size(plain["layout"])
@@ -195,7 +223,7 @@ def _restored(rest: dict[str, Tensor], key: str, plain: Mapping[str, Any], forma
 def _planes(
     rest: dict[str, Tensor], key: str, plain: Mapping[str, Any], formats: Mapping[str, Format], layout: torch.Size
 ) -> Iterator[Plane]:
-    """The planes of a tensor over their buffers, each of which has to be what its format asks for."""
+    """Make the planes of a tensor from their buffers; check that each has the dtype and shape its format needs."""
     for name, about in plain["planes"].items():
         direction, transposed = Direction(about["direction"]), bool(about["transposed"])
         fmt = formats[plain["formats"][direction.value]]
@@ -211,7 +239,8 @@ def _planes(
             buffer = parts[part] = data if part == "data" else rest.pop(f"{key}.{name}.{part}")
             if buffer.shape != expected.shape or buffer.dtype != expected.dtype:
                 raise ValueError(
-                    f"{key}.{name}.{part} is {buffer.dtype} {list(buffer.shape)}; a {name} {fmt.name} plane of "
-                    f"{list(layout)} needs {expected.dtype} {list(expected.shape)}"
+                    f"{key}.{name}.{part} has dtype {buffer.dtype} and shape {list(buffer.shape)}, but a {name} "
+                    f"{fmt.name} plane of a tensor of shape {list(layout)} needs {expected.dtype} and "
+                    f"{list(expected.shape)}"
                 )
         yield replace(needed, **parts)

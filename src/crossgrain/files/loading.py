@@ -1,4 +1,4 @@
-"""State dicts into models: checked first, all or nothing, and other formats only on request."""
+"""Load a state dict into a model: formats are checked first, and a failed load leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -21,10 +21,25 @@ def load_state_dict(
     assign: bool = False,
     requantize: bool = False,
 ) -> Any:
-    """``model.load_state_dict`` that leaves the model as it was if it fails.
+    """Like ``model.load_state_dict``, but if it fails, the model is unchanged.
 
-    ``requantize``  parameters of one format may be loaded into those of another: they are decoded and rounded
-                    a second time. Without it that is an error which names all such parameters.
+    A copy of the model's state is held in memory while this runs.
+
+    Args:
+        model: the module to load into.
+        state_dict: plain or quantized tensors by name.
+        strict: as in ``torch.nn.Module.load_state_dict``.
+        assign: as in ``torch.nn.Module.load_state_dict``: take the tensors themselves, including their formats, instead
+            of copying them into the parameters.
+        requantize: allow loading quantized values into a parameter of another format. The values are decoded and
+            rounded a second time. Without it, such parameters are an error.
+
+    Returns:
+        The missing and unexpected keys, as ``torch.nn.Module.load_state_dict`` returns them.
+
+    Raises:
+        ValueError: a quantized parameter would be rounded a second time; the message names all such parameters.
+        RuntimeError: torch refused the state dict (missing keys, wrong shapes).
     """
     with all_or_nothing(model):
         return load_in_place(model, state_dict, strict=strict, assign=assign, requantize=requantize)
@@ -33,7 +48,7 @@ def load_state_dict(
 def load_in_place(
     model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, requantize: bool
 ) -> Any:
-    """The same for callers that can undo it."""
+    """Like `load_state_dict`, but a failure may leave the model partly loaded: the caller restores it."""
     with settings.override(requantize_on_load=True) if requantize else nullcontext():
         if not assign:
             check_formats(dict(model.named_parameters(remove_duplicate=False)), state_dict)

@@ -1,6 +1,6 @@
-"""What a directory of files has to contain: sizes and SHA-256 of each, in ``manifest.json``.
+"""Write and check ``manifest.json``, which lists the size and SHA-256 checksum of every file of a checkpoint.
 
-The manifest's own checksum is in ``manifest.sha256``, in the form that ``sha256sum --check`` reads.
+The checksum of the manifest itself is in ``manifest.sha256``, in the form that ``sha256sum --check`` reads.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ VERSION = 1
 
 
 class DamagedFileError(ValueError):
-    """A file was cut off, changed or is not what it says."""
+    """A file is truncated, was modified, or does not contain what its description says."""
 
 
 def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
-    """Describe all files that are there; ``content`` is plain data to keep along."""
+    """Write the manifest of all files in ``directory``; ``content`` is plain data that is stored in it too."""
     files = {
         path.name: {"size": path.stat().st_size, "sha256": digest_of(path)} for path in sorted(directory.iterdir())
     }
@@ -30,38 +30,44 @@ def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def is_described(directory: Path) -> bool:
+    """Whether the directory has a manifest."""
     return (directory / _NAME).is_file()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of an undamaged manifest of a known version; files are not looked at yet."""
+    """Read the manifest of a checkpoint. The files it lists are not checked here: see `check_files`.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        DamagedFileError: the manifest is damaged, or of an unknown version.
+    """
     path = directory / _NAME
     if not is_described(directory):
         raise FileNotFoundError(f"{directory} is not a checkpoint: it has no {_NAME}")
     if not (directory / _SEAL).is_file() or (directory / _SEAL).read_bytes()[:64] != digest_of(path).encode():
-        raise DamagedFileError(f"{path} is damaged: its checksum is not that of {_SEAL}")
+        raise DamagedFileError(f"{path} is damaged: its checksum differs from the one in {_SEAL}")
     try:
         content: dict[str, Any] = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise DamagedFileError(f"{path} is no manifest: {error}") from error
+        raise DamagedFileError(f"{path} is not a manifest of a checkpoint: {error}") from error
     if content.get("version") != VERSION:
         raise DamagedFileError(
-            f"{path}: version {content.get('version')!r} is unknown; this crossgrain reads {VERSION}"
+            f"{path} has the unknown version {content.get('version')!r}; this crossgrain reads version {VERSION}"
         )
     return content
 
 
 def check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise if any file is missing, cut off or changed."""
+    """Raise `DamagedFileError` if a file is missing, truncated or modified."""
     for name, expected in manifest["files"].items():
         path = directory / name
         if not path.is_file():
-            raise DamagedFileError(f"{path} is missing")
+            raise DamagedFileError(f"{path} is missing, but the manifest lists it")
         size = path.stat().st_size
         if size != expected["size"]:
             raise DamagedFileError(f"{path} is damaged: it has {size} bytes instead of {expected['size']}")
         if digest_of(path) != expected["sha256"]:
-            raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
+            raise DamagedFileError(f"{path} is damaged: its checksum differs from the one in the manifest")
 
 
 def digest_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The random number generators of a process: torch's, Python's and numpy's."""
+"""Read and set the state of all random number generators of a process: torch, Python and numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def get_random_state() -> dict[str, Any]:
-    """Tensors and numbers only."""
+    """The states of all generators, as tensors, numbers and strings only, so that they can be loaded safely."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
@@ -25,13 +25,17 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on as when `get_random_state` was called; all or nothing."""
+    """Put all generators into the states that `get_random_state` returned.
+
+    Raises:
+        ValueError: the states do not fit; then no generator has changed.
+    """
     before = get_random_state()
     try:
         _set(state)
     except Exception as error:
         _set(before)
-        raise ValueError(f"this is no state of random number generators: {error}") from error
+        raise ValueError(f"the saved states of the random number generators are invalid: {error}") from error
 
 
 def _set(state: Mapping[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""Models in safetensors files: quantized ones bit for bit, and plain ones for inference engines.
+"""Save and load models in safetensors files: quantized bit for bit, or as plain tensors for other programs.
 
-The tensors and their names are those of `flat`; the metadata says what they are:
+Tensors are named as `flat` describes. The metadata of the file describes them:
 
-    crossgrain.version   of the naming
+    crossgrain.version   version of the naming scheme
     crossgrain.state     formats, quantized tensors, numbers and shared tensors, as JSON
     crossgrain.recipe    the recipe, as text, if there is one
-    crossgrain.sha256    of all of the above and of every tensor
+    crossgrain.sha256    checksum of all of the above and of every tensor
 """
 
 from __future__ import annotations
@@ -39,14 +39,25 @@ _FRAMEWORK = {"format": "pt"}  # which readers of such files look for
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a file holds."""
+    """The contents of a safetensors file.
+
+    Attributes:
+        state_dict: plain and quantized tensors by name.
+        recipe_text: the recipe as text, or None if none was saved.
+        metadata: the entries of the file's metadata that are not crossgrain's.
+    """
 
     state_dict: dict[str, Any]
     recipe_text: str | None
     metadata: dict[str, str]
 
     def recipe(self, *, import_functions: bool = False) -> Recipe | None:
-        """The recipe that was saved. ``import_functions``: see `recipe_from_text`."""
+        """Return the recipe that was saved, or None.
+
+        Args:
+            import_functions: allow importing the modules of functions that the recipe names, which runs their code.
+                Set it only if you trust the file.
+        """
         if self.recipe_text is None:
             return None
         return recipe_from_text(self.recipe_text, import_functions=import_functions)
@@ -59,9 +70,18 @@ def save_safetensors(
     recipe: RecipeChoice = "bound",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model or its state dict, quantized tensors as their bytes.
+    """Write a model to a safetensors file. Quantized tensors are stored as their bytes, without loss.
 
-    ``recipe`` travels as text, by default the one that the model was converted with, None: none.
+    Args:
+        model: a module, or a state dict.
+        path: the file to write; an existing file is replaced when the new one is complete.
+        recipe: the recipe to store, as a recipe or its text. By default the recipe that the model was converted with;
+            None stores none.
+        metadata: your own entries for the metadata of the file. Keys must not start with ``crossgrain.``.
+
+    Raises:
+        TypeError, ValueError: something in the state dict cannot be stored.
+        OSError: the file cannot be written.
     """
     flat = flatten(model.state_dict() if isinstance(model, nn.Module) else model)
     about = {**_FRAMEWORK, **_own(metadata), _VERSION: str(VERSION), _STATE: json.dumps(flat.description())}
@@ -72,9 +92,15 @@ def save_safetensors(
 
 
 def read_safetensors(path: str | os.PathLike[str], *, verify: bool = True) -> ModelFile:
-    """The state dict of a file of `save_safetensors`, or of any safetensors file of plain tensors.
+    """Read a file written by `save_safetensors`, or any safetensors file of plain tensors.
 
-    ``verify=False`` does not compare checksums, which reads all of the file.
+    Args:
+        path: the file to read.
+        verify: check the checksum, which reads the whole file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedFileError: the file is truncated, modified, inconsistent, or of an unknown version.
     """
     buffers, metadata = _read(Path(path))
     about = {key: value for key, value in metadata.items() if key.startswith(_PREFIX)}
@@ -83,14 +109,17 @@ def read_safetensors(path: str | os.PathLike[str], *, verify: bool = True) -> Mo
         return ModelFile(dict(buffers), None, others)
     if about.get(_VERSION) != str(VERSION):
         raise DamagedFileError(
-            f"{path}: version {about.get(_VERSION)!r} of crossgrain's naming is unknown; this one reads {VERSION}"
+            f"{path} has the unknown version {about.get(_VERSION)!r} of crossgrain's naming scheme; this crossgrain "
+            f"reads version {VERSION}"
         )
     if verify and about.pop(_DIGEST, None) != _digest(buffers, {**others, **about}):
-        raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
+        raise DamagedFileError(f"{path} is damaged: its contents do not match its checksum")
     try:
         state = unflatten(buffers, json.loads(about[_STATE]))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DamagedFileError(f"{path} does not hold what it says: {type(error).__name__}: {error}") from error
+        raise DamagedFileError(
+            f"{path} is inconsistent: its tensors do not fit its metadata: {type(error).__name__}: {error}"
+        ) from error
     return ModelFile(state, about.get(_RECIPE), others)
 
 
@@ -103,7 +132,19 @@ def load_safetensors(
     requantize: bool = False,
     verify: bool = True,
 ) -> ModelFile:
-    """Load a file into a model, all or nothing; options as in `load_state_dict` and `read_safetensors`."""
+    """Load a safetensors file into a model. If it fails, the model is unchanged.
+
+    Args:
+        path: a file written by `save_safetensors`, or any safetensors file of plain tensors.
+        model: the module to load into.
+        strict: as in `load_state_dict`.
+        assign: as in `load_state_dict`.
+        requantize: as in `load_state_dict`.
+        verify: check the checksum, which reads the whole file.
+
+    Returns:
+        The contents of the file.
+    """
     file = read_safetensors(path, verify=verify)
     load_state_dict(model, file.state_dict, strict=strict, assign=assign, requantize=requantize)
     return file
@@ -117,11 +158,20 @@ def export_plain(
     optimizer: torch.optim.Optimizer | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write what the model computes with as plain tensors under the names of its state dict.
+    """Write the model as plain, unquantized tensors to a safetensors file that any program can read.
 
-    Quantized parameters are decoded, since that is the model that was trained; with ``optimizer``, its
-    masters are written instead, where it has such. ``dtype`` is that of all floating-point tensors, None
-    keeps the nominal ones. Extra states are left out.
+    Quantized parameters are decoded: these are the numbers that the model computes with. Extra states (histories of
+    delayed scaling) are left out.
+
+    Args:
+        model: the module to export.
+        path: the file to write.
+        dtype: dtype of all floating-point tensors; None keeps the dtype of each tensor.
+        optimizer: write the float32 master weights of this optimizer instead, for parameters that have them.
+        metadata: your own entries for the metadata of the file.
+
+    Raises:
+        ValueError: the optimizer has no master weights of this model, or a number is too large for ``dtype``.
     """
     masters = {} if optimizer is None else _masters(model, optimizer)
     plain: dict[str, Tensor] = {}
@@ -142,7 +192,7 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
         else:
             found[name] = optimizer.state[param][MASTER]
     if not found:
-        raise ValueError(f"this {type(optimizer).__name__} has no masters of parameters of the model")
+        raise ValueError(f"this {type(optimizer).__name__} has no master weights of any parameter of this model")
     return found
 
 
@@ -151,14 +201,16 @@ def _cast(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     plain = value.dequantize(dtype=torch.float32) if isinstance(value, QuantizedTensor) else value
     cast = plain.to(device="cpu", dtype=dtype, copy=True).contiguous()
     if dtype.is_floating_point and bool((cast.isinf() & plain.cpu().isfinite()).any()):
-        raise ValueError(f"{key} holds numbers beyond the range of {plain_dtype(dtype)}")
+        raise ValueError(f"{key} holds numbers beyond the range of {plain_dtype(dtype)}; export with a wider dtype")
     return cast
 
 
 def _own(metadata: Mapping[str, str] | None) -> dict[str, str]:
     for key in metadata or {}:
         if key.startswith(_PREFIX):
-            raise ValueError(f"metadata that begins with {_PREFIX!r} is crossgrain's own: {key!r}")
+            raise ValueError(
+                f"metadata keys that start with {_PREFIX!r} are reserved for crossgrain: {key!r}. Use another key"
+            )
     return dict(metadata or {})
 
 
@@ -183,12 +235,12 @@ def _write(buffers: Mapping[str, Tensor], path: str | os.PathLike[str], metadata
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     safetensors = _safetensors()
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"the file {path} does not exist")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{path} is not a whole safetensors file: {error}") from error
+        raise DamagedFileError(f"{path} is truncated or not a safetensors file: {error}") from error
 
 
 def _safetensors() -> Any:
@@ -196,5 +248,7 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError:
-        raise ImportError("this needs safetensors: pip install 'crossgrain[safetensors]'") from None
+        raise ImportError(
+            "reading and writing safetensors files needs the package safetensors: pip install 'crossgrain[safetensors]'"
+        ) from None
     return safetensors

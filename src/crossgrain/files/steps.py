@@ -1,4 +1,4 @@
-"""A directory of checkpoints: ``step-00000042`` and so on, each whole or not there."""
+"""Find, name and remove the checkpoints in a directory: ``step-00000042`` and so on."""
 
 from __future__ import annotations
 
@@ -16,43 +16,47 @@ _NAME = re.compile(f"{_PREFIX}[0-9]+")
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step, if there is any."""
+    """Return the path of the complete checkpoint with the highest step in ``root``, or None if there is none."""
     found = _complete(Path(root))
     return found[-1] if found else None
 
 
 def path_of_new_step(root: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` will be. Remains of killed processes are cleared away; steps have to go up."""
+    """Return where to write the checkpoint of ``step``, and remove unfinished checkpoints of killed processes.
+
+    Raises:
+        FileExistsError: there is a checkpoint of this step or of a later one.
+    """
     make_directory(root)
     remove_remains(root)
     latest = latest_checkpoint(root)
     if latest is not None and _step_of(latest) >= step:
         raise FileExistsError(
-            f"{root} has a checkpoint of step {_step_of(latest)} already, so step {step} cannot be saved there: go on "
-            "from that one, remove it, or save to another directory"
+            f"{root} already has a checkpoint of step {_step_of(latest)}, so step {step} cannot be saved there: steps "
+            "must increase. Resume from that checkpoint, remove it, or save to another directory"
         )
     return root / f"{_PREFIX}{step:08d}"
 
 
 def checked_step(step: Any) -> int:
-    """Any kind of integer, but only those that can be found again."""
+    """Return ``step`` as an int; raise if it is not an integer >= 0."""
     try:
         number = operator.index(step)
     except TypeError:
-        raise TypeError(f"step is an integer, not {step!r}") from None
+        raise TypeError(f"step must be an integer, got {step!r}") from None
     if number < 0:
-        raise ValueError(f"steps are counted from 0; {number} is none")
+        raise ValueError(f"step must be >= 0, got {number}")
     return number
 
 
 def keep_newest(root: Path, count: int) -> None:
-    """Remove all checkpoints but the newest."""
+    """Remove all checkpoints except the ``count`` newest ones."""
     for old in _complete(root)[:-count]:
         remove_directory(old)
 
 
 def chosen_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, by whatever name, or the latest in a directory."""
+    """Return ``path`` if it is a checkpoint, otherwise the latest checkpoint in the directory ``path``."""
     if is_described(path) or (_NAME.fullmatch(path.name) and path.is_dir()):
         return path
     latest = latest_checkpoint(path)
@@ -62,7 +66,7 @@ def chosen_checkpoint(path: Path) -> Path:
 
 
 def _complete(root: Path) -> list[Path]:
-    """Checkpoints by step; what is still being written has another name."""
+    """All complete checkpoints, ordered by step. Unfinished ones have temporary names and are not found."""
     found = [path for path in root.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step_of)
 

@@ -1,11 +1,11 @@
-"""Checkpoints of a training run: everything that is needed to go on bit for bit.
+"""Save and load checkpoints of a training run, so that a resumed run continues bit for bit.
 
     save_checkpoint("run/checkpoints", step, model=model, optimizer=optimizer, scheduler=scheduler, recipe=recipe)
     done = load_checkpoint("run/checkpoints", model=model, optimizer=optimizer, scheduler=scheduler)
     for step in range(done.step + 1, ...): ...
 
-A checkpoint is a directory ``step-00000042`` with a file for each object and a manifest of checksums. It
-appears whole or not at all (see `durable`), and it is read only by ``torch.load(weights_only=True)``.
+A checkpoint is a directory ``step-00000042`` with one file per object and a manifest of checksums. It is written
+atomically (see `durable`), and read with ``torch.load(weights_only=True)``, which runs no code from the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ INIT_VALUES = "init_values_of_"  # followed by the name of a model
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded beside the states of the objects."""
+    """The result of `load_checkpoint`: what the checkpoint holds besides the states of the objects.
+
+    Attributes:
+        path: the directory that was read.
+        step: the step it was saved at.
+        recipe_text: the recipe as text, or None if none was saved.
+        extras: what was passed to `save_checkpoint` as ``extras``.
+    """
 
     path: Path
     step: int
@@ -46,7 +53,12 @@ class Checkpoint:
     extras: dict[str, Any]
 
     def recipe(self, *, import_functions: bool = False) -> Recipe | None:
-        """The recipe that was saved. ``import_functions``: see `recipe_from_text`."""
+        """Return the recipe that was saved, or None.
+
+        Args:
+            import_functions: allow importing the modules of functions that the recipe names, which runs their code.
+                Set it only if you trust the file.
+        """
         if self.recipe_text is None:
             return None
         return recipe_from_text(self.recipe_text, import_functions=import_functions)
@@ -61,14 +73,29 @@ def save_checkpoint(
     keep: int | None = None,
     **objects: Any,
 ) -> Path:
-    """Save ``objects`` (``model=``, ``optimizer=``, ...: whatever has a ``state_dict``) and the random states.
+    """Save a checkpoint of a training run to ``root/step-<step>``.
 
-    ``recipe``  travels as text, by default the one that the model was converted with, None: none; a recipe whose
-                functions have no name at module scope is refused
-    ``extras``  plain data and tensors of your own
-    ``keep``    how many checkpoints to keep, the newest; older ones are removed after this one is on the disk
+    The states of the random number generators of torch, Python and numpy are saved too.
 
-    Steps in one directory go up: it is an error if a checkpoint of this step or a later one is there.
+    Args:
+        root: directory of all checkpoints of the run; created if missing.
+        step: number of the step, >= 0. It must be higher than the step of every checkpoint in ``root``.
+        recipe: the recipe to store, as a recipe or its text. By default the recipe that the model was converted with;
+            None stores none.
+        extras: your own plain data and tensors; `load_checkpoint` returns them.
+        keep: keep only this many newest checkpoints in ``root``. Older ones are removed after this one is on disk.
+        **objects: what to save, by name: ``model=model, optimizer=optimizer``. Everything that has ``state_dict`` and
+            ``load_state_dict`` can be saved.
+
+    Returns:
+        The directory of the new checkpoint.
+
+    Raises:
+        FileExistsError: ``root`` has a checkpoint of this step or a later one.
+        TypeError: something cannot be saved so that it could be loaded safely.
+        ValueError: ``step``, ``keep`` or a name is invalid, or the recipe uses a function that is not defined at module
+            scope and so cannot be found again.
+        OSError: the disk is full or not writable; no checkpoint is left behind.
     """
     root, step = Path(root), checked_step(step)
     check_request(objects, keep)
@@ -93,21 +120,36 @@ def load_checkpoint(
     requantize: bool = False,
     **objects: Any,
 ) -> Checkpoint:
-    """Load a checkpoint, or the latest of a directory of them, into ``objects``, named as they were saved.
+    """Load a checkpoint that `save_checkpoint` wrote.
 
-    Everything is read and checked before anything changes; if an object refuses its state, all are put back
-    as they were. What the checkpoint has beyond ``objects`` is left alone. ``strict``, ``assign`` and
-    ``requantize`` are those of `load_state_dict` for modules, ``random_state=False`` leaves the random number
-    generators as they are.
+    All files are read and checked before anything changes. If an object then refuses its state, all objects and the
+    random number generators are restored to what they were before.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints, of which the latest is loaded.
+        random_state: restore the states of the random number generators.
+        strict: for modules, as in `load_state_dict`.
+        assign: for modules, as in `load_state_dict`.
+        requantize: for modules, as in `load_state_dict`.
+        **objects: what to load into, by the names they were saved under. Saved objects that are not named here are
+            ignored.
+
+    Returns:
+        The step, the recipe and the extras that were saved.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at ``path``.
+        DamagedFileError: a file of the checkpoint is missing, truncated or modified.
+        ValueError: the checkpoint does not contain one of ``objects``, or was saved in shards.
     """
     path = chosen_checkpoint(Path(path))
     manifest = manifest_of(path)
     if "shards" in manifest:
-        raise ValueError(f"{path} was saved in shards: crossgrain.distributed.checkpoint.load reads it")
+        raise ValueError(f"{path} was saved in shards; load it with crossgrain.distributed.checkpoint.load")
     missing = sorted(objects.keys() - set(manifest["objects"]))
     if missing:
         there = ", ".join(manifest["objects"]) or "nothing"
-        raise ValueError(f"{path} has no {', '.join(missing)}; it has {there}")
+        raise ValueError(f"the checkpoint {path} has no {', '.join(missing)}; it has {there}")
     check_files(path, manifest)
     wanted = [*objects, *(f"{INIT_VALUES}{name}" for name in objects), _EXTRAS, _RANDOM]
     contents = {name: _read(path / f"{name}.pt") for name in wanted if f"{name}.pt" in manifest["files"]}
@@ -125,13 +167,20 @@ def load_checkpoint(
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Raise `DamagedFileError` if a checkpoint, or the latest of a directory of them, was cut off or changed."""
+    """Check all files of a checkpoint against its manifest, without loading it.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints, of which the latest is checked.
+
+    Raises:
+        DamagedFileError: a file is missing, truncated or modified.
+    """
     path = chosen_checkpoint(Path(path))
     check_files(path, manifest_of(path))
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; one that lacks anything is refused before anything is loaded."""
+    """Read the manifest of a checkpoint; raise `DamagedFileError` if it lacks a required entry."""
     manifest = read_manifest(path)
     kinds: dict[str, Any] = {"step": int, "recipe": str | None, "objects": list, "files": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]
@@ -139,20 +188,24 @@ def manifest_of(path: Path) -> dict[str, Any]:
         needed = [f"{name}.pt" for name in (*manifest["objects"], _EXTRAS, _RANDOM)]
         wrong = [name for name in needed if name not in manifest["files"]]
     if wrong:
-        raise DamagedFileError(f"{path}: the manifest does not tell {', '.join(wrong)}")
+        raise DamagedFileError(f"the manifest of {path} is incomplete: it lacks {', '.join(wrong)}")
     return manifest
 
 
 def check_request(objects: Mapping[str, Any], keep: int | None) -> None:
     if keep is not None and keep < 1:
-        raise ValueError(f"keep is the number of checkpoints to keep, at least 1, not {keep}")
+        raise ValueError(f"keep must be the number of checkpoints to keep, at least 1, got {keep}")
     for name, value in objects.items():
         if name in (_RANDOM, _EXTRAS) or name.startswith(INIT_VALUES):
-            raise ValueError(f"{name!r} is a name that checkpoints use themselves")
+            raise ValueError(f"{name!r} is a name that checkpoints use internally; save the object under another name")
         if not name or name != Path(name).name or name.startswith("."):
-            raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
+            raise ValueError(
+                f"objects are saved under file names, and {name!r} cannot be the name of a file in a checkpoint"
+            )
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-            raise TypeError(f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict")
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; an object to save needs state_dict and load_state_dict"
+            )
 
 
 def _contents(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +218,7 @@ def _contents(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _preserved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What masters will be made from, as long as there are none."""
+    """The preserved high-precision initial values, from which an optimizer will make its master weights."""
     found = {
         name: preserved_value(param) for name, param in model.named_parameters() if isinstance(param, QuantizedTensor)
     }
@@ -179,7 +232,7 @@ def _preserve(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Writer:
-    """A file for torch.save, which says nothing of the reason when it cannot write."""
+    """A file for torch.save that remembers why a write failed: torch's own error does not say."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -210,8 +263,8 @@ def _write(path: Path, content: Any) -> None:
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error)
         raise TypeError(
-            f"{path.stem} cannot be saved: it holds something that is neither a tensor nor plain data, which could not "
-            f"be loaded safely: {reason}"
+            f"{path.stem} cannot be saved: it contains something that is neither a tensor nor plain data, so it could "
+            f"not be loaded safely: {reason}"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""All or nothing: what a load that fails has changed is put back.
+"""Restore modules and optimizers when loading into them fails, so that a load takes effect completely or not at all.
 
-Torch loads a state dict piece by piece, and a piece that does not fit is found when others have been
-written. So the present state is copied first - which takes the memory of one more copy while the load
-runs - and restored, bit for bit and into the same tensors, if anything goes wrong.
+Torch loads a state dict tensor by tensor. When it finds one that does not fit, others have been written already. So
+the present state is copied first, which needs memory for one more copy while the load runs. If the load fails, the
+copy is written back into the same tensors, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ Restore = Callable[[], None]
 
 @contextmanager
 def all_or_nothing(*objects: Any) -> Iterator[None]:
-    """If the block raises, ``objects`` (modules, optimizers, whatever has a state dict) are as they were before it.
+    """Context manager: if the block raises, restore ``objects`` to what they were before it.
 
-    So are random states: what is loaded may be rounded stochastically.
+    The states of random number generators are restored too, because loading may round stochastically.
+
+    Args:
+        *objects: modules, optimizers, and anything else with ``state_dict`` and ``load_state_dict``.
     """
     restores = [_restore(value) for value in objects]
     restores.append(partial(set_random_state, get_random_state()))
@@ -77,14 +80,14 @@ def _restore_module(model: nn.Module) -> Restore:
 
 
 def _all_modules(model: nn.Module) -> list[nn.Module]:
-    """Those inside fused operations too, which are no submodules."""
+    """All submodules, including those inside fused operations, which torch does not list."""
     modules = list(model.modules())
     fused = [module for module in modules if isinstance(module, FusedOperation)]
     return list(dict.fromkeys([*modules, *(op for module in fused for op in module.basic_ops)]))
 
 
 def _restore_slot(module: nn.Module, name: str, tensor: Tensor | None) -> Restore:
-    """The same object, where ``assign=True`` has put another."""
+    """Put the original tensor object back if ``assign=True`` has replaced it."""
 
     def restore() -> None:
         if getattr(module, name) is not tensor:
@@ -124,14 +127,14 @@ def _restore_tensor(tensor: Any) -> Restore:
 
 
 def _parts(tensor: Any) -> list[QuantizedTensorStorage]:
-    """What has planes of its own: the children of a hybrid, a quantized tensor; nothing of a plain one."""
+    """The tensors that hold planes: the children of a hybrid, or a quantized tensor itself. Empty for plain tensors."""
     if isinstance(tensor, HybridQuantizedTensorStorage):
         return list(tensor._children().values())
     return [tensor] if isinstance(tensor, QuantizedTensorStorage) else []
 
 
 def _quantizer_tensors(quantizer: Quantizer | None) -> list[Tensor]:
-    """What writing a tensor changes in its quantizer: scales and amaxes."""
+    """The tensors in a quantizer that change when it quantizes: scales and amaxes."""
     found = []
     for value in [] if quantizer is None else vars(quantizer).values():
         if isinstance(value, Tensor):

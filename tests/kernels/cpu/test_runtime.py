@@ -1,0 +1,292 @@
+"""Compiling and running kernels under bad conditions: damaged caches, shutdown, forks."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numba.core.config
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import crossgrain as cg
+from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
+from crossgrain.formats.encoding import Encoding
+from crossgrain.kernels import REFERENCE, Target
+from crossgrain.kernels.cpu import disk_cache, elements, measure, runtime, tags
+from crossgrain.kernels.cpu.backend import CpuBackend
+from crossgrain.planes import Direction, empty_plane
+
+from ...common.quantizers import QUANTIZERS
+
+SIGNATURE = (4096, 0, 8, tags.F32, tags.YES)  # what `measure.of_all` takes, by example
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# ---- the cache on disk -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def amax_of(tmp_path, monkeypatch):
+    """The amax kernel as a new process would find it, with its cache in ``tmp_path``."""
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(disk_cache, "_warned", False)
+
+    def compile_and_run(x: torch.Tensor) -> tuple[float, bool]:
+        """The amax, and whether the machine code came from the disk."""
+        dispatcher = elements.kernel(measure.of_all.py_func)
+        arguments = (x.data_ptr(), 0, x.numel(), *SIGNATURE[3:])
+        bits = runtime.kernel(dispatcher, *arguments)(*arguments)
+        value = torch.tensor([bits], dtype=torch.int32).view(torch.float32).item()
+        return value, bool(dispatcher.stats.cache_hits)
+
+    return compile_and_run
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def make_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\x80garbage" * 100),
+    "another pickle": lambda path: path.write_bytes(pickle.dumps([1, 2, 3])),
+    "truncated": truncate,
+    "flipped bit": flip_a_bit,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_damaged_cache_is_replaced(kind, damage, amax_of, tmp_path):
+    x = torch.tensor([1.0, -7.5, float("nan"), 3.0])
+    assert amax_of(x) == (7.5, False)
+    assert amax_of(x) == (7.5, True)
+    (file,) = tmp_path.rglob(f"*.{kind}")
+    DAMAGES[damage](file)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert amax_of(x) == (7.5, False)
+    # An index of another version, or without our entry, is not damaged: it is just of no use.
+    assert len(caught) == 1 or (kind == "nbi" and damage in ("another pickle", "flipped bit") and not caught)
+    assert amax_of(x) == (7.5, True), "the next process finds a good cache again"
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_cache_that_can_be_neither_read_nor_replaced(kind, amax_of, tmp_path):
+    x = torch.tensor([2.0, -4.0])
+    amax_of(x)
+    (file,) = tmp_path.rglob(f"*.{kind}")
+    make_a_directory(file)
+    with pytest.warns(UserWarning, match=r"compiled kernels.*cannot be used"):
+        assert amax_of(x) == (4.0, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert amax_of(x) == (4.0, False), "one warning is enough"
+
+
+USE_KERNELS = """
+import warnings, torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import crossgrain as cg
+    from crossgrain.kernels import REFERENCE
+    from crossgrain.kernels.cpu import rows
+    q = cg.quantize(torch.randn(64, 64), "mxfp8", columnwise=False)
+    assert cg.get_backend() == "cpu"
+    assert torch.equal(q.dequantize(), REFERENCE.decode(q.plane(cg.ROWWISE), torch.float32))
+print(sum("compiled kernels" in str(w.message) for w in caught), rows.encode_rows.stats.cache_path)
+"""
+
+
+@pytest.fixture
+def read_only_package(tmp_path):
+    """A copy of the package beside whose sources nothing can be written, not even by root."""
+    copy = tmp_path / "site" / "crossgrain"
+    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "kernels" / "cpu" / "__pycache__").touch()
+    (copy / "kernels" / "cpu").chmod(0o555)
+    yield copy.parent
+    (copy / "kernels" / "cpu").chmod(0o755)
+
+
+def test_an_installation_that_is_read_only_uses_the_cache_of_the_user(read_only_package, tmp_path):
+    home = tmp_path / "cache"
+    environment = {"PYTHONPATH": str(read_only_package), "XDG_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""}
+    warned, path = run_python(USE_KERNELS, **environment).split()
+    assert warned == "0" and Path(path).is_relative_to(home)
+    assert list(home.rglob("*.nbc"))
+
+
+def test_without_any_place_for_a_cache(read_only_package, tmp_path):
+    nowhere = tmp_path / "file"
+    nowhere.touch()
+    environment = {"PYTHONPATH": str(read_only_package), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": ""}
+    assert run_python(USE_KERNELS, **environment).split() == ["1", "None"]
+
+
+def test_the_digest_of_the_sources_is_that_of_the_import(tmp_path):
+    """A source that is edited later is not what runs, so its digest must not be on what runs."""
+    copy = tmp_path / "crossgrain"
+    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"""
+from crossgrain.kernels.cpu import backend, tags
+before = open({str(copy / "kernels/cpu/simd.py")!r}, "a").write("# edited")
+print(tags.TagType("x").name)
+"""
+    running, edited = (run_python(code, PYTHONPATH=str(tmp_path)) for _ in range(2))
+    expected = tags.TagType("x").name
+    assert running.strip() == expected and edited.strip() != expected
+
+
+# ---- threads -----------------------------------------------------------------------------------------
+
+
+class _Closed:
+    """A pool at shutdown."""
+
+    def submit(self, *arguments):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+
+def test_without_helpers_the_caller_does_all_ranges(monkeypatch):
+    monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "4")
+    monkeypatch.setattr(runtime, "_pool", lambda workers: _Closed())
+    assert runtime.run_ranges(lambda first, last: (first, last), 10, 1 << 30) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+
+
+def test_an_error_of_a_helper_reaches_the_caller(monkeypatch):
+    monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "4")
+
+    def work(first, last):
+        if first == 5:
+            raise ZeroDivisionError
+        return first
+
+    with pytest.raises(ZeroDivisionError):
+        runtime.run_ranges(work, 10, 1 << 30)
+
+
+@pytest.mark.parametrize("where", ["atexit", "thread"])
+def test_quantizing_while_the_interpreter_shuts_down(where):
+    at_exit = "atexit.register(work)"
+    in_thread = "threading.Thread(target=lambda: (threading.main_thread().join(), work())).start()"
+    code = f"""
+import atexit, threading, torch, crossgrain as cg
+x = torch.randn(1024, 1024)
+expected = cg.quantize(x, "mxfp8", columnwise=False)._rowwise_data
+def work():
+    print(torch.equal(cg.quantize(x, "mxfp8", columnwise=False)._rowwise_data, expected))
+{at_exit if where == "atexit" else in_thread}
+"""
+    assert run_python(code, CROSSGRAIN_NUM_THREADS="3").split() == ["True"]
+
+
+def test_a_fork_while_another_thread_compiles(tmp_path):
+    """The child has the lock of the compiler, but not the thread that holds it."""
+    code = """
+import multiprocessing, threading, torch, crossgrain as cg
+from numba.core.compiler_lock import global_compiler_lock
+
+cg.quantize(torch.randn(32, 32), "fp8")
+holding = threading.Event()
+
+def compile_something():
+    with global_compiler_lock:
+        holding.set()
+        cg.quantize(torch.randn(64, 64), "nvfp4")
+
+thread = threading.Thread(target=compile_something)
+thread.start()
+holding.wait()
+child = multiprocessing.get_context("fork").Process(target=lambda: cg.quantize(torch.randn(32, 32), "mxfp8"))
+child.start()
+child.join(60)
+print(child.exitcode)
+child.kill()
+thread.join()
+"""
+    assert run_python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["0"]
+
+
+# ---- what numbers and tensors kernels are given ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 2.0, float("inf"), float("nan")])
+def test_the_reciprocal_of_any_scale_is_silent(scale):
+    from crossgrain.kernels.cpu.support import reciprocal
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine = torch.tensor(reciprocal(scale))
+    theirs = torch.tensor(1.0) / torch.tensor(scale)
+    assert torch.equal(mine, theirs) or (mine.isnan() and theirs.isnan())
+
+
+TWO_LEVEL = [
+    Encoding(nvfp4_format()),
+    Encoding(nvfp4_format(), stochastic=True),
+    Encoding(nvfp4_format(two_d=True)),
+    Encoding(nvfp4_format(row_scaled=True)),
+    Encoding(nvfp4_format(rotation=DEFAULT_SIGN_MASK)),
+]
+
+
+@pytest.mark.parametrize("amax", [float("nan"), float("inf"), -float("inf"), -1.0, -0.0, 1e-45, 3e38])
+@pytest.mark.parametrize("encoding", TWO_LEVEL, ids=lambda e: e.format.name + "_sr" * e.stochastic)
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+def test_an_amax_from_outside_may_be_anything(encoding, direction, amax):
+    """For example reduced over ranks, one of which has overflowed."""
+    x = torch.randn(64, 64)
+    planes = []
+    for backend in (CpuBackend(), REFERENCE):
+        plane = empty_plane(encoding.format, direction, x.shape, device=x.device)
+        given = torch.full_like(plane.amax, amax)
+        given[1:] = 3.0  # where there is one for each row
+        backend.encode(x, [Target(plane, encoding, amax=given)], 7)
+        planes.append(plane)
+    mine, theirs = planes
+    assert torch.equal(mine.data, theirs.data)
+    assert torch.equal(mine.scale, theirs.scale)
+    assert torch.equal(mine.amax.view(torch.int32), theirs.amax.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_real_tensors_where_new_ones_are_fake(name):
+    """Scratch and results have no memory under such a mode, so no kernel may run."""
+    x = torch.randn(128, 128)
+    q = QUANTIZERS[name]()(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for direction in Direction:
+            assert q.dequantize(direction=direction).shape == x.shape
+        for plane in q.planes():
+            assert cg.kernels.decode_operand(plane).shape == x.shape
+        if name.endswith("_sr"):
+            with pytest.raises(DataDependentOutputException):  # of torch: no seed can be drawn here
+                q.quantize_(x)
+        else:
+            q.quantize_(x)
+            assert QUANTIZERS[name]()(x).dequantize().shape == x.shape
+    assert q.dequantize().isfinite().all()
