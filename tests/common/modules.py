@@ -133,9 +133,9 @@ def check_validation_changes_nothing(make, inputs, recipe, **options):
 
 def drop_usages_in_inference(monkeypatch):
     """Break what keeps a quantized weight whole: inference takes away the direction that it does not read."""
-    from crossgrain.linear import function as linear_function
+    from crossgrain.linear import operands
 
-    kept = linear_function._usable_weight
+    kept = operands.usable_weight
 
     def dropping(weight, call, padded, columnwise):
         used = kept(weight, call, padded, columnwise)
@@ -143,4 +143,4 @@ def drop_usages_in_inference(monkeypatch):
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
         return used
 
-    monkeypatch.setattr(linear_function, "_usable_weight", dropping)
+    monkeypatch.setattr(operands, "usable_weight", dropping)

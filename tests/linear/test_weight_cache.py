@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import crossgrain as cg
+from crossgrain import kernels
 from crossgrain import recipe as recipes
 
 from ..common.families import PLAIN, assert_same_step, make_recipe, run, sizes, without_randomness
@@ -67,13 +68,14 @@ def test_none_neither_uses_nor_makes_a_copy(layer):
 
 
 def test_quantized_once_for_all_microbatches(layer, monkeypatch):
-    from crossgrain.linear import function as linear_function
-
     seen = []
-    real = linear_function.quantized_storage
-    monkeypatch.setattr(
-        linear_function, "quantized_storage", lambda q, t, *usages: seen.append(tuple(t.shape)) or real(q, t, *usages)
-    )
+    real = kernels.encode
+
+    def spy(x, *rest, **flags):
+        seen.append(tuple(x.shape))
+        real(x, *rest, **flags)
+
+    monkeypatch.setattr(kernels, "encode", spy)
     x, dy = sizes()
     for first in (True, False, False):
         run(layer, x, MXFP8, dy, is_first_microbatch=first)

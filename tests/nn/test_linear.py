@@ -34,17 +34,25 @@ def recipe(request):
 @pytest.fixture
 def made(monkeypatch):
     """Every (tensor size, rowwise, columnwise) that a layer quantizes."""
-    from crossgrain.linear import function as linear_function
-
     seen = []
-    real = linear_function.quantized_storage
+    inside = []
 
-    def spy(quantizer, tensor, rowwise, columnwise):
-        storage = real(quantizer, tensor, rowwise, columnwise)
-        seen.append((tuple(tensor.shape), rowwise, columnwise))
-        return storage
+    def spy_on(cls):
+        real = cls.make_planes
 
-    monkeypatch.setattr(linear_function, "quantized_storage", spy)
+        def spy(quantizer, matrix, *, rowwise, columnwise):
+            if not inside:  # the children of a hybrid make planes for it
+                seen.append((tuple(matrix.shape), rowwise, columnwise))
+            inside.append(quantizer)
+            try:
+                return real(quantizer, matrix, rowwise=rowwise, columnwise=columnwise)
+            finally:
+                inside.pop()
+
+        monkeypatch.setattr(cls, "make_planes", spy)
+
+    for cls in (cg.Quantizer, cg.HybridQuantizer, cg.IdentityQuantizer):
+        spy_on(cls)
     return seen
 
 
@@ -168,7 +176,7 @@ def test_layouts_of_the_input_do_not_matter(recipe):
 def test_wrong_inputs_name_the_layer():
     layer = cg.Linear(64, 96, name="fc1")
     for wrong in (torch.randn(4, 63), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"fc1: the input .* has to end in 64"):
+        with pytest.raises(ValueError, match=r"fc1: the last dimension of the input .* must be 64"):
             layer(wrong)
 
 
@@ -347,7 +355,10 @@ def test_fused_accumulation(k, n, delay, main_dtype):
 def test_fused_accumulation_needs_somewhere_to_add_to():
     layer = cg.Linear(64, 96, fuse_wgrad_accumulation=True, name="fc1")
     x, dy = sizes()
-    with pytest.raises(RuntimeError, match="fc1: fuse_wgrad_accumulation adds to weight.main_grad"):
+    with pytest.raises(
+        RuntimeError,
+        match="fc1: fuse_wgrad_accumulation adds the weight gradient to weight.main_grad, and the weight has no main_grad",
+    ):
         run(layer, x, MXFP8, dy)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain import recipe as recipes
 from crossgrain.recipe import factories
+from crossgrain.tensor.init_values import preserved_value
 
 from ..common.families import PLAIN, assert_same_step, make_recipe, run, sizes, without_randomness
 from ..common.quantizers import assert_same_bytes
@@ -457,7 +458,7 @@ def test_what_others_have_said_of_a_quantized_weight_survives_conversions(layer_
     nn.Sequential(layer).bfloat16()
     assert layer.weight is weight and weight.dtype == torch.bfloat16
     assert weight.sequence_parallel and weight.get_high_precision_init_val() is value
-    assert torch.equal(recipes.preserved_value(weight), value)
+    assert torch.equal(preserved_value(weight), value)
 
 
 def test_the_rank_may_be_said_before_the_layer_is_made():

@@ -253,7 +253,7 @@ def test_meta_parameters_are_made_at_the_first_forward() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="has to end in 32"):
+    with pytest.raises(ValueError, match="must be 32"):
         ops.Linear(32, 8)(torch.randn(4, 31))
     with pytest.raises(ValueError, match="sequence_parallel needs a tensor_parallel_mode"):
         ops.Linear(8, 8, sequence_parallel=True)

@@ -39,13 +39,13 @@ def twin(quantizer):
 def encoded(monkeypatch):
     """The (format, direction) of every plane that kernels are asked to write."""
     seen = []
-    write = kernels.write
+    encode = kernels.encode
 
     def spy(x, targets, *rest, **options):
         seen.extend((target.plane.format.name, target.plane.direction) for target in targets)
-        return write(x, targets, *rest, **options)
+        return encode(x, targets, *rest, **options)
 
-    monkeypatch.setattr(kernels, "write", spy)
+    monkeypatch.setattr(kernels, "encode", spy)
     return seen
 
 
@@ -96,7 +96,7 @@ def test_unneeded_directions_are_never_computed(x, encoded, direction, source):
 
 def test_both_planes_are_written_by_one_call(x, monkeypatch):
     calls = []
-    monkeypatch.setattr(kernels, "write", lambda x, targets, *rest, **options: calls.append(len(targets)))
+    monkeypatch.setattr(kernels, "encode", lambda x, targets, *rest, **options: calls.append(len(targets)))
     h = hybrid_of("mxfp8", "nvfp4_rht")
     h(x).quantize_(x)
     assert calls == [2, 2]
@@ -424,7 +424,7 @@ def test_a_custom_child_that_fails_leaves_no_mixture(x, monkeypatch):
     with pytest.raises(RuntimeError, match="columnwise HalvesStorage .* is stale"):
         q.dequantize(direction=COLUMNWISE)
     q.quantize_(x)
-    monkeypatch.setattr(kernels, "write", lambda *_, **__: [][0])
+    monkeypatch.setattr(kernels, "encode", lambda *_, **__: [][0])
     with pytest.raises(IndexError):
         q.quantize_(x * 2)
     with pytest.raises(RuntimeError, match="rowwise MXFP8Tensor .* is stale"):
@@ -433,7 +433,7 @@ def test_a_custom_child_that_fails_leaves_no_mixture(x, monkeypatch):
 
 def test_kernels_are_asked_with_the_encoding_of_each_child(x, monkeypatch):
     asked = []
-    monkeypatch.setattr(kernels, "write", lambda x, targets, *rest, **options: asked.extend(targets))
+    monkeypatch.setattr(kernels, "encode", lambda x, targets, *rest, **options: asked.extend(targets))
     hybrid_of("nvfp4_4over6_mse", "nvfp4_rht_sr")(x)
     assert all(isinstance(target, Target) for target in asked)
     assert [target.encoding.four_over_six for target in asked] == ["MSE", None]

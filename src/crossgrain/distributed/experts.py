@@ -185,6 +185,6 @@ def why_not_sent(quantizer: Quantizer) -> str | None:
     fmt = row.encoding(ROWWISE).format
     if not rows_stand_alone(fmt):
         return f"a rowwise {fmt.name} block has {fmt.block_rows} rows, which may be of different experts"
-    if row._given_scale() is not None or row._given_amax() is not None:
+    if any(given is not None for given in row._given()):
         return f"its {fmt.name} scale is given, and need not be the same on all ranks"
     return None

@@ -114,7 +114,7 @@ def _check_pair(which: str, a: Format, b: Format) -> None:
 def _as_plane(operand: Plane | Tensor, direction: Direction) -> Plane:
     """A plain tensor is an identity plane of whatever direction is read."""
     if isinstance(operand, Plane):
-        return replace(operand, direction=direction) if operand.format.is_identity else operand
+        return operand.read(direction) if operand.format.is_identity else operand
     return Plane(IDENTITY, direction, matrix_shape(operand.shape), operand)
 
 

@@ -6,7 +6,8 @@ are chosen by device type; each must match the reference bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ __all__ = [
     "decode",
     "decode_operand",
     "encode",
+    "encode_groups",
     "free_workspaces",
     "get_backend",
     "measure",
+    "measure_groups",
     "multiply",
     "set_backend",
     "swizzle_scales",
@@ -39,82 +42,65 @@ __all__ = [
     "transposed_plane",
     "unswizzle_scales",
     "workspace",
-    "write",
-    "write_groups",
 ]
+
+
+AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
 
 def _backend(tensor: Tensor) -> Backend:
     return backend_for(tensor.device.type)
 
 
-def measure(x: Tensor, targets: Sequence[Target]) -> list[Target]:
-    """The targets with the global amax of ``x`` filled in, for those that need one and have none."""
-    _refuse_flush_to_zero()
-    _check_targets(x, targets)
-    return _measured(_backend(x), x, targets)
+def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> list[Target]:
+    """The targets with the global amax of ``x`` filled in, for those that need one and have none.
 
-
-def _measured(backend: Backend, x: Tensor, targets: Sequence[Target]) -> list[Target]:
-    missing = [target for target in targets if target.amax is None and target.needs_amax]
-    if not missing:
-        return list(targets)
-    found = dict(zip(map(id, missing), backend.measure(x, missing), strict=True))
-    return [target.with_amax(found[id(target)]) if id(target) in found else target for target in targets]
-
-
-def write(
-    x: Tensor,
-    targets: Sequence[Target],
-    settle: Callable[[list[Target]], list[Target]],
-    draw_seed: Callable[[], int],
-    *,
-    checked: bool = False,
-) -> None:
-    """`measure`, ``settle`` (reduce amaxes over ranks, note them), `encode`.
-
-    Targets are checked once, or not at all if they are known to fit (``checked``). The seed is drawn only
-    if a target rounds stochastically.
+    ``checked``: the planes are known to fit ``x``, for instance because they were just made for it.
     """
     _refuse_flush_to_zero()
     if not checked:
         _check_targets(x, targets)
-    backend = _backend(x)
-    ready = settle(_measured(backend, x, targets))
-    stochastic = any(target.encoding.stochastic for target in ready)
-    backend.encode(x, ready, draw_seed() if stochastic else None)
-
-
-def write_groups(
-    x: Tensor,
-    targets: Sequence[GroupedTarget],
-    settle: Callable[[list[GroupedTarget]], list[GroupedTarget]],
-    draw_seed: Callable[[], int],
-) -> None:
-    """`write` of groups of rows, to planes that were made for them: the bytes that each group would get alone.
-
-    A seed is drawn for each group, if a target rounds stochastically.
-    """
-    _refuse_flush_to_zero()
-    backend = _backend(x)
     missing = [target for target in targets if target.amax is None and target.needs_amax]
-    found = dict(zip(map(id, missing), backend.measure_groups(x, missing), strict=True))
-    ready = settle([target.with_amax(found[id(target)]) if id(target) in found else target for target in targets])
-    stochastic = any(target.encoding.stochastic for target in ready)
-    backend.encode_groups(x, ready, [draw_seed() for _ in ready[0].planes.heights] if stochastic else None)
+    if not missing:
+        return list(targets)
+    return _with_amaxes(targets, missing, _backend(x).measure(x, missing))
 
 
-def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None) -> None:
+def measure_groups(x: Tensor, targets: Sequence[GroupedTarget]) -> list[GroupedTarget]:
+    """The same for groups of rows: an amax for each group."""
+    _refuse_flush_to_zero()
+    missing = [target for target in targets if target.amax is None and target.needs_amax]
+    return _with_amaxes(targets, missing, _backend(x).measure_groups(x, missing))
+
+
+def _with_amaxes(
+    targets: Sequence[AnyTarget], missing: Sequence[AnyTarget], found: Sequence[Tensor | None]
+) -> list[AnyTarget]:
+    amaxes = dict(zip(map(id, missing), found, strict=True))
+    return [target.with_amax(amaxes[id(target)]) if id(target) in amaxes else target for target in targets]
+
+
+def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> None:
     """Write ``x`` into every target's plane. Targets have been through `measure`."""
     _refuse_flush_to_zero()
-    _check_targets(x, targets)
-    for target in targets:
-        fmt = target.encoding.format
-        if target.amax is None and target.needs_amax:
-            raise ValueError(f"the amax of a {fmt.name} target has to be measured before it is encoded")
-        if target.encoding.stochastic and seed is None:
-            raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")
+    if not checked:
+        _check_targets(x, targets)
+        for target in targets:
+            fmt = target.encoding.format
+            if target.amax is None and target.needs_amax:
+                raise ValueError(f"the amax of a {fmt.name} target has to be measured before it is encoded")
+            if target.encoding.stochastic and seed is None:
+                raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")
     _backend(x).encode(x, targets, seed)
+
+
+def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+    """`encode` of groups of rows, to planes that were made for them: the bytes that each group would get alone.
+
+    ``seeds``, one for each group, if a target rounds stochastically.
+    """
+    _refuse_flush_to_zero()
+    _backend(x).encode_groups(x, targets, seeds)
 
 
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..tensor import QuantizedTensor
 from . import split_quantize  # looked up when called: whoever replaces the function there is asked
-from .function import LinearCall, LinearFunction, Needs, check_dtypes, check_input, check_takes_gradient
-from .gradient_places import check_has_main_grad, dummy_weight_gradient
+from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
+from .function import LinearFunction
 from .grouped_input import given_groups, hollow_rows, takes_rows
 from .padding import Sizes
 from .parallel import TensorParallel
 from .saved_planes import BUFFERS_PER_OPERAND
 from .split_quantize import padded_groups
+from .weight_gradient import check_has_main_grad, dummy_weight_gradient
 
 
 @dataclass
@@ -224,8 +225,7 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
     call, needs = groups.calls[0], [context.needs for context in contexts]
     rowwise, columnwise = any(need.dx for need in needs), any(need.dw for need in needs)
     for context in contexts:
-        if context.needs.dw and call.accumulate_main_grad:
-            check_has_main_grad(context)
+        check_has_main_grad(context)
     if call.grad_output is None or not call.quantizes_backward or not (rowwise or columnwise):
         return
     if call.on_backward is not None:

@@ -20,7 +20,7 @@ from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..recipe.base import BackwardOverride
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from .function import LinearCall
+from .call import LinearCall
 from .gather_activations import columns_follow_from_rows
 from .padding import Sizes, known_format, padded_matrix
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ..quantizers.base import Quantizer
@@ -63,6 +64,19 @@ class TensorParallel:
     def sum(self, x: Tensor, layer: str) -> Tensor:
         """Over ranks; this rank's rows of it if the rest of the model is sequence parallel."""
         return scattered_sum(x, self.group, layer) if self.sequence_parallel else summed(x, self.group)
+
+    def output(
+        self, y: Tensor, bias: Tensor | None, x: Sequence[int], dtype: torch.dtype, layer: str
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """The layer's output on this rank, from its product ``y`` [M, N], and its shape for an input of shape ``x``.
+
+        A bias is added once, to the sum over ranks.
+        """
+        shape = self.output_shape(x, y.shape[1])
+        if self.sums_output:
+            y = self.sum(y, layer)
+            y = y if bias is None else (y + bias.detach()).to(dtype)
+        return y, shape
 
     def output_shape(self, x: Sequence[int], features: int) -> tuple[int, ...]:
         """Of y on this rank, for its x."""

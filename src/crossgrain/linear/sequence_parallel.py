@@ -5,37 +5,31 @@ What wgrad needs of x is kept as this rank's rows and gathered again in backward
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ..planes import COLUMNWISE, ROWWISE, Plane
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlaneSource
 from ..quantizers.base import Quantizer
 from ..runtime.collectives import gathered_rows, group_size
-from ..tensor import QuantizedTensorStorage
+from .call import LinearCall
 from .gather_activations import gather_quantized_rows, gathered_plane, why_not_gathered
 from .padding import Sizes, padded_matrix
-from .saved_planes import Operand
-
-if TYPE_CHECKING:
-    from .function import LinearCall
+from .saved_planes import KeptInput, Operand
 
 
-class GatheredInput(NamedTuple):
-    """x of all ranks for fprop, and what is kept of it for wgrad: of this rank's rows, or of all."""
+def gathered_input(
+    x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, *, wgrad: bool
+) -> tuple[Operand, KeptInput | None]:
+    """x of all ranks for fprop, and what is kept of it for wgrad: of this rank's rows, or of all.
 
-    used: Operand
-    kept: Operand | None
-    keeps_part: bool = True
-
-
-def gathered_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, *, wgrad: bool) -> GatheredInput:
-    """``x``, in high precision, has the rows of this rank; ``sizes`` are those of all."""
+    ``x``, in high precision, has the rows of this rank; ``sizes`` are those of all.
+    """
     assert call.parallel is not None
     group, quantizer = call.parallel.group, call.input
     matrix = x.flatten(0, -2).to(call.dtype)
     if quantizer is None:
-        return GatheredInput(gathered_rows(matrix, group), x if wgrad else None)
+        return gathered_rows(matrix, group), KeptInput(x, is_part=True) if wgrad else None
     matrix = padded_matrix(matrix, matrix.shape[0], padded.k)
     columns = wgrad and call.quantizes_backward and not call.keep_input
     wanted = [ROWWISE, COLUMNWISE] if columns else [ROWWISE]
@@ -43,10 +37,10 @@ def gathered_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, *, 
     sent = [d for d in wanted if d in possible and why_not_gathered(quantizer, d, matrix.shape[0]) is None]
     if columns and COLUMNWISE not in sent and not _same_bytes_again(quantizer):
         whole = _gathered_and_quantized(matrix, quantizer, group, padded.m, rowwise=True, columnwise=True)
-        return GatheredInput(_plane(whole, ROWWISE), _plane(whole, COLUMNWISE), keeps_part=False)
+        return _plane(whole, ROWWISE), KeptInput(_plane(whole, COLUMNWISE))
     mine = {}
     if sent:
-        part = quantizer.storing(rowwise=ROWWISE in sent, columnwise=COLUMNWISE in sent).quantize(matrix)
+        part = quantizer.make_planes(matrix, rowwise=ROWWISE in sent, columnwise=COLUMNWISE in sent)
         mine = {direction: _plane(part, direction) for direction in sent}
     if ROWWISE in mine:
         used = gathered_plane(mine[ROWWISE], group)
@@ -54,10 +48,10 @@ def gathered_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, *, 
         whole = _gathered_and_quantized(matrix, quantizer, group, padded.m, rowwise=True, columnwise=False)
         used = _plane(whole, ROWWISE)
     if not wgrad:
-        return GatheredInput(used, None)
+        return used, None
     if call.backward_override == "dequantized":
-        return GatheredInput(used, mine.get(ROWWISE, used), keeps_part=ROWWISE in mine)
-    return GatheredInput(used, mine.get(COLUMNWISE, x))
+        return used, KeptInput(mine.get(ROWWISE, used), is_part=ROWWISE in mine)
+    return used, KeptInput(mine.get(COLUMNWISE, x), is_part=True)
 
 
 def gathered_for_wgrad(kept: Operand, call: LinearCall, sizes: Sizes, padded: Sizes) -> Operand:
@@ -76,7 +70,7 @@ def gathered_for_wgrad(kept: Operand, call: LinearCall, sizes: Sizes, padded: Si
 
 def gathered_gradient(
     dy: Tensor, call: LinearCall, padded: Sizes, *, rowwise: bool, columnwise: bool
-) -> QuantizedTensorStorage | Tensor:
+) -> PlaneSource | Tensor:
     """dy of all ranks for the GEMMs of backward."""
     assert call.parallel is not None
     group = call.parallel.group
@@ -88,22 +82,21 @@ def gathered_gradient(
 
 def _gathered(
     part: Tensor, quantizer: Quantizer, group: Any, rows: int, *, rowwise: bool, columnwise: bool
-) -> QuantizedTensorStorage:
+) -> PlaneSource:
     """The rows of all ranks, padded to ``rows``. Where there is padding no planes travel: it may fill a block up."""
     if rows != part.shape[0] * group_size(group):
         return _gathered_and_quantized(part, quantizer, group, rows, rowwise=rowwise, columnwise=columnwise)
     own = quantizer.storing(rowwise=rowwise, columnwise=columnwise)
-    made: QuantizedTensorStorage = gather_quantized_rows(part, own, group)
+    made: PlaneSource = gather_quantized_rows(part, own, group)
     return made
 
 
 def _gathered_and_quantized(
     part: Tensor, quantizer: Quantizer, group: Any, rows: int, *, rowwise: bool, columnwise: bool
-) -> QuantizedTensorStorage:
+) -> PlaneSource:
     """In high precision first."""
     matrix = padded_matrix(gathered_rows(part, group), rows, part.shape[1])
-    made: QuantizedTensorStorage = quantizer.storing(rowwise=rowwise, columnwise=columnwise).quantize(matrix)
-    return made
+    return quantizer.make_planes(matrix, rowwise=rowwise, columnwise=columnwise)
 
 
 def _same_bytes_again(quantizer: Quantizer) -> bool:
@@ -111,7 +104,7 @@ def _same_bytes_again(quantizer: Quantizer) -> bool:
     return quantizer.storing(rowwise=False, columnwise=True).is_requantization_safe()
 
 
-def _plane(storage: QuantizedTensorStorage, direction: Any) -> Plane:
-    plane = storage.plane(direction)
+def _plane(made: PlaneSource, direction: Direction) -> Plane:
+    plane = made.plane(direction)
     assert plane is not None
     return plane

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..linear.function import LinearCall, Needs, empty_forward, gradients, saved_forward
+from ..linear.call import LinearCall, Needs
+from ..linear.function import forward, gradients
+from ..linear.traced import empty_forward
 from ..quantizers.hybrid import rounds_stochastically
 from ..recipe import Recipe, active, this_pass
 from ..runtime.torch_patches.checkpoint_frames import in_backward
@@ -127,7 +129,7 @@ def linear_op(
     step = nullcontext() if goes_on else layer._step(traced.recipe, built)
     # Operators run without gradients, by which delayed scaling would take this for a validation.
     with torch.set_grad_enabled(any(needs)), step, torch.no_grad():
-        y = saved_forward(context, x, weight, bias, call, needs)
+        y = forward(context, x, weight, bias, call, needs)
     return [y, *_kept(context, traced, index, needs, x, weight)]
 
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..linear.function import LinearCall, linear, quantize_weight
+from ..linear.call import LinearCall
+from ..linear.function import linear
 from ..linear.gathered_weight import GatheredWeight
+from ..linear.operands import weight_matrix
 from ..linear.padding import Padding, Sizes, known_format, padding_for
 from ..linear.parallel import (
     ParallelMode,
@@ -378,7 +380,9 @@ class LinearModule(QuantizedModule):
                 parameters,
                 refresh=bool(this.is_first_microbatch),
                 columnwise=columnwise,
-                make=lambda columnwise: quantize_weight(weight, quantizer, padded, columnwise),
+                make=lambda columnwise: quantizer.storing(rowwise=True, columnwise=columnwise).quantize(
+                    weight_matrix(weight, padded)
+                ),
             )
 
         # Recomputed with the copy that the first pass used, which may not be the cached one any more.

@@ -114,6 +114,12 @@ class Plane:
             f"{needed}; it has {have}"
         )
 
+    def read(self, direction: Direction) -> Plane:
+        """The same buffers for GEMMs that read them in ``direction``."""
+        if direction is self.direction:
+            return self
+        return Plane(self.format, direction, self.shape, self.data, self.scale, self.amax, self.transposed, self.stale)
+
     @property
     def operand_shape(self) -> tuple[int, int]:
         rows, cols = self.shape

@@ -14,19 +14,28 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..formats import Format
 from ..formats.dtypes import HIGH_PRECISION
 from ..formats.encoding import Encoding
 from ..kernels import GroupedTarget, Target
-from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane, scale_shape, shape_problem
+from ..planes import (
+    COLUMNWISE,
+    ROWWISE,
+    Direction,
+    Plane,
+    PlanePair,
+    PlaneSource,
+    empty_plane,
+    scale_shape,
+    shape_problem,
+)
 from ..runtime.collectives import maximise_
 from ..runtime.devices import resolved_device
-from ..runtime.random_numbers import draw_seed
 from ..runtime.settings import is_non_tn_fp8_gemm_supported, settings
 from ..tensor.autograd import QuantizeFunction
 from ..tensor.storage import QuantizedTensorStorage
 from ..tensor.tensor import QuantizedTensor
+from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
@@ -54,7 +63,14 @@ class Quantizer:
     _value_fields: ClassVar[tuple[str, ...] | None] = None  # equal options make equal quantizers; None: identity
     _compatible_recipe: ClassVar[type[Any]]  # set by `recipe.compatibility`, which knows the recipes
     custom: ClassVar[bool] = False
+    _observes: ClassVar[bool] = False  # whether `_observe_all` has anything to do
     derives_columns: bool = False  # columns are made from what the rows decode to, not from the input
+
+    makes_planes: ClassVar[bool]  # whether planes are all that it makes; a user's `quantize_impl` may do anything
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.makes_planes = not cls.custom and cls.quantize_impl.__module__.startswith(f"{__package__}.")
 
     _memo: dict[Any, Any]
     rowwise_usage: bool
@@ -98,21 +114,25 @@ class Quantizer:
 
     def _directions_to_make(self) -> list[Direction]:
         """The planes to allocate for the current usages."""
-        wanted = {ROWWISE: self.rowwise_usage, COLUMNWISE: self.columnwise_usage}
-        return [direction for direction, want in wanted.items() if want]
+        return self._planes_to_make(self.rowwise_usage, self.columnwise_usage)
+
+    def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
+        """The planes that serve these directions: one may serve both."""
+        return [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
         """What kernels are asked to fill."""
-        amax, scale = self._given_amax(), self._given_scale()
+        amax, scale = self._given()
         return [Target(plane, self.encoding(plane.direction), amax, scale) for plane in planes]
 
-    def _given_amax(self) -> Tensor | None:
-        """The amax to use, whatever the input's is."""
-        return None
+    def _given(self) -> tuple[Tensor | None, Tensor | None]:
+        """The amax and the scale to use, whatever the input's are."""
+        return None, None
 
-    def _given_scale(self) -> Tensor | None:
-        """The scale to use, whatever the input is."""
-        return None
+    @property
+    def _settles(self) -> bool:
+        """Whether `_settled` has anything to do."""
+        return self.with_amax_reduction or self._observes
 
     def _observe(self, targets: Sequence[Target]) -> None:
         self._observe_all([self], targets)
@@ -179,6 +199,52 @@ class Quantizer:
         self._write(tensor, result, planes, checked=True)
         return result
 
+    def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
+        """The planes of ``matrix`` [M, K] in these directions, whatever the usages: checked, measured, encoded.
+
+        No tensor is made around them and no gradient passes. A user's quantizer makes what it likes.
+        """
+        if not self.makes_planes:
+            return self._planes_of_storage(matrix, rowwise, columnwise)
+        specs = self._specs(matrix, rowwise, columnwise)
+        planes = make_planes(matrix.detach(), [(self, specs)])
+        if len(planes) == 2:
+            return PlanePair(*planes)
+        (plane,) = planes
+        if rowwise and columnwise:  # one buffer serves both
+            return PlanePair(plane, plane.read(COLUMNWISE))
+        return PlanePair(plane, None) if rowwise else PlanePair(None, plane.read(COLUMNWISE))
+
+    def _planes_of_storage(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> PlaneSource:
+        """What a user's quantizer makes."""
+        made: PlaneSource = self.storing(rowwise=rowwise, columnwise=columnwise).quantize(matrix)
+        return made
+
+    def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
+        """Raise if `make_planes` would."""
+        self._specs(matrix, rowwise, columnwise)
+
+    def _specs(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> tuple[PlaneSpec, ...]:
+        """What to make of ``matrix``, which is checked to be possible; worked out once for each shape."""
+        shape = tuple(matrix.shape)
+        key = (shape, rowwise, columnwise, settings.strict, settings.non_tn_fp8_gemm, settings.compute_capability)
+        found: tuple[PlaneSpec, ...] | None = self._memo.get(key)
+        if found is None:
+            directions = self._planes_to_make(rowwise, columnwise)
+            self._check_shape(shape, directions)
+            found = tuple(plane_spec(self.encoding(d), d, self._stores_transposed(d), shape) for d in directions)
+            self._remember(key, found)
+        if matrix.dtype not in HIGH_PRECISION:
+            self._as_plain(matrix)
+        if settings.strict:
+            self._refuse_in_strict_mode(matrix, [spec.direction for spec in found])
+        return found
+
+    def _remember(self, key: Any, value: Any) -> None:
+        if len(self._memo) >= _MOST_LAYOUTS:
+            self._memo.clear()
+        self._memo[key] = value
+
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Requantize ``src`` into the buffers of ``dst``: every plane that is present, whatever the usages.
 
@@ -222,7 +288,7 @@ class Quantizer:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             src = src.detach()
             src = src if src.shape == dst._matrix else src.reshape(dst._matrix)
-            kernels.write(src, self._targets(planes), self._settled, draw_seed, checked=checked)
+            write_planes(src, [Job(self, planes)], checked=checked)
 
     def _settled(self, targets: list[Target]) -> list[Target]:
         """Measured targets, reduced over ranks and noted."""
@@ -384,9 +450,7 @@ class Quantizer:
             directions = self._directions_to_make()
             self._check_shape(shape, directions)
             found = [_Layout(d, self.encoding(d).format, self._stores_transposed(d)) for d in directions]
-            if len(self._memo) >= _MOST_LAYOUTS:
-                self._memo.clear()
-            self._memo[key] = found
+            self._remember(key, found)
         return found
 
     def _allocated(

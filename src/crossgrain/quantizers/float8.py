@@ -7,7 +7,6 @@ hardware multiplies either layout, else a transposed copy (`is_non_tn_fp8_gemm_s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -86,7 +85,7 @@ class Float8TensorStorage(FP8Storage):
         if own is not None or direction is ROWWISE or not is_non_tn_fp8_gemm_supported():
             return own
         row = super().plane(ROWWISE)
-        return row and replace(row, direction=COLUMNWISE)
+        return row and row.read(COLUMNWISE)
 
     def planes(self) -> list[Plane]:
         """The planes with buffers of their own."""
@@ -165,8 +164,10 @@ class _PerTensorQuantizer(Quantizer):
     _tensor_class = Float8Tensor
     dtype: DType
 
-    def _directions_to_make(self) -> list[Direction]:
-        directions = super()._directions_to_make()
+    _observes = True
+
+    def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
+        directions = super()._planes_to_make(rowwise, columnwise)
         return [ROWWISE] if directions and is_non_tn_fp8_gemm_supported() else directions
 
     def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
@@ -219,8 +220,8 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(fp8_format(self.dtype.element))
 
-    def _given_scale(self) -> Tensor:
-        return self.scale
+    def _given(self) -> tuple[Tensor | None, Tensor | None]:
+        return None, self.scale
 
     @classmethod
     def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
@@ -286,8 +287,8 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         fmt = fp8_format(self.dtype.element)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 
-    def _given_amax(self) -> Tensor | None:
-        return self.amax.view(1) if self.use_existing_amax else None
+    def _given(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.amax.view(1) if self.use_existing_amax else None, None
 
     @classmethod
     def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:

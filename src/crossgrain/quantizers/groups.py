@@ -88,7 +88,7 @@ def _hybrids(
     for g, (hybrid, group) in enumerate(zip(hybrids, rows.split(list(sizes)), strict=True)):
         own = {direction: children[direction][g] for direction in wanted}
         hybrid._draw_for_what_is_left_out(wanted)
-        hybrid._show_to_what_is_left_out(group, own)
+        hybrid._show_to_what_is_left_out(group, wanted)
         made.append(hybrid._wrap(own, group.shape, rows.dtype, rows.device))
     return made
 
@@ -105,25 +105,21 @@ def _allocated(rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantize
 
 
 def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
-    asked = [_targets(share) for share in shares]
-    if not asked:
+    if not shares:
         return
-
-    def settle(measured: list[GroupedTarget]) -> list[GroupedTarget]:
-        rest = iter(measured)
-        settled = []
-        for share, targets in zip(shares, asked, strict=True):
-            own = share.quantizers[0]._reduced([next(rest) for _ in targets])
-            type(share.quantizers[0])._observe_all(share.quantizers, own)
-            settled.extend(own)
-        return settled
-
-    kernels.write_groups(rows, [target for targets in asked for target in targets], settle, draw_seed)
+    asked = [_targets(share) for share in shares]
+    rest = iter(kernels.measure_groups(rows, [target for targets in asked for target in targets]))
+    ready: list[GroupedTarget] = []
+    for share, targets in zip(shares, asked, strict=True):
+        own = share.quantizers[0]._reduced([next(rest) for _ in targets])
+        type(share.quantizers[0])._observe_all(share.quantizers, own)
+        ready += own
+    stochastic = any(target.encoding.stochastic for target in ready)
+    kernels.encode_groups(rows, ready, [draw_seed() for _ in ready[0].planes.heights] if stochastic else None)
 
 
 def _targets(share: _Share) -> list[GroupedTarget]:
-    amax = _one_of_each([quantizer._given_amax() for quantizer in share.quantizers])
-    scale = _one_of_each([quantizer._given_scale() for quantizer in share.quantizers])
+    amax, scale = map(_one_of_each, zip(*(quantizer._given() for quantizer in share.quantizers), strict=True))
     first = share.quantizers[0]
     return [GroupedTarget(planes, first.encoding(planes.direction), amax, scale) for planes in share.planes]
 

@@ -7,16 +7,15 @@ original, both planes are made in one pass over the input where there is a kerne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..formats.encoding import Encoding
-from ..kernels import Target
-from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlanePair, PlaneSource
 from ..runtime.passes import current_pass
 from ..runtime.random_numbers import draw_seed
 from ..runtime.settings import settings
@@ -26,18 +25,11 @@ from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .identity import IdentityQuantizer
 from .nvfp4 import NVFP4Quantizer
 from .request import QuantizerRequest
+from .writing import Job, make_planes, write_planes
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
 ColumnwiseSource = Literal["original", "rowwise_dequantized"]
-
-
-class _Job(NamedTuple):
-    """One child's share of a write."""
-
-    quantizer: Quantizer
-    storage: QuantizedTensorStorage
-    planes: Sequence[Plane]
 
 
 class HybridQuantizer(Quantizer):
@@ -143,7 +135,9 @@ class HybridQuantizer(Quantizer):
         else:
             children = self._made_together(tensor, wanted)
             self._draw_for_what_is_left_out(wanted)
-        self._show_to_what_is_left_out(tensor, children)
+        if current_pass().hides_gradients:
+            row = children.get(ROWWISE) if self.derives_columns else None
+            self._show_to_what_is_left_out(tensor if row is None else _decoded_like(row, tensor), children)
         return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
 
     def quantized_from_rows(self, row: QuantizedTensorStorage) -> Any:
@@ -156,26 +150,47 @@ class HybridQuantizer(Quantizer):
             children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
         else:
             self._draw_for_what_is_left_out(wanted)
-        if self.derives_columns:
-            self._show_to_what_is_left_out(row, children)
+        if self.derives_columns and current_pass().hides_gradients:
+            self._show_to_what_is_left_out(_decoded_like(row, row), children)
         return self._wrap(children, row.shape, row.dtype, row.device)
+
+    def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
+        row, column = self._quantizer_of(ROWWISE), self._quantizer_of(COLUMNWISE)
+        if not (self.makes_planes and row.makes_planes and column.makes_planes):
+            return self._planes_of_storage(matrix, rowwise, columnwise)
+        if self.derives_columns and columnwise:
+            return self._derived_planes(matrix, row, column, rowwise)
+        wanted = [d for d, want in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if want]
+        made = _planes_made_together(matrix, row if rowwise else None, column if columnwise else None)
+        self._draw_for_what_is_left_out(wanted)
+        if current_pass().hides_gradients:
+            rows = made.rowwise if self.derives_columns else None
+            self._show_to_what_is_left_out(matrix if rows is None else _decoded(rows, matrix.dtype), wanted)
+        return made
+
+    def _derived_planes(self, matrix: Tensor, row: Quantizer, column: Quantizer, rowwise: bool) -> PlanePair:
+        """Columns of what the rows decode to. Both are checked before either is made."""
+        column._check_matrix(matrix, rowwise=False, columnwise=True)
+        rows = row.make_planes(matrix, rowwise=True, columnwise=False).plane(ROWWISE)
+        assert rows is not None
+        columns = column.make_planes(_decoded(rows, matrix.dtype), rowwise=False, columnwise=True)
+        return PlanePair(rows if rowwise else None, columns.plane(COLUMNWISE))
 
     def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
         """Random numbers that are drawn later do not depend on which planes were asked for."""
-        rounded = [d for d in Direction if rounds_stochastically(self._quantizer_of(d))]
-        drawn = any(direction in wanted for direction in rounded)
-        if any(direction not in wanted for direction in rounded) and (self.derives_columns or not drawn):
+        rounded = [d for d in (ROWWISE, COLUMNWISE) if getattr(self.child(d), "stochastic_rounding", False)]
+        left_out = [direction for direction in rounded if direction not in wanted]
+        if left_out and (self.derives_columns or len(left_out) == len(rounded)):
             draw_seed()
 
-    def _show_to_what_is_left_out(self, tensor: Any, children: Mapping[Direction, Any]) -> None:
+    def _show_to_what_is_left_out(self, tensor: Tensor, made: Collection[Direction]) -> None:
         """Histories learn in the first pass of a checkpoint, also of planes that only its recomputation makes."""
         if not current_pass().hides_gradients:
             return
         for direction in Direction:
             child = self._quantizer_of(direction)
-            if direction in children or type(child).calibrate is Quantizer.calibrate:
-                continue
-            child.calibrate(_decoded_like(children[ROWWISE], tensor) if self.derives_columns else tensor)
+            if direction not in made and type(child).calibrate is not Quantizer.calibrate:
+                child.calibrate(tensor)
 
     def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
         """Children of the same input: their planes are written by one call."""
@@ -186,11 +201,11 @@ class HybridQuantizer(Quantizer):
             if _writes_planes(quantizer):
                 layouts = quantizer._layouts(tensor.shape)
                 storage, planes = quantizer._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
-                jobs.append(_Job(quantizer, storage, planes))
+                jobs.append(Job(quantizer, planes))
             else:
                 storage = quantizer.quantize_impl(tensor)
             children[direction] = storage
-        _write_jobs(tensor, jobs, checked=True)
+        _write_matrix(tensor, jobs, checked=True)
         return children
 
     def _made_child(self, direction: Direction) -> Quantizer:
@@ -278,19 +293,20 @@ class HybridQuantizer(Quantizer):
 
     def _write_together(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
         """What may fail comes first; what cannot, a copy into an identity child, last."""
-        jobs, kept = [], []
+        jobs, written, kept = [], [], []
         for direction, storage in children.items():
             quantizer = self._quantizer_of(direction)
             if quantizer.custom:
                 quantizer.update_quantized(src, storage)
                 storage._mark_written()
             elif _writes_planes(quantizer):
-                jobs.append(_Job(quantizer, storage, quantizer._in_own_formats(storage.planes())))
+                jobs.append(Job(quantizer, quantizer._in_own_formats(storage.planes())))
+                written.append(storage)
             else:
                 kept.append(storage)
-        _write_jobs(src, jobs)
-        for job in jobs:
-            job.quantizer._note_formats(job.storage, job.planes)
+        _write_matrix(src, jobs)
+        for job, storage in zip(jobs, written, strict=True):
+            job.quantizer._note_formats(storage, job.planes)
         for storage in kept:
             storage.quantize_(src)  # through to its buffer, which aliases share
 
@@ -418,20 +434,28 @@ def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor | QuantizedTensorS
     return row.dequantize(dtype=tensor.dtype).detach()
 
 
-def _write_jobs(src: Tensor, jobs: Sequence[_Job], checked: bool = False) -> None:
-    """Measure all, reduce and observe each child's own, encode all with one seed, as one quantizer would.
+def _decoded(plane: Plane, dtype: torch.dtype) -> Tensor:
+    """What a plane stands for; the numbers themselves where they were kept."""
+    return plane.data.to(dtype) if plane.format.is_identity else kernels.decode(plane, dtype)
 
-    ``checked``: the planes were just allocated for this.
-    """
-    if not jobs:
-        return
-    with torch.no_grad():
-        src = src.detach().reshape(jobs[0].storage._matrix)
-        asked = [job.quantizer._targets(job.planes) for job in jobs]
 
-        def settle(measured: list[Target]) -> list[Target]:
-            rest = iter(measured)
-            own = [(job.quantizer, [next(rest) for _ in targets]) for job, targets in zip(jobs, asked, strict=True)]
-            return [target for quantizer, targets in own for target in quantizer._settled(targets)]
+def _planes_made_together(matrix: Tensor, row: Quantizer | None, column: Quantizer | None) -> PlanePair:
+    """The rowwise plane of one quantizer and the columnwise plane of another, of the same matrix."""
+    wanted, kept = [], {}
+    for quantizer, direction in ((row, ROWWISE), (column, COLUMNWISE)):
+        if isinstance(quantizer, IdentityQuantizer):
+            kept[direction] = quantizer.make_planes(matrix, rowwise=True, columnwise=True).plane(direction)
+        elif quantizer is not None:
+            wanted.append((quantizer, quantizer._specs(matrix, direction is ROWWISE, direction is COLUMNWISE)))
+    made = iter(make_planes(matrix.detach(), wanted) if wanted else ())
+    if row is not None and ROWWISE not in kept:
+        kept[ROWWISE] = next(made)
+    if column is not None and COLUMNWISE not in kept:
+        kept[COLUMNWISE] = next(made).read(COLUMNWISE)  # a buffer that serves both directions is made as rows
+    return PlanePair(kept.get(ROWWISE), kept.get(COLUMNWISE))
 
-        kernels.write(src, [target for targets in asked for target in targets], settle, draw_seed, checked=checked)
+
+def _write_matrix(src: Tensor, jobs: Sequence[Job], checked: bool = False) -> None:
+    if jobs:
+        with torch.no_grad():
+            write_planes(src.detach().reshape(jobs[0].planes[0].shape), jobs, checked=checked)

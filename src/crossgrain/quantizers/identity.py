@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import IDENTITY
 from ..formats.encoding import Encoding, cached_encoding
-from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlanePair, PlaneSource, matrix_shape, overlaps
 from ..tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
 from .base import Quantizer
 
@@ -143,6 +143,15 @@ class IdentityQuantizer(Quantizer):
         tensor = self._checked(tensor, list(Direction))
         kept = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
         return self._wrapped(kept, tensor.dtype)
+
+    def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
+        self._as_plain(matrix)
+
+    def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
+        self._as_plain(matrix)
+        kept = matrix.detach() if self.dtype is None else matrix.detach().to(self.dtype)
+        rows, columns = (Plane(IDENTITY, direction, matrix_shape(kept.shape), kept) for direction in Direction)
+        return PlanePair(rows if rowwise else None, columns if columnwise else None)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Copies in place where the buffers match, otherwise ``dst`` takes the new buffer."""

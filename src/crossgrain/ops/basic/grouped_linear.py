@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gemm.activations import compute_dtype
-from ...linear.function import Needs, check_input
+from ...linear.call import Needs, check_input
 from ...linear.grouped_function import Groups, grouped_backward, grouped_forward
 from ...linear.padding import NO_PADDING, Padding
 from ...nn.base import Mode

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...linear.function import LinearCall, LinearFunction, Needs, check_input
+from ...linear.call import LinearCall, Needs, check_input
+from ...linear.function import LinearFunction
 from ...linear.padding import NO_PADDING, Padding, padding_for
 from ...linear.parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
 from ...nn.base import Mode

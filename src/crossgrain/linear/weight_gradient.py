@@ -1,4 +1,4 @@
-"""Where the gradient of a weight goes when autograd does not take it: to ``main_grad``, or later to ``grad``."""
+"""Where the gradient of a weight goes: to autograd, to ``main_grad``, or, when it is computed later, to ``grad``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..planes import Plane
 
 ComputeGradient = Callable[[torch.dtype, Tensor | None], Tensor]
 """Of the weight, in a dtype; added to a tensor, if there is one."""
@@ -17,10 +19,61 @@ def parts_of_weight(ctx: Any) -> Sequence[Tensor]:
     return ctx.call.weight_parts or [ctx.weight]
 
 
+def delivered_weight_gradient(compute: ComputeGradient, operands: Sequence[Plane | Tensor], ctx: Any) -> Tensor | None:
+    """dW for autograd; None if it goes elsewhere, or is computed when `backward_dw` is called.
+
+    Args:
+        compute: The GEMM.
+        operands: What it multiplies, which must not be changed until it runs.
+        ctx: Of the linear function.
+    """
+    call = ctx.call
+
+    def delivered() -> Tensor | None:
+        return added_to_main_grad(compute, ctx) if call.accumulate_main_grad else compute(ctx.weight.dtype, None)
+
+    if call.wgrad_queue is None:
+        return delivered()
+    unchanged = Unchanged(*operands)
+
+    def later() -> None:
+        unchanged.check(call.layer)
+        with torch.no_grad():
+            dw = delivered()
+            if dw is not None:
+                add_to_grads(parts_of_weight(ctx), dw)
+
+    call.wgrad_queue.append(later)
+    return None
+
+
+class Unchanged:
+    """Notices in-place writes to operands that are kept beyond the graph, where autograd no longer looks."""
+
+    def __init__(self, *operands: Plane | Tensor) -> None:
+        buffers = [buffer for operand in operands for buffer in _buffers(operand)]
+        self._seen = [(buffer, buffer._version) for buffer in buffers if not buffer.is_inference()]
+
+    def check(self, layer: str) -> None:
+        if any(buffer._version != version for buffer, version in self._seen):
+            raise RuntimeError(
+                f"{layer}: a tensor that the weight gradient needs was changed in place before backward_dw() was called"
+            )
+
+
+def _buffers(operand: Plane | Tensor) -> list[Tensor]:
+    return list(operand.buffers()) if isinstance(operand, Plane) else [operand]
+
+
 def check_has_main_grad(ctx: Any) -> None:
     """Raise rather than fail halfway through backward."""
+    if not (ctx.needs.dw and ctx.call.accumulate_main_grad):
+        return
     if not all(isinstance(getattr(part, "main_grad", None), Tensor) for part in parts_of_weight(ctx)):
-        raise RuntimeError(f"{ctx.call.layer}: fuse_wgrad_accumulation adds to weight.main_grad, and there is none")
+        raise RuntimeError(
+            f"{ctx.call.layer}: fuse_wgrad_accumulation adds the weight gradient to weight.main_grad, and the weight "
+            "has no main_grad. Give it one, a float32 tensor of its shape, before backward."
+        )
 
 
 def added_to_main_grad(compute: ComputeGradient, ctx: Any) -> Tensor | None:

@@ -1,0 +1,219 @@
+"""The operands of the three GEMMs: planes of x, W and dy, from whatever the caller has of them.
+
+An operand is a `Plane`, or a plain tensor where nothing is quantized. x and dy may come quantized, as planes that were
+made for several layers at once, or as a rank's share of the rows; W may be kept quantized, cached, or gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlaneSource
+from ..quantizers.base import Quantizer
+from ..tensor import QuantizedTensor
+from ..tensor.sharding import local_part
+from .call import LinearCall, Needs
+from .padding import Sizes, padded_matrix
+from .saved_planes import KeptInput, Operand
+from .sequence_parallel import gathered_for_wgrad, gathered_gradient, gathered_input
+
+Made = PlaneSource | Tensor  # what an operand is taken from
+
+
+def of_direction(made: Made, direction: Direction, tensor: str, call: LinearCall) -> Operand:
+    """The operand for a GEMM that reads ``made`` in ``direction``."""
+    if isinstance(made, Tensor) and not isinstance(made, QuantizedTensor):
+        return made
+    plane = made.plane(direction)
+    if plane is None:
+        raise RuntimeError(f"{call.layer}: the quantized {tensor} has no {direction.value} plane")
+    return plane
+
+
+def _direction_kept(call: LinearCall) -> Direction:
+    """What backward multiplies: columns, or what the rows decode to."""
+    return ROWWISE if call.backward_override == "dequantized" else COLUMNWISE
+
+
+# ---- x ---------------------------------------------------------------------------------------------------
+
+
+def input_operands(
+    x: Tensor, call: LinearCall, needs: Needs, sizes: Sizes, padded: Sizes
+) -> tuple[Operand, KeptInput | None]:
+    """x for fprop, and what is kept of it for wgrad."""
+    if call.parallel is not None and call.parallel.gathers_input:
+        matrix = x.dequantize(dtype=call.dtype) if isinstance(x, QuantizedTensor) else x
+        return gathered_input(matrix.detach(), call, sizes, padded, wgrad=needs.dw)
+    made = _made_input(x, call, sizes, padded, needs.dw and not call.keep_input and call.quantizes_backward)
+    rows = of_direction(made, ROWWISE, "input", call)
+    return rows, KeptInput(kept_input(x, made, call)) if needs.dw else None
+
+
+def _made_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, columnwise: bool) -> Made:
+    if call.quantized_input is not None:
+        return call.quantized_input
+    if isinstance(x, QuantizedTensor):
+        if call.input is not None and padded == sizes and made_alike(x, call.input, True, columnwise):
+            return x
+        x = x.dequantize(dtype=call.dtype)
+    matrix = x.detach().reshape(sizes.m, sizes.k).to(call.dtype)
+    if call.input is None:
+        return matrix
+    return call.input.make_planes(padded_matrix(matrix, padded.m, padded.k), rowwise=True, columnwise=columnwise)
+
+
+def kept_input(x: Tensor, made: Made, call: LinearCall) -> Operand:
+    if call.input is None or call.keep_input or call.backward_override == "high_precision":
+        return x.dequantize(dtype=call.dtype).detach() if isinstance(x, QuantizedTensor) else x.detach()
+    return of_direction(made, _direction_kept(call), "input", call)
+
+
+def made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> bool:
+    """Whether a tensor that comes quantized holds what ``quantizer`` would make of it."""
+    if quantizer.custom or quantizer.derives_columns:
+        return False
+    directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
+    planes = [(x.plane(direction), quantizer.encoding(direction).format) for direction in directions]
+    return all(plane is not None and plane.format == fmt for plane, fmt in planes)
+
+
+def saved_input(kept: KeptInput, ctx: Any) -> Operand:
+    """x for wgrad, of what forward kept."""
+    call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
+    x = gathered_for_wgrad(kept.operand, call, sizes, padded) if kept.is_part else kept.operand
+    x = _for_backward(x, call, sizes.m, sizes.k, (padded.m, padded.k))
+    if call.quantizes_backward and isinstance(x, Tensor):
+        return of_direction(call.input.make_planes(x, rowwise=False, columnwise=True), COLUMNWISE, "input", call)
+    return x
+
+
+# ---- W ---------------------------------------------------------------------------------------------------
+
+
+def weight_operands(weight: Tensor, call: LinearCall, needs: Needs, padded: Sizes) -> tuple[Operand, Operand | None]:
+    """W for fprop, and what is kept of it for dgrad."""
+    made = _made_weight(weight, call, padded, needs.dx and call.quantizes_backward)
+    rows = of_direction(made, ROWWISE, "weight", call)
+    return rows, kept_weight(weight, made, call) if needs.dx else None
+
+
+def _made_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Made:
+    if isinstance(weight, QuantizedTensor):
+        return usable_weight(weight, call, padded, columnwise)
+    if call.weight is None:
+        return weight.detach().to(call.dtype)
+    if call.quantized_weight is not None:
+        return call.quantized_weight
+    return call.weight.make_planes(weight_matrix(weight, padded), rowwise=True, columnwise=columnwise)
+
+
+def weight_matrix(weight: Tensor, padded: Sizes) -> Tensor:
+    """What is quantized of a weight: this rank's part, with zeros that fill blocks up."""
+    return padded_matrix(local_part(weight.detach()), padded.n, padded.k)
+
+
+def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Made:
+    """A weight that is kept quantized: a missing direction is asked for, none is ever dropped."""
+    if call.weight is None:
+        return weight.dequantize(dtype=call.dtype).detach()
+    if tuple(weight.shape) != (padded.n, padded.k):
+        raise ValueError(
+            f"{call.layer}: the weight {list(weight.shape)} is kept quantized and cannot be padded to "
+            f"{[padded.n, padded.k]}, which the blocks of the other operands need. Choose sizes that are multiples of "
+            "the blocks, or keep the weight in high precision."
+        )
+    for direction in (ROWWISE, COLUMNWISE) if columnwise else (ROWWISE,):
+        if weight.plane(direction) is not None:
+            continue
+        try:
+            with torch.inference_mode(False):  # the weight outlives the inference that asks first
+                weight.update_usage(**{f"{direction.value}_usage": True})
+        except Exception as error:
+            raise RuntimeError(
+                f"{call.layer}: the quantized weight {list(weight.shape)} has no {direction.value} plane, which "
+                f"{'fprop' if direction is ROWWISE else 'dgrad'} reads: {error}"
+            ) from error
+    return weight
+
+
+def kept_weight(weight: Tensor, made: Made, call: LinearCall) -> Operand:
+    if call.weight is None or call.backward_override == "high_precision":
+        return weight._readable_plane(None) if isinstance(weight, QuantizedTensor) else weight.detach()
+    return of_direction(made, _direction_kept(call), "weight", call)
+
+
+def saved_weight(kept: Operand, ctx: Any) -> Operand:
+    """W for dgrad, of what forward kept."""
+    sizes, padded = ctx.sizes, ctx.padded
+    return _for_backward(kept, ctx.call, sizes.n, sizes.k, (padded.n, padded.k))
+
+
+def _for_backward(kept: Operand, call: LinearCall, rows: int, columns: int, padded: tuple[int, int]) -> Operand:
+    """A columnwise plane as it is; high precision where backward does not quantize."""
+    if isinstance(kept, Plane):
+        return kept if call.quantizes_backward else padded_matrix(kernels.decode(kept, call.dtype), *padded)
+    return padded_matrix(kept.reshape(rows, columns).to(call.dtype), *padded)
+
+
+# ---- dy --------------------------------------------------------------------------------------------------
+
+
+class GradientOperands(NamedTuple):
+    """dy for dgrad and for wgrad, and as a plain matrix for the bias."""
+
+    rows: Any
+    columns: Any
+    plain: Tensor
+
+
+def gradient_operands(dy: Tensor, ctx: Any) -> GradientOperands:
+    """Both operands of dy; None where its GEMM does not run."""
+    call, needs = ctx.call, ctx.needs
+    if _comes_quantized(dy, ctx):
+        made: Made = dy
+    else:
+        if isinstance(dy, QuantizedTensor):
+            dy = dy.dequantize()
+        dy = dy.reshape(math.prod(dy.shape[:-1]), ctx.sizes.n).to(call.dtype)
+        if not (needs.dx or needs.dw):
+            return GradientOperands(None, None, dy)
+        made = _made_gradient(dy, ctx)
+    return GradientOperands(
+        of_direction(made, ROWWISE, "grad_output", call) if needs.dx else None,
+        of_direction(made, COLUMNWISE, "grad_output", call) if needs.dw else None,
+        dy,
+    )
+
+
+def _comes_quantized(dy: Tensor, ctx: Any) -> bool:
+    """Whether dy comes as the layer would quantize it; a bias gradient is a sum of what it was before."""
+    call, needs = ctx.call, ctx.needs
+    return (
+        isinstance(dy, QuantizedTensor)
+        and call.grad_output is not None
+        and call.quantizes_backward
+        and not needs.db
+        and ctx.padded == ctx.sizes
+        and not (call.parallel is not None and call.parallel.gathers_gradient)
+        and made_alike(dy, call.grad_output, needs.dx, needs.dw)
+    )
+
+
+def _made_gradient(dy: Tensor, ctx: Any) -> Made:
+    call, needs, padded = ctx.call, ctx.needs, ctx.padded
+    if call.parallel is not None and call.parallel.gathers_gradient:
+        return gathered_gradient(dy, call, padded, rowwise=needs.dx, columnwise=needs.dw)
+    if call.quantized_gradient is not None:
+        given: Made = call.quantized_gradient
+        return given
+    matrix = padded_matrix(dy, padded.m, padded.n)
+    if call.grad_output is None or not call.quantizes_backward:
+        return matrix
+    made: Made = call.grad_output.make_planes(matrix, rowwise=needs.dx, columnwise=needs.dw)
+    return made
