@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..formats import NewerVersionError
 from ..optim.base import MASTER, FusedOptimizer
 from ..recipe import Recipe
 from ..recipe.portable import recipe_from_text
@@ -89,6 +90,8 @@ def read_safetensors(path: str | os.PathLike[str], *, verify: bool = True) -> Mo
         raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
     try:
         state = unflatten(buffers, json.loads(about[_STATE]))
+    except NewerVersionError as error:
+        raise NewerVersionError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamagedFileError(f"{path} does not hold what it says: {type(error).__name__}: {error}") from error
     return ModelFile(state, about.get(_RECIPE), others)
