@@ -11,6 +11,7 @@ from .convert import ConvertReport, convert, unconvert
 from .formats import Format, get_format, register_format
 from .formats.dtypes import DType, TE_DType, TE_DType_To_Torch
 from .formats.encoding import Encoding
+from .formats.written import from_fields as _from_fields
 from .kernels import get_backend, set_backend, swizzle_scales, unswizzle_scales
 from .nn import (
     DotProductAttention,
@@ -177,7 +178,7 @@ __all__ = [
     "unswizzle_scales",
 ]
 
-# What torch.load(weights_only=True) may rebuild: data classes and two functions that check their input.
+# What torch.load(weights_only=True) may rebuild: data classes and functions that check their input.
 _torch.serialization.add_safe_globals(
     [
         DType,
@@ -200,6 +201,7 @@ _torch.serialization.add_safe_globals(
         NVFP4Tensor,
         formats.ScaleLayout,
         formats.Element,
+        _from_fields,
         make_quantizer,
         make_tensor,
     ]

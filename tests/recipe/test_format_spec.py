@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 import crossgrain as cg
-from crossgrain.recipe.format_spec import ALIASES, Delayed, FormatSpec, FourOverSix, format_names
+from crossgrain.recipe.format_spec import Delayed, FormatSpec, FourOverSix, aliases, format_names
 from crossgrain.recipe.syntax import RecipeSyntaxError
 
 from ..common.format_specs import any_spec
@@ -180,4 +180,4 @@ def test_values_are_checked_without_text_too() -> None:
 
 
 def test_no_alias_hides_a_canonical_name() -> None:
-    assert not set(ALIASES) & set(format_names())
+    assert not set(aliases()) & set(format_names())

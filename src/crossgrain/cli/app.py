@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from .compare import compare
 from .explain import explain
 from .formats import formats
+from .imports import import_modules
 from .plan import plan
 from .train import train
 from .warmup import warmup
 
 app = typer.Typer(
-    help="Low-precision training with a number format for each direction of each tensor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback is for a bug report, as Python prints it
 )
+Modules = Annotated[
+    list[str],
+    typer.Option("--import", metavar="MODULE", help="Import this first: a module that registers formats; repeatable."),
+]
+
+
+@app.callback()
+def before_every_command(modules: Modules = []) -> None:  # noqa: B006  # typer copies it
+    """Low-precision training with a number format for each direction of each tensor."""
+    import_modules(modules)
+
+
 for command in (compare, train, explain, plan, formats, warmup):
     app.command()(command)

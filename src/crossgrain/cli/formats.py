@@ -35,7 +35,7 @@ def formats(as_json: AsJson = False) -> None:
     for row in rows:
         block = "x".join(map(str, row["block"])) if row["block"] else ("tensor" if row["element"] else "-")
         amax = f", amax per {row['amax_per']}" if row["amax_per"] else ""
-        maximum = "-" if row["max"] is None else f"{row['max']:g}"
+        maximum = "-" if row["max"] is None else f"{row['max']:.5g}"
         scale = _SCALES[row["scale"]] + amax
         table.add_row(row["name"], row["element"] or "-", block, scale, f"{row['bits_per_element']:.2f}", maximum)
     console = Console(highlight=False)

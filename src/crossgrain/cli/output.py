@@ -16,10 +16,10 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def fail(message: str) -> typer.Exit:
-    """To be raised: the message on stderr, and the exit code 1."""
+def fail(message: str, code: int = 1) -> typer.Exit:
+    """To be raised: the message on stderr, and the exit code."""
     Console(stderr=True).print(message, style="red", markup=False, highlight=False)
-    return typer.Exit(1)
+    return typer.Exit(code)
 
 
 def progress_bar(console: Console | None = None) -> Progress:

@@ -10,7 +10,7 @@ from rich.console import Console
 from ..planning import Plan
 from ..planning import plan as make_plan
 from ..planning.devices import DEVICES
-from ..planning.report import COMPARISON_NOTE, as_table, bullets, comparison, sections, title, verdict
+from ..planning.report import COMPARISON_NOTE, as_table, bullets, comparison, missing_rates, sections, title, verdict
 from .output import AsJson, print_json
 from .recipes import labelled, mistakes_are_shown, split_recipes
 
@@ -98,6 +98,8 @@ def _show(plans: dict[str, Plan]) -> None:
         for label, made in plans.items():
             if label.startswith("recipe "):
                 console.print(f"{label}: {made.recipe}", markup=False)
+    for line in dict.fromkeys(filter(None, map(missing_rates, plans.values()))):
+        console.print(line, style="yellow", markup=False)
     console.print("\nassumptions", style="bold")
     sentences = dict.fromkeys(sentence for made in plans.values() for sentence in made.assumptions)
     for line in bullets(sentences, min(console.width, 120)):

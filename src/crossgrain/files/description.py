@@ -6,16 +6,17 @@ cannot make the reader run other code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats import Element, Format, ScaleLayout, get_format
+from ..formats import AnyElement, Element, Format, ScaleLayout, TableElement, get_format
 from ..formats.dtypes import DType
+from ..formats.written import changed_fields, from_fields
 from ..quantizers.any_format import FormatQuantizer
 from ..quantizers.base import Quantizer, make_quantizer
 from ..quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -27,8 +28,22 @@ from ..quantizers.nvfp4 import NVFP4Quantizer
 
 
 def plain_format(fmt: Format) -> dict[str, Any]:
-    """All fields of a format as a dict that JSON can hold."""
-    return asdict(fmt)
+    """The fields of a format that differ from their defaults, as a dict that JSON can hold."""
+    return _plain_fields(fmt)
+
+
+def _plain_fields(value: Any) -> dict[str, Any]:
+    return {name: _plain_field(field) for name, field in changed_fields(value).items()}
+
+
+def _plain_field(field: Any) -> Any:
+    if isinstance(field, Element | TableElement | ScaleLayout):
+        return _plain_fields(field)
+    if isinstance(field, tuple):
+        return [_plain_field(each) for each in field]
+    if isinstance(field, float) and not math.isfinite(field):
+        return str(field)  # JSON has no word for these
+    return field
 
 
 def format_from(plain: Mapping[str, Any]) -> Format:
@@ -38,9 +53,11 @@ def format_from(plain: Mapping[str, Any]) -> Format:
         ValueError: a different format is already registered under the same name.
     """
     fields = _with_tuples(plain)
-    element = fields.pop("element")
-    fields["layout"] = ScaleLayout(**_with_tuples(fields["layout"]))
-    fmt = Format(element=None if element is None else Element(**element), **fields)
+    if fields["element"] is not None:
+        fields["element"] = _element_from(fields["element"])
+    if "layout" in fields:
+        fields["layout"] = from_fields(ScaleLayout.__name__, _with_tuples(fields["layout"]))
+    fmt: Format = from_fields(Format.__name__, fields)
     try:
         known = get_format(fmt.name)
     except KeyError:
@@ -50,6 +67,14 @@ def format_from(plain: Mapping[str, Any]) -> Format:
             f"the file describes a format named {fmt.name!r}, but a different format is registered under that name here"
         )
     return fmt
+
+
+def _element_from(plain: Mapping[str, Any]) -> AnyElement:
+    fields = _with_tuples(plain)
+    if "table" in fields:
+        fields["table"] = tuple(map(float, fields["table"]))
+    element: AnyElement = from_fields((TableElement if "table" in fields else Element).__name__, fields)
+    return element
 
 
 def _with_tuples(plain: Mapping[str, Any]) -> dict[str, Any]:

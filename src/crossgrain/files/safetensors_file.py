@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..formats import NewerVersionError
 from ..optim.base import MASTER, FusedOptimizer
 from ..recipe import Recipe
 from ..recipe.portable import recipe_from_text
@@ -116,6 +117,8 @@ def read_safetensors(path: str | os.PathLike[str], *, verify: bool = True) -> Mo
         raise DamagedFileError(f"{path} is damaged: its contents do not match its checksum")
     try:
         state = unflatten(buffers, json.loads(about[_STATE]))
+    except NewerVersionError as error:
+        raise NewerVersionError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamagedFileError(
             f"{path} is inconsistent: its tensors do not fit its metadata: {type(error).__name__}: {error}"

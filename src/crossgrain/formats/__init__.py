@@ -1,10 +1,12 @@
 """What a number is: element formats, block shapes and scale rules, as frozen data. No torch here."""
 
-from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Element, get_element
+from .built_in import BUILT_IN
+from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Element
 from .format import (
     DEFAULT_SIGN_MASK,
     HADAMARD_SIZE,
     IDENTITY,
+    AnyElement,
     Format,
     ScaleLayout,
     fp8_block_format,
@@ -13,9 +15,12 @@ from .format import (
     nvfp4_format,
     ocp_mx_format,
 )
-from .registry import format_table, formats, get_format, register_format
+from .registry import format_table, formats, get_element, get_format, register_format
+from .table_element import TableElement
+from .written import NewerVersionError
 
 __all__ = [
+    "BUILT_IN",
     "DEFAULT_SIGN_MASK",
     "E2M1",
     "E2M3",
@@ -25,9 +30,12 @@ __all__ = [
     "E8M0",
     "HADAMARD_SIZE",
     "IDENTITY",
+    "AnyElement",
     "Element",
     "Format",
+    "NewerVersionError",
     "ScaleLayout",
+    "TableElement",
     "format_table",
     "formats",
     "fp8_block_format",

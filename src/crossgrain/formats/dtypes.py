@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import E2M1, E4M3, E5M2, Element
+from . import E2M1, E4M3, E5M2, AnyElement, Element
 
 
 class DType(enum.IntEnum):
@@ -61,6 +61,6 @@ def fp8_dtype(value: Any) -> DType:
     return dtype
 
 
-def dtype_of_element(element: Element) -> DType:
+def dtype_of_element(element: AnyElement) -> DType:
     """``dtype_of_element(E4M3) is DType.kFloat8E4M3``."""
     return next(dtype for dtype, known in _ELEMENT_OF.items() if known == element)

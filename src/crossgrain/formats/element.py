@@ -1,19 +1,22 @@
 """Element formats: what the bits of one number mean.
 
 An element is a sign (maybe), an exponent and a mantissa, as data. Everything else - rounding,
-encoding, decoding - is arithmetic that is generic over these few integers.
+encoding, decoding - is arithmetic that is generic over these few integers. Numbers that are not made of
+these three are a `TableElement`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
+
+from .written import WrittenByFields
 
 
 @dataclass(frozen=True)
-class Element:
+class Element(WrittenByFields):
     """One number format, e.g. ``E4M3``: 4 exponent bits, 3 mantissa bits, bias 7, largest value 448.
 
     ``specials`` says which codes are not ordinary numbers: ``"none"``; ``"nan"``, where the all-ones
@@ -94,9 +97,6 @@ class Element:
     def __hash__(self) -> int:
         return hash(self.name)  # equal elements have equal names; formats are hashed all the time
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Element, tuple(getattr(self, field.name) for field in fields(self))
-
 
 E4M3 = Element("e4m3", 4, 3, bias=7, max=448.0, specials="nan")
 E5M2 = Element("e5m2", 5, 2, bias=15, max=57344.0, specials="ieee")
@@ -104,13 +104,3 @@ E2M1 = Element("e2m1", 2, 1, bias=1, max=6.0)
 E2M3 = Element("e2m3", 2, 3, bias=1, max=7.5)
 E3M2 = Element("e3m2", 3, 2, bias=3, max=28.0)
 E8M0 = Element("e8m0", 8, 0, bias=127, max=2.0**127, specials="nan", signed=False)
-
-ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1, E2M3, E3M2, E8M0)}
-
-
-def get_element(name: str) -> Element:
-    """The element called ``name``; ``get_element("e4m3") is E4M3``."""
-    try:
-        return ELEMENTS[name]
-    except KeyError:
-        raise KeyError(f"no element format {name!r}; there are {', '.join(ELEMENTS)}") from None

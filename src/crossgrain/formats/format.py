@@ -8,20 +8,27 @@ along M in a columnwise one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from .element import E2M1, E2M3, E3M2, E4M3, E5M2, Element
+from .element import E2M1, E4M3, Element
+from .table_element import TableElement
+from .written import WrittenByFields
 
 HADAMARD_SIZE = 16
-DEFAULT_SIGN_MASK = 0xD7E8  # bit i is set where sign i of the Hadamard rotation is -1
 
+# The signs of the rotation by default: bit i is set where sign i is -1. They were drawn at random once, by
+# Transformer Engine, and are fixed, + + + - + - - - - - - + - + - -, because both operands of a GEMM have to be
+# rotated alike, in whatever process they were made, and because its bytes are ours. A mask of 0 is H16 itself.
+DEFAULT_SIGN_MASK = 0xD7E8
+
+AnyElement = Element | TableElement
 ScaleRule = Literal["none", "fp32", "e8m0_up", "e8m0_floor", "two_level"]
 
 
 @dataclass(frozen=True)
-class ScaleLayout:
+class ScaleLayout(WrittenByFields):
     """Where the scale of a block lies in memory.
 
     The logical scales of an operand with R rows and C/length blocks per row are padded to multiples
@@ -33,12 +40,9 @@ class ScaleLayout:
     transposed: bool = False
     replicated: bool = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ScaleLayout, (self.pad, self.transposed, self.replicated)
-
 
 @dataclass(frozen=True)
-class Format:
+class Format(WrittenByFields):
     """One way to encode a matrix. Everything a reader needs to decode the bytes is here.
 
     ``element``             what a code means; None keeps the numbers as they are (identity)
@@ -50,10 +54,11 @@ class Format:
     ``global_amax``         two-level formats: one amax for the "tensor" or for each "row"
     ``scale_bound``         two-level formats: the largest block scale the global scale aims at
     ``rotation``            sign mask of the 16-point Hadamard rotation, None if not rotated
+    ``amax_to``             fp32 scales: the code that the largest magnitude becomes, None: the largest code
     """
 
     name: str
-    element: Element | None
+    element: AnyElement | None
     block: tuple[int, int] | None = None
     scale_rule: ScaleRule = "fp32"
     layout: ScaleLayout = ScaleLayout()
@@ -62,6 +67,7 @@ class Format:
     global_amax: Literal["tensor", "row"] | None = None
     scale_bound: int = 448
     rotation: int | None = None
+    amax_to: float | None = None
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -96,6 +102,11 @@ class Format:
             return "scales that are replicated for each row of a block need whole blocks"
         if self.rotation is not None and self.block_length % HADAMARD_SIZE:
             return f"the rotation mixes {HADAMARD_SIZE} neighbours, which must lie in one block"
+        if self.amax_to is not None and (self.scale_rule != "fp32" or not 0 < self.amax_to <= self.element.max):
+            return (
+                f"the largest magnitude goes to {self.amax_to}: that is a choice of fp32 scales, from 0 to "
+                f"{self.element.max:g}"
+            )
         if self.rotation is not None and self.ragged:
             return f"the rotation mixes {HADAMARD_SIZE} neighbours, so it needs whole blocks"
         return None
@@ -111,6 +122,12 @@ class Format:
     @property
     def block_length(self) -> int:
         return self.block[1] if self.block else 1
+
+    @property
+    def target(self) -> float:
+        """What fp32 scales take the largest magnitude to."""
+        assert self.element is not None
+        return self.element.max if self.amax_to is None else self.amax_to
 
     @property
     def is_symmetric(self) -> bool:
@@ -144,13 +161,10 @@ class Format:
         amax = f"amax per {self.global_amax}, " if self.global_amax else ""
         column = "[K, M]" if self.transposes else "[M, K]"
         bits = f"{self.bits_per_element:.2f}"
-        return f"{self.name:<26} {element:<5} {block:<8} {amax + self.scale_rule:<26} {column} {bits:>6}"
+        return f"{self.name:<26} {element:<8} {block:<8} {amax + self.scale_rule:<26} {column} {bits:>6}"
 
     def __hash__(self) -> int:
         return hash(self.name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Format, tuple(getattr(self, field.name) for field in fields(self))
 
 
 _GEMM_TILE = ScaleLayout(pad=(128, 4))
@@ -218,26 +232,3 @@ def nvfp4_format(
 
 def _name(family: str, element: Element) -> str:
     return family if element == E4M3 else f"{family}_{element.name}"
-
-
-BUILT_IN = (
-    fp8_format(E4M3),
-    fp8_format(E5M2),
-    fp8_block_format(E4M3),
-    fp8_block_format(E5M2),
-    fp8_block_format(E4M3, two_d=True),
-    fp8_block_format(E5M2, two_d=True),
-    mxfp8_format(E4M3),
-    mxfp8_format(E5M2),
-    mxfp8_format(E4M3, two_d=True),
-    mxfp8_format(E5M2, two_d=True),
-    nvfp4_format(),
-    nvfp4_format(two_d=True),
-    nvfp4_format(row_scaled=True),
-    nvfp4_format(scale_bound=256),
-    nvfp4_format(scale_bound=256, two_d=True),
-    ocp_mx_format("mxfp4", E2M1),
-    ocp_mx_format("mxfp6_e2m3", E2M3),
-    ocp_mx_format("mxfp6_e3m2", E3M2),
-    IDENTITY,
-)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .format import BUILT_IN, Format
+from .built_in import BUILT_IN
+from .element import E8M0
+from .format import AnyElement, Format
 
 _FORMATS: dict[str, Format] = {}
 
@@ -27,6 +29,15 @@ def get_format(name: str | Format) -> Format:
         raise KeyError(f"no format {name!r}; there are {', '.join(_FORMATS)}") from None
 
 
+def get_element(name: str) -> AnyElement:
+    """The element of that name, of those that scales and registered formats have; ``get_element("e4m3") is E4M3``."""
+    known = {fmt.element.name: fmt.element for fmt in reversed(_FORMATS.values()) if fmt.element} | {E8M0.name: E8M0}
+    try:
+        return known[name]
+    except KeyError:
+        raise KeyError(f"no element format {name!r}; there are {', '.join(known)}") from None
+
+
 def formats() -> Iterator[Format]:
     """All registered formats, in the order of registration."""
     return iter(tuple(_FORMATS.values()))
@@ -34,7 +45,7 @@ def formats() -> Iterator[Format]:
 
 def format_table() -> str:
     """All registered formats on one screen."""
-    head = f"{'name':<26} {'elem':<5} {'block':<8} {'scale':<26} {'column':<6} {'bits':>6}"
+    head = f"{'name':<26} {'elem':<8} {'block':<8} {'scale':<26} {'column':<6} {'bits':>6}"
     return "\n".join([head, "-" * len(head), *map(str, formats())])
 
 

@@ -6,7 +6,7 @@ to agree, not the two directions of a tensor.
 
 from __future__ import annotations
 
-from ..formats import Format
+from ..formats import Format, TableElement
 from ..planes import COLUMNWISE, ROWWISE, Direction
 
 # The three GEMMs of a linear layer and the direction in which each reads its two operands.
@@ -21,10 +21,13 @@ TENSORS = ("input", "weight", "grad_output")
 def scaling_family(fmt: Format) -> str:
     """How a format is scaled, in words: formats of one family can be multiplied as they are.
 
-    Elements do not matter, as the hardware mixes E4M3 with E5M2 and MXFP8 with MXFP4; nor do tiles.
+    Elements do not matter, as the hardware mixes E4M3 with E5M2 and MXFP8 with MXFP4; nor do tiles. Elements that
+    are a table are no such floating point numbers: nothing multiplies them with any others.
     """
     if fmt.is_identity:
         return "high precision"
+    if isinstance(fmt.element, TableElement):
+        return f"{fmt.element.name} with {_scales(fmt)}"
     if fmt.block is None:
         return "FP8 with a scale per tensor"
     if fmt.scale_rule == "fp32":
@@ -32,6 +35,13 @@ def scaling_family(fmt: Format) -> str:
     if fmt.scale_rule == "two_level":
         return "NVFP4" if fmt.block_length == 16 else f"two-level scales over {fmt.block_length}"
     return "MX" if fmt.block_length == 32 else f"power-of-two scales over {fmt.block_length}"
+
+
+def _scales(fmt: Format) -> str:
+    if fmt.block is None:
+        return "a scale per tensor"
+    kinds = {"fp32": "fp32 scales", "two_level": "two-level scales"}
+    return f"{kinds.get(fmt.scale_rule, 'power-of-two scales')} over {fmt.block_length}"
 
 
 def check_operands(gemm: str, operands: list[tuple[str, Direction, Format]], layer: str = "") -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from .network import Network
 from .setup import Setup
 
 
-def assumptions(network: Network, setup: Setup, decoded: Collection[str]) -> tuple[str, ...]:
+def assumptions(
+    network: Network, setup: Setup, decoded: Collection[str], without_rate: Mapping[str, str]
+) -> tuple[str, ...]:
     device, ranks = setup.device, setup.tensor_parallel
     rates = ", ".join(f"{kind} {rate:g}" for kind, rate in device.teraflops)
     found = [
@@ -20,6 +22,11 @@ def assumptions(network: Network, setup: Setup, decoded: Collection[str]) -> tup
         f"GEMMs reach {setup.gemm_efficiency:.0%} of the peak of their elements, or the bandwidth of the memory if "
         "that takes longer. Quantization reads its input once, or twice where an amax of the whole tensor comes "
         "first, and writes the planes. Norms, activation functions, routing, the loss and the optimizer take no time.",
+    ]
+    found += [
+        f"No rate is published for {fmt}: its operands are counted as decoded to bf16, its GEMMs at the rate of bf16. "
+        f"If you know at what rate this GPU multiplies {kind}, pass it: device '{_base_name(setup)}, {kind}=<TFLOP/s>'."
+        for fmt, kind in sorted(without_rate.items())
     ]
     if decoded:
         formats = " and ".join(sorted(decoded))
@@ -41,6 +48,10 @@ def assumptions(network: Network, setup: Setup, decoded: Collection[str]) -> tup
         "one fp32 copy and checkpoints take no memory."
     )
     return tuple(found)
+
+
+def _base_name(setup: Setup) -> str:
+    return setup.device.name.removesuffix(" (changed)")
 
 
 def _high_precision(network: Network) -> str:

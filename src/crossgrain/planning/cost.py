@@ -80,10 +80,19 @@ def plan(
     _check_cuts(network, setup)
     count = Count(network, bound, setup)
     count.add_all()
-    notes = assumptions(network, setup, count.decoded)
+    notes = assumptions(network, setup, count.decoded, count.without_rate)
     title = recipe if isinstance(recipe, str) else str(recipe)
     return Plan(
-        network.name, title, setup, count.numbers, count.memory(), count.wire(), count.work(), count.quantize(), notes
+        network.name,
+        title,
+        setup,
+        count.numbers,
+        count.memory(),
+        count.wire(),
+        count.work(),
+        count.quantize(),
+        notes,
+        tuple(count.without_rate),
     )
 
 

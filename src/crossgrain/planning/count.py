@@ -11,6 +11,7 @@ from ..linear.padding import Sizes
 from ..planes import COLUMNWISE, ROWWISE
 from ..recipe import GemmRecipe
 from ..recipe.layer_formats import LayerPlan
+from .devices import KINDS
 from .layer_cost import Gemm, attention_cost, layer_cost, padded_shapes
 from .network import Core, LinearLayer, Network, unit_of
 from .plane_bytes import (
@@ -56,6 +57,7 @@ class Count:
     units: dict[str, _Unit] = field(default_factory=lambda: defaultdict(_Unit))
     gemms: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0]))
     decoded: set[str] = field(default_factory=set)
+    without_rate: dict[str, str] = field(default_factory=dict)  # formats, and the elements whose rates are missing
     _local_numbers: int = 0
     _reduced_numbers: int = 0
 
@@ -194,7 +196,10 @@ class Count:
         setup = self.setup
         again = 1 + (setup.recompute and unit != "" and gemm.name in ("fprop", "attention forward"))
         kind = gemm.kind
-        if not setup.device.multiplies(kind, gemm.scaling):
+        if kind not in KINDS and setup.device.rate(kind) is None:
+            self.without_rate[gemm.format] = kind
+            kind = "bf16"
+        elif not setup.device.multiplies(kind, gemm.scaling):
             self.decoded.add(gemm.format)
             kind = "bf16"
         rate = setup.device.rate(kind)

@@ -4,21 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..formats.format import IDENTITY, fp8_block_format, fp8_format, mxfp8_format, nvfp4_format
+from ..formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    IDENTITY,
+    AnyElement,
+    formats,
+    fp8_block_format,
+    fp8_format,
+    mxfp8_format,
+    nvfp4_format,
+)
 from ..gemm.operands import scaling_family
 from ..recipe.syntax import did_you_mean
 from .settings_text import settings_of
 
 HIGH_PRECISION = scaling_family(IDENTITY)
 
-KINDS = ("fp4", "fp6", "fp8", "bf16", "tf32")  # of elements that a matrix unit multiplies
+KINDS = ("fp4", "fp6", "fp8", "bf16", "tf32")  # of elements whose rates are published
+_KIND_OF: dict[AnyElement, str] = {E2M1: "fp4", E2M3: "fp6", E3M2: "fp6", E4M3: "fp8", E5M2: "fp8"}
+
+
+def kind_of_element(element: AnyElement) -> str:
+    """The kind whose rate an element has: its own name, if it is none of those that rates are published for."""
+    own = element.name if element.name not in KINDS else f"{element.name} (another)"
+    return _KIND_OF.get(element, own)
+
+
+def known_kinds() -> list[str]:
+    """All that a rate can be given for: published ones, and the elements of registered formats."""
+    return list(dict.fromkeys((*KINDS, *(kind_of_element(fmt.element) for fmt in formats() if fmt.element))))
 
 
 @dataclass(frozen=True)
 class Device:
     """One GPU and how it is connected.
 
-    ``teraflops``  dense peak (no sparsity) by kind of element; a kind that is missing is not multiplied natively
+    ``teraflops``  dense peak (no sparsity) by kind of element; a kind that is missing is not multiplied natively.
+                   Beside those of `KINDS` it may have elements by name, with a rate that you know: ``("int8", 4500)``
     ``scalings``   ways of scaling, as `crossgrain.operands.scaling_family` names them, that are multiplied natively
     ``memory``     GB (1e9 bytes)
     ``bandwidth``  of the memory, GB/s
@@ -41,8 +67,10 @@ class Device:
             if not getattr(self, field) > 0:
                 raise ValueError(f"device {self.name!r}: {field} is more than 0, not {getattr(self, field)}")
         for kind, rate in self.teraflops:
-            if kind not in KINDS:
-                raise ValueError(f"device {self.name!r}: no kind of element {kind!r}{did_you_mean(kind, KINDS)}")
+            if kind not in known_kinds():
+                raise ValueError(
+                    f"device {self.name!r}: no kind of element {kind!r}{did_you_mean(kind, known_kinds())}"
+                )
             if not rate > 0:
                 raise ValueError(f"device {self.name!r}: {kind} is more than 0 TFLOP/s, not {rate}")
         for kind in ("bf16", "tf32"):
@@ -50,8 +78,11 @@ class Device:
                 raise ValueError(f"device {self.name!r}: the rate of {kind} has to be known")
 
     def multiplies(self, kind: str, scaling: str) -> bool:
-        """Whether elements of this kind, scaled like this, are multiplied as they are."""
-        return self.rate(kind) is not None and scaling in (*self.scalings, HIGH_PRECISION)
+        """Whether elements of this kind, scaled like this, are multiplied as they are.
+
+        A rate that someone gave for an element by its name is the rate of its formats, however they are scaled.
+        """
+        return self.rate(kind) is not None and (kind not in KINDS or scaling in (*self.scalings, HIGH_PRECISION))
 
     def rate(self, kind: str) -> float | None:
         """TFLOP/s of a kind of element; None if the device does not multiply it."""
@@ -85,10 +116,11 @@ DEVICES = {
 
 
 def device_of(text: str | Device) -> Device:
-    """``"b200"``, or with numbers of your own: ``"b200, memory=192, fp4=8000"``."""
+    """``"b200"``, or with numbers of your own: ``"b200, memory=192, fp4=8000"``, also for elements: ``int8=4500``."""
     if isinstance(text, Device):
         return text
-    known = (*KINDS, "memory", "bandwidth", "link", "network", "node")
+    kinds = known_kinds()
+    known = (*kinds, "memory", "bandwidth", "link", "network", "node")
     name, settings = settings_of(text, known, ["node"], "device")
     if name is None:
         raise ValueError(f"device {text!r}: begin with one that is known, as in 'b200, memory=192'")
@@ -97,5 +129,5 @@ def device_of(text: str | Device) -> Device:
     device = DEVICES[name]
     if not settings:
         return device
-    rates = {**dict(device.teraflops), **{kind: settings.pop(kind) for kind in KINDS if kind in settings}}
+    rates = {**dict(device.teraflops), **{kind: settings.pop(kind) for kind in kinds if kind in settings}}
     return replace(device, name=f"{name} (changed)", teraflops=tuple(rates.items()), **settings)

@@ -13,11 +13,10 @@ from ..planes import COLUMNWISE, ROWWISE, Direction
 from ..recipe.base import BackwardOverride
 from ..recipe.format_spec import FormatSpec
 from ..recipe.layer_formats import LayerPlan
-from .devices import HIGH_PRECISION
+from .devices import HIGH_PRECISION, KINDS, kind_of_element
 from .plane_bytes import buffer_bytes, plane_bytes, planes_of, quantizer_for
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_KINDS = {4: "fp4", 6: "fp6", 8: "fp8"}
 
 
 @dataclass(frozen=True)
@@ -169,13 +168,18 @@ def _format_name(specs: list[FormatSpec], dtype: torch.dtype) -> str:
 
 
 def _kind_and_scaling(specs: list[FormatSpec], directions: list[Direction], dtype: torch.dtype) -> tuple[str, str]:
-    """What the hardware is asked to multiply; operands that are not scaled alike are decoded before."""
+    """What the hardware is asked to multiply; operands that are not scaled alike are decoded before.
+
+    Of two kinds it is the one without a published rate, if there is one, else that of the wider elements.
+    """
     formats = [spec.stored_format(direction) for spec, direction in zip(specs, directions, strict=True)]
     families = {scaling_family(fmt) for fmt in formats}
-    bits = [fmt.element.bits for fmt in formats if fmt.element is not None]
-    if not bits or len(families) > 1:
+    elements = [fmt.element for fmt in formats if fmt.element is not None]
+    if not elements or len(families) > 1:
         return _plain_kind(dtype)
-    return _KINDS[max(bits)], families.pop()
+    widest_first = sorted(elements, key=lambda element: element.bits, reverse=True)
+    kinds = [kind_of_element(element) for element in widest_first]
+    return next((kind for kind in kinds if kind not in KINDS), kinds[0]), families.pop()
 
 
 def _plain_kind(dtype: torch.dtype) -> tuple[str, str]:

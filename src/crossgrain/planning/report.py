@@ -77,6 +77,13 @@ def verdict(plan: Plan) -> str:
     return f"does not fit: {size(memory)} of {size(room)}, {size(memory - room)} too much"
 
 
+def missing_rates(plan: Plan) -> str | None:
+    """A line for the head of a report, not only for its assumptions; None if every rate is known."""
+    if not plan.without_rate:
+        return None
+    return f"no published rate for {', '.join(plan.without_rate)}: counted as bf16 (see assumptions)"
+
+
 def sections(plan: Plan) -> list[Section]:
     return [_memory(plan), *([_wire(plan)] if plan.wire else []), _gemms(plan), _step(plan)]
 
@@ -165,7 +172,7 @@ def as_text(plan: Plan) -> str:
     lines = [*textwrap.wrap(title(plan), _TEXT_WIDTH), *textwrap.wrap(f"recipe: {plan.recipe}", _TEXT_WIDTH)]
     for section in sections(plan):
         lines += ["", section.title, *_aligned(section)]
-    lines += ["", verdict(plan), "", "assumptions", *bullets(plan.assumptions)]
+    lines += ["", verdict(plan), *filter(None, [missing_rates(plan)]), "", "assumptions", *bullets(plan.assumptions)]
     return "\n".join(lines)
 
 

@@ -67,6 +67,7 @@ class Work:
 class Plan:
     """What a run costs per GPU and step; ``print`` it.
 
+    ``without_rate``       formats that no rate is published or given for; they are counted as bf16
     ``seconds_in_turn``    compute, then the wire: nothing overlaps
     ``seconds_together``   the longer of the two: all of it overlaps
     """
@@ -80,6 +81,7 @@ class Plan:
     work: tuple[Work, ...]
     quantize_seconds: float
     assumptions: tuple[str, ...]
+    without_rate: tuple[str, ...] = ()
 
     @property
     def gemm_seconds(self) -> float:

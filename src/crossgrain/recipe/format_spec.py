@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..formats import Format, formats, fp8_format
+from ..formats import IDENTITY, Format, formats, fp8_format, get_format
 from ..formats.dtypes import DType
 from ..planes import Direction
 from ..quantizers.any_format import FormatQuantizer
@@ -24,6 +24,7 @@ from ..quantizers.request import QuantizerRequest
 from .params import Format as Elements
 from .requests import DelayedScalingRequest
 from .syntax import Call, RecipeSyntaxError, did_you_mean, parse_call
+from .variants import names_of_variants, options_of_format, quantizer_class, variant
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,8 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "fp32": ("dtype", "fp32"),
 }
 
-# The formats that have options of their own; every other registered format is only data and has `sr`.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "hp": ("bf16", "fp16", "fp32"),
-    "fp8": ("e4m3", "e5m2", "pow2", "eps", "delayed"),
-    "fp8_block": ("e4m3", "e5m2", "2d", "f32_scales", "eps"),
-    "mxfp8": ("e4m3", "e5m2", "2d"),
-    "nvfp4": ("2d", "row_scaled", "rht", "sr", "4over6"),
-}
-
-ALIASES: dict[str, str] = {
+# Other names than those of formats.
+_SYNONYMS: dict[str, str] = {
     "identity": "hp",
     "high_precision": "hp",
     "bf16": "hp(bf16)",
@@ -91,13 +84,10 @@ ALIASES: dict[str, str] = {
     "fp32": "hp(fp32)",
     "fp8_e4m3": "fp8",
     "mxfp8_e4m3": "mxfp8",
-    **{f"{name}_e5m2": f"{name}(e5m2)" for name in ("fp8", "fp8_block", "mxfp8")},
-    **{f"{name}_2d": f"{name}(2d)" for name in ("fp8_block", "mxfp8", "nvfp4")},
-    **{f"{name}_2d_e5m2": f"{name}(2d, e5m2)" for name in ("fp8_block", "mxfp8")},
-    "nvfp4_row_scaled": "nvfp4(row_scaled)",
     "nvfp4_max256": "nvfp4(4over6)",
     "nvfp4_max256_2d": "nvfp4(2d, 4over6)",
 }
+_HIGH_PRECISION = "hp"  # what a recipe calls the format "identity"
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -152,10 +142,10 @@ class FormatSpec:
             return text
         if not isinstance(text, str):
             raise TypeError(f"a format is written as text, like 'mxfp8', not as {type(text).__name__}")
-        call = parse_call(text)
-        base = parse_call(ALIASES[call.name]) if call.name in ALIASES else Call(call.name, call.start, call.end)
+        call, others = parse_call(text), aliases()
+        base = parse_call(others[call.name]) if call.name in others else Call(call.name, call.start, call.end)
         if base.name not in format_names():
-            known = [*format_names(), *ALIASES]
+            known = [*format_names(), *others]
             raise RecipeSyntaxError(
                 f"no format {call.name!r}{did_you_mean(call.name, known)}", text, call.start, call.end
             )
@@ -212,37 +202,39 @@ class FormatSpec:
         return quantizer.encoding(direction).format
 
     def _quantizer(self) -> Quantizer:
-        match self.format:
-            case "hp":
-                return IdentityQuantizer(dtype=_DTYPES[self.dtype] if self.dtype else None)
-            case "fp8":
-                return Float8CurrentScalingQuantizer(
-                    self._fp8_dtype, force_pow_2_scales=self.pow2, amax_epsilon=self.eps
-                )
-            case "fp8_block":
-                return Float8BlockQuantizer(
-                    self._fp8_dtype,
-                    rowwise=True,
-                    columnwise=True,
-                    amax_epsilon=self.eps,
-                    force_pow_2_scales=not self.f32_scales,
-                    block_scaling_dim=2 if self.two_d else 1,
-                )
-            case "mxfp8":
-                return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self.two_d)
-            case "nvfp4":
-                four_over_six = self.four_over_six or FourOverSix()
-                return NVFP4Quantizer(
-                    with_rht=self.rht,
-                    with_post_rht_amax=self.rht,
-                    with_2d_quantization=self.two_d,
-                    stochastic_rounding=self.sr,
-                    row_scaled_nvfp4=self.row_scaled,
-                    nvfp4_use_4over6=self.four_over_six is not None,
-                    nvfp4_e4m3_max=four_over_six.max,
-                    nvfp4_4over6_err_mode="MSE" if four_over_six.error == "mse" else "MAE",
-                )
-        return FormatQuantizer(self.format, stochastic_rounding=True) if self.sr else quantizer_for(self.format)
+        fmt = _format(self.format)
+        made_by = quantizer_class(fmt)
+        if made_by is IdentityQuantizer:
+            return IdentityQuantizer(dtype=_DTYPES[self.dtype] if self.dtype else None)
+        if made_by is Float8CurrentScalingQuantizer:
+            return Float8CurrentScalingQuantizer(self._fp8_dtype, force_pow_2_scales=self.pow2, amax_epsilon=self.eps)
+        if made_by is Float8BlockQuantizer:
+            return Float8BlockQuantizer(
+                self._fp8_dtype,
+                rowwise=True,
+                columnwise=True,
+                amax_epsilon=self.eps,
+                force_pow_2_scales=not self.f32_scales,
+                block_scaling_dim=2 if self.two_d else 1,
+            )
+        if made_by is MXFP8Quantizer:
+            return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self.two_d)
+        if made_by is NVFP4Quantizer:
+            four_over_six = self.four_over_six or FourOverSix()
+            return NVFP4Quantizer(
+                with_rht=self.rht,
+                with_post_rht_amax=self.rht,
+                with_2d_quantization=self.two_d,
+                stochastic_rounding=self.sr,
+                row_scaled_nvfp4=self.row_scaled,
+                nvfp4_use_4over6=self.four_over_six is not None,
+                nvfp4_e4m3_max=four_over_six.max,
+                nvfp4_4over6_err_mode="MSE" if four_over_six.error == "mse" else "MAE",
+            )
+        chosen = variant(fmt, element=self.element, two_d=self.two_d, row_scaled=self.row_scaled)
+        if chosen is None:
+            raise ValueError("no format is registered for these options together")
+        return FormatQuantizer(chosen, stochastic_rounding=True) if self.sr else quantizer_for(chosen)
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -267,13 +259,24 @@ class FormatSpec:
 
 
 def format_names() -> list[str]:
-    """Canonical names: the families, and every registered format that is not one of theirs."""
-    return [*FAMILIES, *(fmt.name for fmt in formats() if fmt.name not in FAMILIES and fmt.name not in ALIASES)]
+    """Canonical names: every registered format that is not another one with options."""
+    others = aliases()
+    return [_HIGH_PRECISION, *(fmt.name for fmt in formats() if fmt.name not in others)]
+
+
+def aliases() -> dict[str, str]:
+    """Other names of formats, and what they stand for: ``{"mxfp8_2d": "mxfp8(2d)", ...}``."""
+    return {**names_of_variants(), **_SYNONYMS}
 
 
 def options_of(format: str) -> tuple[str, ...]:
     """The options of a format, in the order in which they are written."""
-    return FAMILIES.get(format, ("sr",))
+    found = options_of_format(_format(format))
+    return tuple(option for option in _OPTIONS if option in found)
+
+
+def _format(name: str) -> Format:
+    return IDENTITY if name == _HIGH_PRECISION else get_format(name)
 
 
 def option_name(field: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .document import OPTIONS, Document
-from .format_spec import ALIASES, format_names
+from .format_spec import aliases, format_names
 from .layer_formats import KEYS, Settings, make_settings
 from .presets import PRESETS
 from .rules import Rule, parse_matcher
@@ -55,7 +55,7 @@ def parse_rule(text: str) -> Rule:
 def _check_name(text: str, start: int, end: int) -> None:
     """A first word that is no format may be the name of a preset that is misspelt."""
     name = text[start:end].partition("(")[0].strip()
-    known = [*PRESETS, *format_names(), *ALIASES]
+    known = [*PRESETS, *format_names(), *aliases()]
     if name not in known:
         raise RecipeSyntaxError(f"no preset or format {name!r}{did_you_mean(name, known)}", text, start, end)
 

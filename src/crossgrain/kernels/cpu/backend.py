@@ -22,6 +22,7 @@ from . import measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import ENCODERS, Encoder
+from .known import is_known
 from .places import Ints, as_one, groups_of, starts
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
 from .support import (
@@ -134,7 +135,9 @@ class CpuBackend(ReferenceBackend):
         super().encode(x, left + slow, seed)
 
     def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
-        if isinstance(target, GroupedTarget) or target.amax is None or not has_memory(target.amax):
+        if isinstance(target, GroupedTarget) or not is_known(target.encoding.format):
+            return super().tensor_scale(target)
+        if target.amax is None or not has_memory(target.amax):
             return super().tensor_scale(target)
         return torch.full((1,), tensor_factor(target), dtype=torch.float32, device="cpu")
 

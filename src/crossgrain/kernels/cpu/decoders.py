@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats import E2M1
 from ...planes import ROWWISE, Plane, bytes_per_row
 from . import decode
+from .known import E2M1
 from .runtime import kernel
 from .support import row_bytes, scales_of, tag_of_input, tag_of_plane
 from .tags import Tag

@@ -8,13 +8,15 @@ are consecutive integers, so the count and the exponent add up to the code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import njit
 from numba.extending import overload
 
-from ...formats import E2M1, E4M3, Element, get_element
+from ...formats import Element
+from . import known
 from .disk_cache import cached_on_disk
 from .simd import (
     as_float,
@@ -50,16 +52,19 @@ INFINITY_BITS = 0x7F800000
 FP32_MAX = np.float32(np.finfo(np.float32).max)
 
 
+@lru_cache(maxsize=64)
 def element_tag(element: Element) -> Tag:
-    """The tag of a built-in element."""
+    """The tag of an element that kernels know; a tag is a name, so there must be no other of that name."""
+    if known.ELEMENTS.get(element.name) != element:
+        raise ValueError(f"kernels do not know the element {element.name!r} as it is here: {element}")
     return Tag(element.name)
 
 
-E4M3_TAG, E2M1_TAG = element_tag(E4M3), element_tag(E2M1)
+E4M3_TAG, E2M1_TAG = element_tag(known.E4M3), element_tag(known.E2M1)
 
 
 def _element(tag: TagType) -> Element:
-    return get_element(tag.tag)
+    return known.ELEMENTS[tag.tag]
 
 
 def float_bits(value: float) -> int:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...formats import E2M1
 from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
+from .known import E2M1
 from .places import Ints, Numbers, buffers_of, place_of
 from .runtime import Arguments, run_kernel
 from .support import (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import overload
 
-from ...formats import E2M1, E4M3
 from .elements import (
     E2M1_TAG,
     E4M3_TAG,
@@ -19,6 +18,7 @@ from .elements import (
     encode_element,
     inner,
 )
+from .known import E2M1, E4M3
 from .random_bits import encode_stochastically, hash_counters, lane_numbers
 from .simd import as_float, as_int, float_minimum, largest, load, splat, sum_of_halves, where_less
 from .tags import F32, NO

@@ -33,13 +33,11 @@ def quotient(number: float, divisor: float) -> float:
 
 def tensor_factor(amax: float, encoding: Encoding) -> float:
     """The encode scale of a per-tensor format."""
-    fmt = encoding.format
-    assert fmt.element is not None
     epsilon = fp32(encoding.epsilon)
     amax = epsilon if amax < epsilon else amax
     if not 0.0 < amax < math.inf:  # NaN as well
         return 1.0
-    factor = quotient(fmt.element.max, amax)
+    factor = quotient(encoding.format.target, amax)
     if math.isinf(factor):
         factor = FP32_MAX
     return _power_of_two_below(factor) if encoding.power_of_two else factor

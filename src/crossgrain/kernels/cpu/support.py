@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats import E2M1, E4M3, E5M2, Format, nvfp4_format
+from ...formats import Element, Format
 from ...formats.dtypes import HIGH_PRECISION
-from ...formats.format import BUILT_IN
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
 from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
@@ -21,6 +20,7 @@ from ..reference.scaling import global_scale, quotient
 from ..target import Target
 from . import scalars
 from .elements import element_tag
+from .known import E2M1, E4M3, E5M2, is_known
 from .places import Numbers, groups_of, numbers_of_groups, numbers_of_rows
 from .tags import BF16, F32, NO, YES, Tag
 
@@ -187,8 +187,9 @@ def tag_of_input(x: Tensor) -> Tag:
 
 
 def tag_of_plane(plane: Plane) -> Tag:
-    assert plane.format.element is not None
-    return element_tag(plane.format.element)
+    element = plane.format.element
+    assert isinstance(element, Element)  # tables are not known to kernels
+    return element_tag(element)
 
 
 def scales_of(plane: Plane) -> Tensor:
@@ -319,14 +320,10 @@ def one_per_direction(targets: list[Target]) -> list[Target]:
 
 
 def is_standard(plane: Plane) -> bool:
-    """Whether the plane is of a built-in format, stored as that format stores it: all that kernels know."""
+    """Whether the plane is of a format that kernels know, stored as that format stores it."""
     plain_amax = plane.amax is None or plane.amax.is_contiguous()
     return plain_amax and is_standard_format(plane.format, plane.direction, plane.transposed)
 
 
 def is_standard_format(fmt: Format, direction: Direction, transposed: bool) -> bool:
-    known = fmt in _KNOWN or (fmt.rotation is not None and fmt == nvfp4_format(rotation=fmt.rotation))
-    return known and (fmt.block is None or transposed == (fmt.transposes and direction is COLUMNWISE))
-
-
-_KNOWN = frozenset(BUILT_IN)
+    return is_known(fmt) and (fmt.block is None or transposed == (fmt.transposes and direction is COLUMNWISE))

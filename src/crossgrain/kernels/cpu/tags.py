@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from numba import types
 from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+
+from . import known
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,28 @@ CALLERS = (
     "scalars",
     "support",
 )
+# A file of data alone: kernels depend on the part of it that their tags name.
+DATA = ("known",)
+# Elements that kernels name themselves, whatever their tags: those of NVFP4.
+NAMED_IN_KERNELS = (known.E4M3, known.E2M1)
 
 
 def _source_digest() -> str:
-    """A digest of all that kernels are compiled from."""
+    """A digest of all that every kernel is compiled from."""
     here = Path(__file__).parent
-    sources = sorted(path for path in here.glob("*.py") if path.stem not in CALLERS)
-    sources += sorted((here.parent.parent / "formats").glob("*.py"))
     digest = hashlib.sha256()
-    for source in sources:
+    for source in sorted(path for path in here.glob("*.py") if path.stem not in (*CALLERS, *DATA)):
         digest.update(source.read_bytes())
+    for element in NAMED_IN_KERNELS:
+        digest.update(known.data_digest(element).encode())
     return digest.hexdigest()[:16]
 
 
 # numba's cache on disk looks only at the file a kernel stands in. With the digest in the type of every tag,
 # and a tag among the arguments of every kernel, machine code of other sources is never found. It is taken
-# now, since a file that is edited later is not what this process compiles.
+# now, since a file that is edited later is not what this process compiles. The type of a tag that names an
+# element has a digest of that element too, so that a change of one leaves the kernels of all others valid.
+# Nothing else of ``formats`` goes into a kernel.
 SOURCE_DIGEST = _source_digest()
 
 
@@ -61,7 +70,8 @@ class TagType(types.Type):
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
-        super().__init__(name=f"Tag({tag}, {SOURCE_DIGEST})")
+        elements = [known.ELEMENTS[word] for word in re.split(r"[:,]", tag) if word in known.ELEMENTS]
+        super().__init__(name=f"Tag({tag}, {', '.join([SOURCE_DIGEST, *map(known.data_digest, elements)])})")
 
 
 register_model(TagType)(models.OpaqueModel)

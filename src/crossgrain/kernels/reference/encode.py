@@ -105,6 +105,7 @@ def _scales(block_max: Tensor | None, target: Target, overflow: float) -> Scales
         return fp32_scales(
             block_max,
             fmt.element,
+            target=fmt.target,
             epsilon=encoding.epsilon,
             power_of_two=encoding.power_of_two,
             overflow=overflow,
@@ -119,13 +120,19 @@ def _scales(block_max: Tensor | None, target: Target, overflow: float) -> Scales
 
 def tensor_scale(target: Target | GroupedTarget) -> Scales:
     """The one scale of a per-tensor format (of each group): given from outside (delayed), or from the current amax."""
-    encoding, element = target.encoding, target.encoding.format.element
-    assert element is not None
+    encoding, fmt = target.encoding, target.encoding.format
+    assert fmt.element is not None
     if target.scale is not None:
         factor = target.scale.view(-1, 1)
         return Scales(quotient(1.0, factor), factor)
     assert target.amax is not None
-    return fp32_scales(target.amax.view(-1, 1), element, epsilon=encoding.epsilon, power_of_two=encoding.power_of_two)
+    return fp32_scales(
+        target.amax.view(-1, 1),
+        fmt.element,
+        target=fmt.target,
+        epsilon=encoding.epsilon,
+        power_of_two=encoding.power_of_two,
+    )
 
 
 def _overflow_scale(x: Tensor, fmt: Format) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import E4M3, Element, Format
+from ...formats import E4M3, AnyElement, Format
 from .elements import FP32_MAX, element_values, round_to_nearest
 
 
@@ -24,15 +24,21 @@ def quotient(number: float, divisor: Tensor) -> Tensor:
 
 
 def fp32_scales(
-    amax: Tensor, element: Element, *, epsilon: float = 0.0, power_of_two: bool = False, overflow: float = FP32_MAX
+    amax: Tensor,
+    element: AnyElement,
+    *,
+    target: float | None = None,
+    epsilon: float = 0.0,
+    power_of_two: bool = False,
+    overflow: float = FP32_MAX,
 ) -> Scales:
-    """One fp32 scale per amax: the factor takes amax to the element's maximum.
+    """One fp32 scale per amax: the factor takes amax to ``target``, by default the element's maximum.
 
     An amax of 0, Inf or NaN has factor 1. ``overflow`` replaces a quotient beyond fp32.
     """
     amax = torch.where(amax < epsilon, epsilon, amax)
     usable = (amax > 0) & amax.isfinite()
-    factor = quotient(element.max, torch.where(usable, amax, 1.0))
+    factor = quotient(element.max if target is None else target, torch.where(usable, amax, 1.0))
     factor = torch.where(factor.isinf(), overflow, factor)
     if power_of_two:
         factor = (factor.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
@@ -40,14 +46,14 @@ def fp32_scales(
     return Scales(quotient(1.0, factor), factor)
 
 
-def e8m0_up_scales(amax: Tensor, element: Element) -> Scales:
+def e8m0_up_scales(amax: Tensor, element: AnyElement) -> Scales:
     """The smallest power of two that fits amax under the element's maximum."""
     reciprocal = torch.tensor(1.0 / element.max, dtype=torch.float32, device=amax.device)
     stored = e8m0_round_up(amax * reciprocal)
     return Scales(stored, e8m0_reciprocal(stored))
 
 
-def e8m0_floor_scales(amax: Tensor, element: Element) -> Scales:
+def e8m0_floor_scales(amax: Tensor, element: AnyElement) -> Scales:
     """The OCP rule: the power of two at or below amax goes to the element's top binade."""
     exponent = amax.view(torch.int32) >> 23
     stored = (exponent - element.max_exponent).clamp(0, 254).to(torch.uint8)
@@ -90,7 +96,7 @@ def global_scale(amax: Tensor, fmt: Format) -> GlobalScale:
     return GlobalScale(encode, quotient(1.0, encode))
 
 
-def two_level_scales(amax: Tensor, scale: GlobalScale, element: Element) -> Scales:
+def two_level_scales(amax: Tensor, scale: GlobalScale, element: AnyElement) -> Scales:
     """An E4M3 scale per block under the global scale."""
     sixth = torch.tensor(1.0 / element.max, dtype=torch.float32, device=amax.device)
     wanted = (amax * (scale.encode * sixth)).clamp(max=FP32_MAX)

@@ -1,0 +1,77 @@
+"""Which options a format has in the text of a recipe.
+
+They follow from data: an option that means another format (``2d``: one with tiles) is there if that format is
+registered beside this one, and the rest is what the format's quantizer can be told. Formats that are registered
+later have their options by the same rules.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+from ..formats import E4M3, E5M2, Format, formats, get_format
+from ..quantizers.any_format import FormatQuantizer
+from ..quantizers.base import Quantizer
+from ..quantizers.by_name import quantizer_for
+from ..quantizers.float8 import Float8CurrentScalingQuantizer
+from ..quantizers.float8_block import Float8BlockQuantizer
+from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nvfp4 import NVFP4Quantizer
+
+# What quantizers can be told beside what their format is.
+_OPTIONS_OF_QUANTIZERS: dict[type[Quantizer], tuple[str, ...]] = {
+    IdentityQuantizer: ("bf16", "fp16", "fp32"),
+    Float8CurrentScalingQuantizer: ("pow2", "eps", "delayed"),
+    Float8BlockQuantizer: ("f32_scales", "eps"),
+    MXFP8Quantizer: (),
+    NVFP4Quantizer: ("rht", "sr", "4over6"),
+    FormatQuantizer: ("sr",),
+}
+
+
+def variant(fmt: Format, *, element: str = "e4m3", two_d: bool = False, row_scaled: bool = False) -> Format | None:
+    """The registered format that is ``fmt`` with tiles, with an amax per row or in E5M2, by its name and its data."""
+    name = fmt.name + "_2d" * two_d + "_row_scaled" * row_scaled + "_e5m2" * (element == "e5m2")
+    if name == fmt.name:
+        return fmt
+    try:
+        found = get_format(name)
+    except KeyError:
+        return None
+    wanted = E5M2 if element == "e5m2" else fmt.element
+    alike = found.scale_rule == fmt.scale_rule and found.block_length == fmt.block_length and found.element == wanted
+    as_asked = (found.block_rows > 1) == two_d and (found.global_amax == "row") == row_scaled
+    return found if alike and as_asked else None
+
+
+def names_of_variants() -> dict[str, str]:
+    """Every registered format that is a variant of another, as that other with options: ``{"x_2d": "x(2d)"}``."""
+    found = {}
+    for fmt in formats():
+        for two_d, row_scaled, element in product((False, True), (False, True), ("e4m3", "e5m2")):
+            options = ["2d"] * two_d + ["row_scaled"] * row_scaled + ["e5m2"] * (element == "e5m2")
+            other = variant(fmt, element=element, two_d=two_d, row_scaled=row_scaled) if options else None
+            if other is not None:
+                found[other.name] = f"{fmt.name}({', '.join(options)})"
+    return found
+
+
+def options_of_format(fmt: Format) -> set[str]:
+    """The names of all options that make sense for a format."""
+    found = set(_OPTIONS_OF_QUANTIZERS[quantizer_class(fmt)])
+    if fmt.element == E4M3 and variant(fmt, element="e5m2") is not None:
+        found |= {"e4m3", "e5m2"}
+    if variant(fmt, two_d=True) is not None:
+        found.add("2d")
+    if variant(fmt, row_scaled=True) is not None:
+        found.add("row_scaled")
+    return found
+
+
+@lru_cache(maxsize=256)
+def quantizer_class(fmt: Format) -> type[Quantizer]:
+    """What makes a format; where it is an option of another one's quantizer, the one for any format."""
+    is_option = fmt.block_rows > 1 or fmt.global_amax == "row" or fmt.scale_bound != NVFP4Quantizer().nvfp4_e4m3_max
+    return FormatQuantizer if is_option else type(quantizer_for(fmt))
