@@ -40,6 +40,7 @@ ROOMS = (
 DYNAMIC_IMPORTS = {
     "__init__.py": "rooms that are imported when they are first used",
     "recipe/portable.py": "a function of the user that a recipe names",
+    "cli/imports.py": "a module of the user that registers formats",
     "compat/facade.py": "the modules of its own tables, whose names are checked like all strings",
     "compat/tree.py": "the modules of its own tables, whose names are checked like all strings",
 }

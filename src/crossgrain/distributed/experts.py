@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..linear.call import activation_dtype
 from ..linear.gather_activations import why_places_matter
-from ..nn.options import activation_dtype
 from ..planes import ROWWISE, Plane
 from ..planes.rows import bytes_of_rows, plane_of_rows, rows_stand_alone
 from ..quantizers.base import Quantizer

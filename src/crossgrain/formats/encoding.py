@@ -6,7 +6,7 @@ Two encodings of the same format differ in the bytes they produce, never in how 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from . import Format
@@ -28,6 +28,12 @@ class Encoding:
     power_of_two: bool = False
     epsilon: float = 0.0
     four_over_six: Literal["MAE", "MSE"] | None = None
+
+    @cached_property
+    def needs_amax(self) -> bool:
+        """Whether the bytes depend on the largest magnitude of the whole input."""
+        fmt = self.format
+        return fmt.global_amax is not None or (fmt.block is None and not fmt.is_identity)
 
     def __post_init__(self) -> None:
         if (self.power_of_two or self.epsilon) and self.format.scale_rule != "fp32":

@@ -62,20 +62,21 @@ def gemm(
     """
     if which not in GEMMS:
         raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}, not {which!r}")
-    (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
-    planes = [_as_plane(a, a_direction), _as_plane(b, b_direction)]
-    for plane, name, direction in zip(planes, (a_name, b_name), (a_direction, b_direction), strict=True):
-        if plane.direction is not direction:
-            raise ValueError(f"{which} reads {name} {direction.value}, but was given its {plane.direction.value} plane")
-        plane.check_fresh()
+    planes = [
+        _operand_plane(which, operand, name, direction)
+        for operand, (name, direction) in zip((a, b), GEMMS[which].items(), strict=True)
+    ]
     if not allow_mixed:
         _check_pair(which, planes[0].format, planes[1].format)
-    _check_inner_size(which, a_name, b_name, planes)
+    (rows, a_inner), (columns, b_inner) = planes[0].operand_shape, planes[1].operand_shape
+    if a_inner != b_inner:
+        _refuse_inner_sizes(which, planes)
 
     if accumulate and out is None:
         raise ValueError(f"{which}: accumulate needs an out to add to")
     if out is not None:
-        _check_out(which, out, planes)
+        if tuple(out.shape) != (rows, columns):
+            raise ValueError(f"{which}: the result is {[rows, columns]}, and out is {list(out.shape)}")
         out_dtype = out.dtype
     if bias is not None:
         bias = bias.detach()
@@ -87,7 +88,6 @@ def gemm(
         left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
         if left.values.dtype == torch.bfloat16:
             return _multiplied_in_bf16(left, right, out)
-    rows, columns = (plane.operand_shape[0] for plane in planes)
     if accumulate:
         assert out is not None
         total = out if out_dtype == torch.float32 else out.to(torch.float32)
@@ -111,26 +111,21 @@ def _check_pair(which: str, a: Format, b: Format) -> None:
     check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
 
 
-def _as_plane(operand: Plane | Tensor, direction: Direction) -> Plane:
-    """A plain tensor is an identity plane of whatever direction is read."""
-    if isinstance(operand, Plane):
-        return operand.read(direction) if operand.format.is_identity else operand
-    return Plane(IDENTITY, direction, matrix_shape(operand.shape), operand)
+def _operand_plane(which: str, operand: Plane | Tensor, name: str, direction: Direction) -> Plane:
+    """The plane that a GEMM reads. A plain tensor, or an identity plane, serves whatever direction is read."""
+    if not isinstance(operand, Plane):
+        return Plane(IDENTITY, direction, matrix_shape(operand.shape), operand)
+    if operand.direction is not direction and not operand.format.is_identity:
+        raise ValueError(f"{which} reads {name} {direction.value}, but was given its {operand.direction.value} plane")
+    if operand.stale:
+        operand.check_fresh()
+    return operand if operand.direction is direction else operand.read(direction)
 
 
-def _check_inner_size(which: str, a_name: str, b_name: str, planes: list[Plane]) -> None:
+def _refuse_inner_sizes(which: str, planes: list[Plane]) -> None:
     inner = [plane.operand_shape[1] for plane in planes]
-    if inner[0] != inner[1]:
-        shapes = " and ".join(
-            f"{name} {list(plane.shape)}" for name, plane in zip((a_name, b_name), planes, strict=True)
-        )
-        raise ValueError(f"{which}: {shapes} do not agree: it sums over {inner[0]} and {inner[1]} elements")
-
-
-def _check_out(which: str, out: Tensor, planes: list[Plane]) -> None:
-    shape = [plane.operand_shape[0] for plane in planes]
-    if list(out.shape) != shape:
-        raise ValueError(f"{which}: the result is {shape}, and out is {list(out.shape)}")
+    shapes = " and ".join(f"{name} {list(plane.shape)}" for name, plane in zip(GEMMS[which], planes, strict=True))
+    raise ValueError(f"{which}: {shapes} do not agree: it sums over {inner[0]} and {inner[1]} elements")
 
 
 # ---- operands ----------------------------------------------------------------------------------------
@@ -138,9 +133,8 @@ def _check_out(which: str, out: Tensor, planes: list[Plane]) -> None:
 
 def _operands(planes: list[Plane], allow_bf16: bool) -> tuple[_Operand, _Operand]:
     unrotated = planes[0].format.rotation != planes[1].format.rotation
-    left, right = (_operand(plane, name, unrotated) for plane, name in zip(planes, ("gemm.a", "gemm.b"), strict=True))
-    scaled = not (_is_one(left.scale) and _is_one(right.scale))
-    if allow_bf16 and not scaled and _wants_bf16(planes[0].data.device):
+    left, right = _operand(planes[0], "gemm.a", unrotated), _operand(planes[1], "gemm.b", unrotated)
+    if allow_bf16 and _is_one(left.scale) and _is_one(right.scale) and _wants_bf16(planes[0].data.device):
         narrow = [_exact_bf16(operand.values) for operand in (left, right)]
         if narrow[0] is not None and narrow[1] is not None:
             return _Operand(narrow[0], 1.0), _Operand(narrow[1], 1.0)
@@ -148,14 +142,15 @@ def _operands(planes: list[Plane], allow_bf16: bool) -> tuple[_Operand, _Operand
 
 
 def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
-    rows, columns = plane.operand_shape
-    if plane.format.is_identity:
+    fmt = plane.format
+    if fmt.element is None:
         return _Operand(_plain_operand(plane, name), 1.0)
-    memory = kernels.workspace(name, rows * columns) if plane.data.device.type == "cpu" else None
-    values = kernels.decode_operand(_under_scale_one(plane), memory)
-    if unrotated and plane.format.rotation is not None:
-        values = unrotate(values, plane.format.rotation)
-    return _Operand(values, _global_scale(plane))
+    memory = kernels.workspace(name, plane.shape[0] * plane.shape[1]) if plane.data.device.type == "cpu" else None
+    has_global_scale = fmt.block is None or fmt.global_amax is not None
+    values = kernels.decode_operand(_under_scale_one(plane) if has_global_scale else plane, memory)
+    if unrotated and fmt.rotation is not None:
+        values = unrotate(values, fmt.rotation)
+    return _Operand(values, _global_scale(plane) if has_global_scale else 1.0)
 
 
 def _plain_operand(plane: Plane, name: str) -> Tensor:
@@ -172,20 +167,16 @@ def _global_scale(plane: Plane) -> float | Tensor:
     if fmt.block is None:
         assert plane.scale is not None
         return _number(plane.scale)
-    if fmt.global_amax is None:
-        return 1.0
-    assert plane.amax is not None
-    return _number(plane.amax, 1.0 / _neutral_amax(fmt))
+    assert plane.amax is not None and fmt.element is not None
+    return _number(plane.amax, 1.0 / (fmt.element.max * fmt.scale_bound))
 
 
 def _under_scale_one(plane: Plane) -> Plane:
-    """The plane with a global scale of one."""
+    """A plane that has a global scale, with a global scale of one."""
     fmt = plane.format
     if fmt.block is None:
         assert plane.scale is not None
         return replace(plane, scale=torch.ones_like(plane.scale))
-    if fmt.global_amax is None:
-        return plane
     assert plane.amax is not None
     return replace(plane, amax=torch.full_like(plane.amax, _neutral_amax(fmt)))
 
@@ -341,9 +332,10 @@ def _multiplied_in_bf16(left: _Operand, right: _Operand, out: Tensor | None) -> 
 
 def _in_double(planes: list[Plane]) -> bool:
     """Unquantized operands in double precision, as in a gradient check, stay in it."""
-    return all(plane.format.is_identity for plane in planes) and any(
-        plane.data.dtype == torch.float64 for plane in planes
-    )
+    a, b = planes
+    if a.format.element is not None or b.format.element is not None:
+        return False
+    return torch.float64 in (a.data.dtype, b.data.dtype)
 
 
 def _multiplied_in_double(

@@ -7,14 +7,13 @@ are chosen by device type; each must match the reference bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..planes import Plane, shape_problem
 from .backend import Backend
-from .choice import REFERENCE, backend_for, get_backend, set_backend
+from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
 from .layout import swizzle_scales, unswizzle_scales
 from .target import GroupedTarget, Target
 from .transpose import transposed_plane
@@ -27,6 +26,7 @@ __all__ = [
     "Target",
     "amax",
     "can_multiply",
+    "check_targets",
     "decode",
     "decode_operand",
     "encode",
@@ -45,11 +45,8 @@ __all__ = [
 ]
 
 
-AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
-
-
 def _backend(tensor: Tensor) -> Backend:
-    return backend_for(tensor.device.type)
+    return serving.get(tensor.device.type) or backend_for(tensor.device.type)
 
 
 def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> list[Target]:
@@ -59,32 +56,33 @@ def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> l
     """
     _refuse_flush_to_zero()
     if not checked:
-        _check_targets(x, targets)
-    missing = [target for target in targets if target.amax is None and target.needs_amax]
-    if not missing:
-        return list(targets)
-    return _with_amaxes(targets, missing, _backend(x).measure(x, missing))
+        check_targets(x, targets)
+    ready = list(targets)
+    missing = [at for at, target in enumerate(ready) if target.amax is None and target.encoding.needs_amax]
+    if missing:
+        found = _backend(x).measure(x, [ready[at] for at in missing])
+        for at, amax in zip(missing, found, strict=True):
+            target = ready[at]
+            ready[at] = Target(target.plane, target.encoding, amax, target.scale)
+    return ready
 
 
 def measure_groups(x: Tensor, targets: Sequence[GroupedTarget]) -> list[GroupedTarget]:
     """The same for groups of rows: an amax for each group."""
     _refuse_flush_to_zero()
-    missing = [target for target in targets if target.amax is None and target.needs_amax]
-    return _with_amaxes(targets, missing, _backend(x).measure_groups(x, missing))
-
-
-def _with_amaxes(
-    targets: Sequence[AnyTarget], missing: Sequence[AnyTarget], found: Sequence[Tensor | None]
-) -> list[AnyTarget]:
-    amaxes = dict(zip(map(id, missing), found, strict=True))
-    return [target.with_amax(amaxes[id(target)]) if id(target) in amaxes else target for target in targets]
+    ready = list(targets)
+    missing = [at for at, target in enumerate(ready) if target.amax is None and target.needs_amax]
+    found = _backend(x).measure_groups(x, [ready[at] for at in missing])
+    for at, amax in zip(missing, found, strict=True):
+        ready[at] = ready[at].with_amax(amax)
+    return ready
 
 
 def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> None:
     """Write ``x`` into every target's plane. Targets have been through `measure`."""
     _refuse_flush_to_zero()
     if not checked:
-        _check_targets(x, targets)
+        check_targets(x, targets)
         for target in targets:
             fmt = target.encoding.format
             if target.amax is None and target.needs_amax:
@@ -139,15 +137,15 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float = 1.0) -> None:
 
     Only block scales are applied: what the amaxes stand for belongs into ``factor``, or is applied later.
     """
-    _check_readable(a)
-    _check_readable(b)
+    _check_readable(a, b)
     _backend(a.data).multiply(a, b, out, factor)
 
 
-def _check_readable(plane: Plane) -> None:
+def _check_readable(*planes: Plane) -> None:
     _refuse_flush_to_zero()
-    plane.check_readable()
-    plane.check_buffers()
+    for plane in planes:
+        plane.check_readable()
+        plane.check_buffers()
 
 
 def amax(x: Tensor) -> Tensor:
@@ -162,7 +160,8 @@ def tensor_scale(target: Target | GroupedTarget) -> Tensor:
     return _backend(target.amax).tensor_scale(target)
 
 
-def _check_targets(x: Tensor, targets: Sequence[Target]) -> None:
+def check_targets(x: Tensor, targets: Sequence[Target]) -> None:
+    """Raise unless the planes fit ``x`` and their encodings."""
     for target in targets:
         plane, fmt = target.plane, target.encoding.format
         plane.check_buffers()

@@ -15,12 +15,15 @@ REFERENCE: Backend = ReferenceBackend()
 _chosen: str = "auto"
 _cpu: Backend | None = None
 
+serving: dict[str, Backend] = {}
+"""By the type of the device: what `backend_for` has answered since the choice was last changed."""
+
 
 def backend_for(device_type: str) -> Backend:
     """The backend for tensors on a device: compiled kernels on the CPU, the reference elsewhere."""
-    if _chosen == "reference" or device_type != "cpu":
-        return REFERENCE
-    return _cpu or _load_cpu_backend()
+    compiled = _chosen != "reference" and device_type == "cpu"
+    backend = serving[device_type] = (_cpu or _load_cpu_backend()) if compiled else REFERENCE
+    return backend
 
 
 def set_backend(name: str) -> None:
@@ -36,6 +39,7 @@ def set_backend(name: str) -> None:
     if name == "cpu" and _cpu is REFERENCE:
         _cpu = None
     _chosen = name
+    serving.clear()
 
 
 @contextmanager

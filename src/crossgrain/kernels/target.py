@@ -27,7 +27,7 @@ class Target:
     @property
     def needs_amax(self) -> bool:
         """Whether the bytes depend on the largest magnitude of the whole input."""
-        return _needs_amax(self.encoding)
+        return self.encoding.needs_amax
 
     def with_amax(self, amax: Tensor | None) -> Target:
         return Target(self.plane, self.encoding, amax, self.scale)
@@ -47,7 +47,7 @@ class GroupedTarget:
 
     @property
     def needs_amax(self) -> bool:
-        return _needs_amax(self.encoding)
+        return self.encoding.needs_amax
 
     def with_amax(self, amax: Tensor | None) -> GroupedTarget:
         return GroupedTarget(self.planes, self.encoding, amax, self.scale)
@@ -58,8 +58,3 @@ class GroupedTarget:
         scales = [None] * len(planes) if self.scale is None else self.scale.split(1)
         amaxes = self.planes.amaxes(self.amax)
         return [Target(plane, self.encoding, a, s) for plane, a, s in zip(planes, amaxes, scales, strict=True)]
-
-
-def _needs_amax(encoding: Encoding) -> bool:
-    fmt = encoding.format
-    return fmt.global_amax is not None or (fmt.block is None and not fmt.is_identity)

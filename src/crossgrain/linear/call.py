@@ -80,8 +80,17 @@ class LinearCall:
         if self.parallel is not None:
             self.parallel.check(x.shape, self.layer)
             rows *= self.parallel.size if self.parallel.gathers_input else 1
-        sizes = Sizes(rows, x.shape[-1], weight.shape[0])
-        return sizes, self.padding.padded(sizes, backward=backward)
+        sizes, padding = Sizes(rows, x.shape[-1], weight.shape[0]), self.padding
+        m = padding.m_backward if backward else padding.m_forward
+        whole_blocks = not (sizes.m % m or sizes.k % padding.k or sizes.n % padding.n)
+        return sizes, sizes if whole_blocks else padding.padded(sizes, backward=backward)
+
+
+def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:
+    """What a module computes in: what torch.autocast says, else ``otherwise``, by default the input's dtype."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype if otherwise is None else otherwise
 
 
 def check_input(x: Tensor, weight: Tensor, layer: str) -> None:

@@ -28,36 +28,6 @@ from .saved_planes import Saved, restored, save
 from .weight_gradient import check_has_main_grad, delivered_weight_gradient
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """``x · weightᵀ + bias`` for x [..., K] and weight [N, K], by the quantizers of ``call``."""
-    check_input(x, weight, call.layer)
-    grad = torch.is_grad_enabled()
-    needs = Needs(
-        grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
-    )
-    if not (needs.dx or needs.dw or needs.db):
-        y: Tensor = forward(None, x, weight, bias, call, needs)
-        return y
-    if needs.dw and call.weight_parts is None and (call.accumulate_main_grad or call.wgrad_queue is not None):
-        check_takes_gradient(weight, call.layer)
-    result: Tensor = LinearFunction.apply(x, weight, bias, call, needs)
-    return result
-
-
-class LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:
-        return forward(ctx, x, weight, bias, call, needs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        if ctx.call.parallel is None:
-            return *gradients(ctx, dy), None, None
-        with telling_others(f"{ctx.call.layer}, backward"):
-            return *gradients(ctx, dy), None, None
-
-
 def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:
     """y. What backward needs is saved in ``ctx``, if there is one."""
     check_dtypes(weight, call)
@@ -72,7 +42,7 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
         x_rows,
         w_rows,
         out_dtype=call.dtype,
-        bias=None if sums else padded_vector(bias, padded.n),
+        bias=None if sums else bias if padded is sizes else padded_vector(bias, padded.n),
         allow_mixed=call.allow_mixed,
     )
 
@@ -127,3 +97,31 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
 
         dw = delivered_weight_gradient(wgrad, (dy_columns, saved.x.operand), ctx)
     return dx, dw, db
+
+
+class LinearFunction(torch.autograd.Function):
+    forward = staticmethod(forward)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if ctx.call.parallel is None:
+            return *gradients(ctx, dy), None, None
+        with telling_others(f"{ctx.call.layer}, backward"):
+            return *gradients(ctx, dy), None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """``x · weightᵀ + bias`` for x [..., K] and weight [N, K], by the quantizers of ``call``."""
+    check_input(x, weight, call.layer)
+    grad = torch.is_grad_enabled()
+    needs = Needs(
+        grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
+    )
+    if not (needs.dx or needs.dw or needs.db):
+        y: Tensor = forward(None, x, weight, bias, call, needs)
+        return y
+    if needs.dw and call.weight_parts is None and (call.accumulate_main_grad or call.wgrad_queue is not None):
+        check_takes_gradient(weight, call.layer)
+    result: Tensor = LinearFunction.apply(x, weight, bias, call, needs)
+    return result

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlaneSource
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlanePair, PlaneSource
 from ..quantizers.base import Quantizer
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import local_part
@@ -29,7 +29,10 @@ def of_direction(made: Made, direction: Direction, tensor: str, call: LinearCall
     """The operand for a GEMM that reads ``made`` in ``direction``."""
     if isinstance(made, Tensor) and not isinstance(made, QuantizedTensor):
         return made
-    plane = made.plane(direction)
+    if isinstance(made, PlanePair):
+        plane = made.rowwise if direction is ROWWISE else made.columnwise
+    else:
+        plane = made.plane(direction)
     if plane is None:
         raise RuntimeError(f"{call.layer}: the quantized {tensor} has no {direction.value} plane")
     return plane
@@ -65,7 +68,9 @@ def _made_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, column
     matrix = x.detach().reshape(sizes.m, sizes.k).to(call.dtype)
     if call.input is None:
         return matrix
-    return call.input.make_planes(padded_matrix(matrix, padded.m, padded.k), rowwise=True, columnwise=columnwise)
+    if padded is not sizes:
+        matrix = padded_matrix(matrix, padded.m, padded.k)
+    return call.input.make_planes(matrix, rowwise=True, columnwise=columnwise)
 
 
 def kept_input(x: Tensor, made: Made, call: LinearCall) -> Operand:
@@ -115,7 +120,10 @@ def _made_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwise: bo
 
 def weight_matrix(weight: Tensor, padded: Sizes) -> Tensor:
     """What is quantized of a weight: this rank's part, with zeros that fill blocks up."""
-    return padded_matrix(local_part(weight.detach()), padded.n, padded.k)
+    matrix = weight.detach()
+    if type(matrix) is not Tensor:
+        matrix = local_part(matrix)
+    return matrix if matrix.shape == (padded.n, padded.k) else padded_matrix(matrix, padded.n, padded.k)
 
 
 def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Made:
@@ -212,7 +220,7 @@ def _made_gradient(dy: Tensor, ctx: Any) -> Made:
     if call.quantized_gradient is not None:
         given: Made = call.quantized_gradient
         return given
-    matrix = padded_matrix(dy, padded.m, padded.n)
+    matrix = dy if padded is ctx.sizes else padded_matrix(dy, padded.m, padded.n)
     if call.grad_output is None or not call.quantizes_backward:
         return matrix
     made: Made = call.grad_output.make_planes(matrix, rowwise=needs.dx, columnwise=needs.dw)

@@ -62,7 +62,7 @@ class Unchanged:
 
 
 def _buffers(operand: Plane | Tensor) -> list[Tensor]:
-    return list(operand.buffers()) if isinstance(operand, Plane) else [operand]
+    return operand.buffers() if isinstance(operand, Plane) else [operand]
 
 
 def check_has_main_grad(ctx: Any) -> None:

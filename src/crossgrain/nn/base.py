@@ -61,6 +61,7 @@ class Built(NamedTuple):
     quantizers: dict[str, list[Quantizer]]
     details: Any = None  # what the module derives from them
     serves_backward: bool = True  # whether the operands of its GEMMs are known to pair up, too
+    stamp: Any = None  # of the last call that compared all options and roles: as long as it is the same, so are they
 
 
 class ParameterInit(NamedTuple):
@@ -159,7 +160,9 @@ class QuantizedModule(FieldNames):
         """Autocast decides, where there is one; else what the module is bound to."""
         context = active()
         if context.depth:
-            return active_recipe() if context.enabled or context.calibrating else None
+            if not (context.enabled or context.calibrating):
+                return None
+            return active_recipe() if context.recipe is None else context.recipe
         if self.bound_recipe is None and self.fp8 and (in_backward() or this_pass().recomputes):
             raise RuntimeError(
                 f"{self.layer} ran in an autocast and is computed again in backward outside of it, where it would not "
@@ -179,7 +182,8 @@ class QuantizedModule(FieldNames):
             self.fp8 = False
             return self._built
         built = self._build_quantizers(recipe, backward=torch.is_grad_enabled() or this_pass().trains)
-        self.fp8 = True
+        if not self.fp8:
+            self.fp8 = True
         return built
 
     def _step(self, recipe: Recipe | None, built: Built) -> AbstractContextManager[None]:
@@ -191,11 +195,18 @@ class QuantizedModule(FieldNames):
 
         Without ``backward`` its GEMMs are not checked: formats for inference need not suit them.
         """
-        built, device = self._built, self._device()
+        built, device, stamp = self._built, self._device(), None
+        if recipe is built.recipe:
+            stamp = (recipe.changes, self._role_stamp(), device)
+            if stamp == built.stamp and (built.serves_backward or not backward):
+                return built
         if built.states and all(state.fits(recipe, self._roles(mode), device) for mode, state in built.states.items()):
             if backward and not built.serves_backward:
                 self._check_pairs(recipe, built.quantizers, self._quantized_weights())
-                built = self._built = built._replace(serves_backward=True)
+                built = built._replace(serves_backward=True)
+            if stamp is not None and stamp[1] is not None:
+                built = built._replace(stamp=stamp)
+            self._built = built
             return built
         with unseen_by_policies():
             new = self._made_for(recipe)
@@ -209,10 +220,15 @@ class QuantizedModule(FieldNames):
 
     def _device(self) -> torch.device | None:
         """Where scales and histories belong: with the parameters, unless these are on the meta device."""
-        first = next((p for p in self._parameters.values() if p is not None), None)  # `parameters()` takes microseconds
-        if first is None:
-            first = next(self.parameters(), None)
+        for parameter in self._parameters.values():  # `parameters()` takes microseconds
+            if parameter is not None:
+                return None if parameter.is_meta else parameter.device
+        first = next(self.parameters(), None)
         return None if first is None or first.is_meta else first.device
+
+    def _role_stamp(self) -> Any:
+        """What the roles of the slots depend on; None: they have to be compared every time."""
+        return None
 
     def _roles(self, mode: Mode) -> list[QuantizerRole | None]:
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])

@@ -51,7 +51,9 @@ class Traced:
         """What the operators of linear layer ``index`` do."""
         built = self.layer._build_quantizers(self.recipe)
         with torch.enable_grad():  # operators run without; whether there is a backward pass is not for the call to say
-            return self.layer._linear_call(index, x, weight, ForwardPass(self.recipe, built, False, dtype, None))
+            return self.layer._linear_call(
+                index, x, weight, ForwardPass(self.recipe, built, False, dtype, None, nullcontext())
+            )
 
 
 class Context:

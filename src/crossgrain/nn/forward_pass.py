@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ class ForwardPass(NamedTuple):
 
     ``calibrates``  statistics are taken, nothing is quantized
     ``dtype``       of activations
+    ``step``        around all that forward quantizes
     """
 
     recipe: Recipe | None
@@ -22,6 +25,14 @@ class ForwardPass(NamedTuple):
     calibrates: bool
     dtype: torch.dtype
     is_first_microbatch: bool | None
+    step: AbstractContextManager[None]
+
+
+@contextmanager
+def both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    """Two contexts as one."""
+    with outer, inner:
+        yield
 
 
 class TracedPass(NamedTuple):
@@ -29,3 +40,4 @@ class TracedPass(NamedTuple):
 
     number: int | None
     dtype: torch.dtype
+    step: AbstractContextManager[None] = nullcontext()

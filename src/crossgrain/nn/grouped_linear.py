@@ -208,7 +208,8 @@ class GroupedLinear(LinearModule):
             return self._traced(inp, sizes)
         weights, biases = self._group_weights(), self._group_biases()
         packed = self._packed("weight") if self.single_grouped_weight else None
-        with self._forward_pass(inp, is_first_microbatch) as this:
+        this = self._forward_pass(inp, is_first_microbatch)
+        with this.step:
             if isinstance(inp, QuantizedTensor) and (this.recipe is None or this.calibrates):
                 inp = inp.dequantize()
             rows = hollow_rows(inp) if isinstance(inp, QuantizedTensor) else inp.detach().reshape(-1, inp.shape[-1])
@@ -256,7 +257,8 @@ class GroupedLinear(LinearModule):
         weights = list(self._packed("weight").unbind(0)) if self.single_grouped_weight else self._group_weights()
         biases = list(self._packed("bias").unbind(0)) if self.single_grouped_bias else self._group_biases()
         used = biases if self.apply_bias else [None] * self.num_gemms
-        with self._forward_pass(inp, None) as this:
+        this = self._forward_pass(inp, None)
+        with this.step:
             groups = inp.reshape(-1, inp.shape[-1]).split(sizes)
             y = torch.cat([self._linear(g, rows, weights[g], used[g], this) for g, rows in enumerate(groups)])
         y = y.reshape(*inp.shape[:-1], self.out_features)

@@ -88,7 +88,8 @@ class LayerNormLinear(NormFirst, SingleLinear):
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
         """y, and after it what is asked for: the bias (``return_bias``), norm(x) (``return_layernorm_output``)."""
-        with self._forward_pass(inp, is_first_microbatch) as this:
+        this = self._forward_pass(inp, is_first_microbatch)
+        with this.step:
             x = self._normalized(inp, this)
             y, bias = self._projected(x, this, quantized_output=fp8_output, quantized_grad_input=fp8_grad)
         extras = [bias] * self.return_bias

@@ -151,7 +151,8 @@ class LayerNormMLP(NormFirst):
     @compilable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y, and after it what is asked for: b₂ (``return_bias``), norm(x) (``return_layernorm_output``)."""
-        with self._forward_pass(inp, is_first_microbatch) as this:
+        this = self._forward_pass(inp, is_first_microbatch)
+        with this.step:
             if self.checkpoint and torch.is_grad_enabled():
                 y, x = self._recomputed(inp, this)
             else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..linear.parallel import ParallelMode, local, share
 from ..recipe import QuantizerRole
@@ -23,6 +23,8 @@ ParametersSplit = Sequence[str] | Mapping[str, int] | None
 class SingleLinear(LinearModule):
     """A module with one linear layer, whose weight may be several parameters."""
 
+    weight: Any  # or parameters of other names, if the weight is split
+    bias: Any
     in_features: int
     out_features: int
     _splits: dict[str, int]  # rows by the prefix of the parameter's name
@@ -103,17 +105,20 @@ class SingleLinear(LinearModule):
         return y, bias
 
     def _parameters_of_weight(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.weight_names]
+        return [self.weight] if "" in self._splits else [getattr(self, name) for name in self.weight_names]
 
     def _weight(self, weights: Sequence[Tensor]) -> Tensor:
         if len(weights) == 1:
-            only: Tensor = local(weights[0])
+            only: Tensor = weights[0] if type(weights[0]) is nn.Parameter else local(weights[0])
             return only
         if any(isinstance(weight, QuantizedTensor) for weight in weights):
             raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
         return torch.cat([local(weight) for weight in weights])
 
     def _bias(self) -> Tensor | None:
+        if "" in self._splits:  # one weight and one bias
+            bias: Tensor | None = self.bias
+            return bias if bias is None or type(bias) is nn.Parameter else local(bias)
         biases = [local(getattr(self, name)) for name in self.bias_names]
         if biases[0] is None:
             return None
@@ -192,7 +197,8 @@ class Linear(SingleLinear):
                                  is used. A weight that changes needs True in the next call.
         ``fp8_output``           y is returned quantized; ``fp8_grad``: dx is
         """
-        with self._forward_pass(inp, is_first_microbatch) as this:
+        this = self._forward_pass(inp, is_first_microbatch)
+        with this.step:
             y, bias = self._projected(inp, this, quantized_output=fp8_output, quantized_grad_input=fp8_grad)
         return (y, bias) if self.return_bias else y
 

@@ -7,14 +7,13 @@ place among the module's quantizers, `LinearSlots`, and its weight; all run thro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..linear.call import LinearCall
+from ..linear.call import LinearCall, activation_dtype
 from ..linear.function import linear
 from ..linear.gathered_weight import GatheredWeight
 from ..linear.operands import weight_matrix
@@ -39,8 +38,8 @@ from ..tensor.init_values import keep_high_precision_init_val
 from ..tensor.sharding import is_sharded, local_part, own_part, write_shard
 from .base import QuantizedModule
 from .compiled import constant_ticket, traced_linear
-from .forward_pass import ForwardPass, TracedPass
-from .options import activation_dtype, refuse_gpu_options
+from .forward_pass import ForwardPass, TracedPass, both
+from .options import refuse_gpu_options
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -283,18 +282,22 @@ class LinearModule(QuantizedModule):
 
     # ---- running -------------------------------------------------------------------------------
 
-    def _forward_pass(self, x: Tensor, is_first_microbatch: bool | None) -> AbstractContextManager[Any]:
-        """Around all that forward does: a `ForwardPass`, or a `TracedPass` while a graph is made."""
+    def _forward_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
+        """What is settled at the start of forward; a `TracedPass` while a graph is made, else a `ForwardPass`."""
         if torch.compiler.is_compiling():
-            return nullcontext(TracedPass(constant_ticket(self), activation_dtype(x)))
-        return self._eager_pass(x, is_first_microbatch)
-
-    @contextmanager
-    def _eager_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[ForwardPass]:
+            return TracedPass(constant_ticket(self), activation_dtype(x))
         recipe = self._recipe_in_force()
         built = self._prepare(recipe)
-        with self._step(recipe, built), telling_others(self.layer) if self.tp_size > 1 else nullcontext():
-            yield ForwardPass(recipe, built, self._only_calibrates(), activation_dtype(x), is_first_microbatch)
+        calibrates = recipe is not None and self._only_calibrates()
+        step = self._step(recipe, built)
+        if self.tp_size > 1:
+            step = both(step, telling_others(self.layer))
+        return ForwardPass(recipe, built, calibrates, activation_dtype(x), is_first_microbatch, step)
+
+    def _role_stamp(self) -> Any:
+        if type(self).get_quantizer_roles.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            return None  # roles that a user's class makes up may depend on anything
+        return self.name, self._output_role, self._grad_input_role
 
     def _linear(
         self,
@@ -342,7 +345,7 @@ class LinearModule(QuantizedModule):
             accumulate_main_grad=self.fuse_wgrad_accumulation,
             wgrad_queue=self._wgrads if self.delay_wgrad_compute else None,
             weight_parts=parameters if len(parameters) > 1 else None,
-            parallel=self._parallel(index),
+            parallel=None if self.tp_size == 1 else self._parallel(index),
             layer=self.layer,
         )
         if gathered is not None and (this.recipe is None or this.calibrates):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..gemm.norms import layer_norm, norm_backward, rms_norm
+from ..linear.call import activation_dtype
 from ..linear.parallel import mark_sequence_parallel
 from ..tensor import QuantizedTensor
-from .options import activation_dtype, parameter_options
+from .options import parameter_options
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")

@@ -6,16 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..runtime.devices import resolved_device
-
-
-def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:
-    """What a module computes in: what torch.autocast says, else ``otherwise``, by default the input's dtype."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype if otherwise is None else otherwise
 
 
 def parameter_options(params_dtype: torch.dtype | None, device: torch.device | str | int | None) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..linear.call import activation_dtype
 from ..nn.base import Mode, QuantizedModule
-from ..nn.options import activation_dtype
 from ..quantizers.base import Quantizer
 from ..recipe import QuantizerRole, Recipe, active
 from .context import OperationContext

@@ -1,11 +1,12 @@
 """One encoding of a matrix in memory: the plane, groups of planes, slices and rows of planes, planes on the wire."""
 
-from .pair import PlanePair, PlaneSource
 from .plane import (
     COLUMNWISE,
     ROWWISE,
     Direction,
     Plane,
+    PlanePair,
+    PlaneSource,
     bytes_per_row,
     data_shape,
     empty_plane,

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,8 +70,9 @@ class Plane:
 
     def check_readable(self) -> None:
         """The same, and raise if the memory of the buffers was let go: reading it would crash."""
-        self.check_fresh()
-        if not self.has_memory():
+        if self.stale:
+            self.check_fresh()
+        if self.data.numel() and not self.data.untyped_storage().nbytes():
             raise RuntimeError(
                 f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor has no memory: "
                 "it is part of a sharded parameter and was not gathered for this pass, or was let go after it"
@@ -83,29 +84,26 @@ class Plane:
 
     def check_buffers(self) -> None:
         """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
-        if self.format.is_identity:
+        if self.format.element is None:
             if self.data.numel() != math.prod(self.shape):
                 self._refuse_buffer("numbers", self.data, self.data.dtype, f"{math.prod(self.shape)} of them")
             return
-        needed = _needed_buffers(self.format, self.operand_shape)
+        rowwise = self.direction is ROWWISE
+        needed = _needed_buffers(self.format, self.shape if rowwise else self.shape[::-1])
         data, scale, amax = self.data, self.scale, self.amax
         if data.numel() != needed.codes or data.dtype != torch.uint8:
             self._refuse_buffer("codes", data, torch.uint8, f"{needed.codes} bytes")
         if self.transposed and data.dim() and data.shape[0] != self.shape[1]:
             self._refuse_buffer("codes", data, torch.uint8, f"transposed, {self.shape[1]} rows of them")
-        if scale is None or scale.dtype != needed.scale_dtype or not self._scale_fits(scale, needed.scale_grid):
+        if (
+            scale is None
+            or scale.dtype != needed.scale_dtype
+            or not _is_grid(scale, needed.scale_grid, (rowwise or self.transposed) != self.format.layout.transposed)
+        ):
             grid = "one number" if needed.scale_grid is None else f"{list(needed.scale_grid)} and padding"
             self._refuse_buffer("scales", scale, needed.scale_dtype, grid)
         if needed.amaxes and (amax is None or amax.numel() != needed.amaxes or amax.dtype != torch.float32):
             self._refuse_buffer("amax", amax, torch.float32, f"{needed.amaxes} numbers")
-
-    def _scale_fits(self, scale: Tensor, grid: tuple[int, int] | None) -> bool:
-        if grid is None:
-            return scale.numel() == 1
-        if scale.dim() != 2:
-            return False
-        rows, blocks = grid if self._scales_operand_major else grid[::-1]
-        return scale.shape[0] >= rows and scale.shape[1] >= blocks
 
     def _refuse_buffer(self, name: str, buffer: Tensor | None, dtype: torch.dtype, needed: str) -> None:
         have = "nothing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
@@ -150,10 +148,11 @@ class Plane:
             return None
         return self.scale if self.format.block is None else self.amax
 
-    def buffers(self) -> Iterator[Tensor]:
-        for buffer in (self.data, self.scale, self.amax):
-            if buffer is not None:
-                yield buffer
+    def buffers(self) -> list[Tensor]:
+        """Those that there are."""
+        if self.scale is None:
+            return [self.data]
+        return [self.data, self.scale] if self.amax is None else [self.data, self.scale, self.amax]
 
     @property
     def _is_operand_major(self) -> bool:
@@ -162,6 +161,33 @@ class Plane:
     @property
     def _scales_operand_major(self) -> bool:
         return self._is_operand_major != self.format.layout.transposed
+
+
+class PlaneSource(Protocol):
+    """Whatever has planes: a pair of them, a quantized storage or tensor."""
+
+    def plane(self, direction: Direction) -> Plane | None:
+        """The plane of one direction, or None if it is absent."""
+
+
+class PlanePair(NamedTuple):
+    """What a quantizer makes of a matrix; None where a direction was not asked for."""
+
+    rowwise: Plane | None
+    columnwise: Plane | None
+
+    def plane(self, direction: Direction) -> Plane | None:
+        return self.rowwise if direction is ROWWISE else self.columnwise
+
+
+def _is_grid(scale: Tensor, grid: tuple[int, int] | None, operand_major: bool) -> bool:
+    """Whether there is a scale for each block of the operand, or one for all."""
+    if grid is None:
+        return scale.numel() == 1
+    if scale.dim() != 2:
+        return False
+    rows, blocks = grid if operand_major else grid[::-1]
+    return scale.shape[0] >= rows and scale.shape[1] >= blocks
 
 
 class _NeededBuffers(NamedTuple):

@@ -129,11 +129,6 @@ class Quantizer:
         """The amax and the scale to use, whatever the input's are."""
         return None, None
 
-    @property
-    def _settles(self) -> bool:
-        """Whether `_settled` has anything to do."""
-        return self.with_amax_reduction or self._observes
-
     def _observe(self, targets: Sequence[Target]) -> None:
         self._observe_all([self], targets)
 

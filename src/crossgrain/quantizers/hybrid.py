@@ -155,16 +155,21 @@ class HybridQuantizer(Quantizer):
         return self._wrap(children, row.shape, row.dtype, row.device)
 
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
-        row, column = self._quantizer_of(ROWWISE), self._quantizer_of(COLUMNWISE)
+        row, column = self.rowwise_quantizer, self.columnwise_quantizer
+        if not (isinstance(row, Quantizer) and isinstance(column, Quantizer)):
+            self._wanted()  # raises: a request is waiting
         if not (self.makes_planes and row.makes_planes and column.makes_planes):
             return self._planes_of_storage(matrix, rowwise, columnwise)
-        if self.derives_columns and columnwise:
+        derives = self.columnwise_source != "original"
+        if derives and columnwise:
             return self._derived_planes(matrix, row, column, rowwise)
-        wanted = [d for d, want in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if want]
         made = _planes_made_together(matrix, row if rowwise else None, column if columnwise else None)
+        if rowwise and columnwise:
+            return made
+        wanted = [ROWWISE if rowwise else COLUMNWISE]
         self._draw_for_what_is_left_out(wanted)
         if current_pass().hides_gradients:
-            rows = made.rowwise if self.derives_columns else None
+            rows = made.rowwise if derives else None
             self._show_to_what_is_left_out(matrix if rows is None else _decoded(rows, matrix.dtype), wanted)
         return made
 

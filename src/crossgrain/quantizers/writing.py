@@ -59,15 +59,22 @@ class Job(NamedTuple):
 
 
 def make_planes(matrix: Tensor, wanted: Sequence[tuple[Quantizer, Sequence[PlaneSpec]]]) -> list[Plane]:
-    """New planes of ``matrix`` [M, K], as the specs of each quantizer say, in their order."""
-    device, jobs = matrix.device, []
+    """New planes of ``matrix`` [M, K], as the specs of each quantizer say, in their order.
+
+    ``matrix`` has no history in autograd.
+    """
+    device = matrix.device
+    targets: list[Target] = []
     for quantizer, specs in wanted:
-        planes = [specs[0].empty(device)]
-        for spec in specs[1:]:
-            planes.append(spec.empty(device, planes[0].scale if quantizer._tensor_class._shares_scale else None))
-        jobs.append(Job(quantizer, planes))
-    write_planes(matrix, jobs, checked=True)
-    return [plane for job in jobs for plane in job.planes]
+        amax, factor = quantizer._given()
+        scale = None
+        for spec in specs:
+            plane = spec.empty(device, scale)
+            if quantizer._tensor_class._shares_scale:
+                scale = plane.scale
+            targets.append(Target(plane, spec.encoding, amax, factor))
+    _write(matrix, targets, [(quantizer, len(specs)) for quantizer, specs in wanted])
+    return [target.plane for target in targets]
 
 
 def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> None:
@@ -78,12 +85,22 @@ def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> 
     targets: list[Target] = []
     for quantizer, planes in jobs:
         targets += quantizer._targets(planes)
-    targets = kernels.measure(src, targets, checked=checked)
-    start = 0
-    for quantizer, planes in jobs:
-        stop = start + len(planes)
-        if quantizer._settles:
-            targets[start:stop] = quantizer._settled(targets[start:stop])
-        start = stop
-    stochastic = any(target.encoding.stochastic for target in targets)
+    if not checked:
+        kernels.check_targets(src, targets)
+    _write(src, targets, [(quantizer, len(planes)) for quantizer, planes in jobs])
+
+
+def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer, int]]) -> None:
+    """``shares``: how many of the targets are each quantizer's."""
+    stochastic = measures = False
+    for target in targets:
+        stochastic = stochastic or target.encoding.stochastic
+        measures = measures or target.encoding.needs_amax
+    if measures:
+        targets = kernels.measure(src, targets, checked=True)
+        start = 0
+        for quantizer, count in shares:
+            if quantizer.with_amax_reduction or quantizer._observes:
+                targets[start : start + count] = quantizer._settled(targets[start : start + count])
+            start += count
     kernels.encode(src, targets, draw_seed() if stochastic else None, checked=True)

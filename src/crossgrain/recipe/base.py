@@ -40,6 +40,9 @@ class Recipe:
 
     _kind: ClassVar[str] = ""
 
+    # How often an option was set: a module that has seen this number need not compare all options again.
+    changes: ClassVar[int] = 0
+
     @classmethod
     def delayed(cls) -> bool:
         return cls._kind == "delayed"
@@ -75,10 +78,11 @@ class Recipe:
 
     def options(self) -> dict[str, Any]:
         """Everything that can be set, by name: what makes two recipes of a class the same."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "changes"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+        self.__dict__["changes"] = self.changes + 1
         if name != "_cached_repr":
             self.__dict__.pop("_cached_repr", None)
 

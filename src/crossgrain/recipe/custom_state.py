@@ -24,20 +24,15 @@ class CustomRecipeState(RecipeState, kind="custom"):
     Every request, also one inside a hybrid quantizer, gets a column of one delayed-scaling state of its own.
     """
 
-    _ds_state: DelayedScalingRecipeState | None = None
     _inherited: DelayedScalingRecipeState | None = None
-
-    @property
-    def delayed(self) -> DelayedScalingRecipeState | None:
-        return self._ds_state
 
     def make_quantizers(self) -> list[Quantizer]:
         answers = self._asked()
         requests = _requests_in(answers)
         self._refuse_unequal(requests)
-        previous, self._inherited = self._inherited or self._ds_state, None
-        self._ds_state = self._state_for(requests, previous)
-        made = iter([] if self._ds_state is None else self._ds_state.make_quantizers())
+        previous, self._inherited = self._inherited or self.delayed, None
+        self.delayed = self._state_for(requests, previous)
+        made = iter([] if self.delayed is None else self.delayed.make_quantizers())
         resolved: dict[int, dict[Direction | None, Quantizer]] = {}
         for slot, direction in requests:
             resolved.setdefault(slot, {})[direction] = next(made)
@@ -108,28 +103,32 @@ class CustomRecipeState(RecipeState, kind="custom"):
 
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Histories are taken over by the next `make_quantizers`, if the factory then asks for the same ones."""
-        if not isinstance(other, CustomRecipeState) or other._ds_state is None:
+        if not isinstance(other, CustomRecipeState) or other.delayed is None:
             return False
-        self._inherited = other._ds_state
+        self._inherited = other.delayed
         return True
 
-    # ---- the delayed-scaling part ----------------------------------------------------------------
+    # ---- the delayed-scaling part, under the names of the field -----------------------------------
+
+    @property
+    def _ds_state(self) -> DelayedScalingRecipeState | None:
+        return self.delayed
 
     @property
     def _has_delayed_scaling(self) -> bool:
-        return self._ds_state is not None
+        return self.delayed is not None
 
     @property
     def _inner_delayed_scaling_recipe(self) -> DelayedScaling | None:
-        return None if self._ds_state is None else self._ds_state.recipe
+        return None if self.delayed is None else self.delayed.recipe
 
     @property
     def scale(self) -> Tensor | None:
-        return None if self._ds_state is None else self._ds_state.scale
+        return None if self.delayed is None else self.delayed.scale
 
     @property
     def amax_history(self) -> Tensor | None:
-        return None if self._ds_state is None else self._ds_state.amax_history
+        return None if self.delayed is None else self.delayed.amax_history
 
 
 def _requests_in(answers: list[Any]) -> dict[Column, QuantizerRequest]:

@@ -47,7 +47,7 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
             )
 
     @property
-    def delayed(self) -> DelayedScalingRecipeState:
+    def delayed(self) -> DelayedScalingRecipeState:  # type: ignore[override]
         return self
 
     @property

@@ -47,6 +47,7 @@ class RecipeState:
     _class_of: ClassVar[dict[str, type[RecipeState]]] = {}
 
     recipe: Any
+    delayed: DelayedScalingRecipeState | None = None  # the state with scales and histories, if there are any
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,11 +98,6 @@ class RecipeState:
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Take over what ``other`` has learned, before quantizers are made; False if there is nothing to take."""
         return False
-
-    @property
-    def delayed(self) -> DelayedScalingRecipeState | None:
-        """The state with scales and histories, if there are any."""
-        return None
 
     def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | int | None = None) -> bool:
         """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...formats.encoding import Encoding
 from ...planes import ROWWISE, Plane
 from ...planes.groups import PlaneGroups
 from ..reference import ReferenceBackend
@@ -21,7 +22,7 @@ from ..target import GroupedTarget, Target
 from . import measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
-from .encoders import ENCODERS, Encoder
+from .encoders import Step, encode_some
 from .known import is_known
 from .places import Ints, as_one, groups_of, starts
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
@@ -33,7 +34,8 @@ from .support import (
     is_standard,
     is_standard_format,
     readable_memory,
-    scales_of,
+    same_amax,
+    tag,
     tag_of_input,
     tensor_factor,
     yes_or_no,
@@ -43,7 +45,17 @@ from .tags import NO, YES, Tag
 _STREAM_FROM = 1 << 20  # elements of a result that does not fit the caches anyway
 
 
-_steps: dict[Hashable, tuple[Encoder, ...]] = {}  # the encoders for each kind of work that needs no other
+_MOST_KINDS = 4096  # of work whose steps are remembered
+
+
+class _Known(NamedTuple):
+    """How a kind of work was done. Its key has the addresses of the encodings, which are kept alive here."""
+
+    steps: list[Step]
+    encodings: list[Encoding]
+
+
+_steps: dict[Hashable, _Known] = {}  # for each kind of work that needs no other encoders
 
 
 class CpuBackend(ReferenceBackend):
@@ -89,11 +101,12 @@ class CpuBackend(ReferenceBackend):
 
     def _rotated_amax(self, x: Tensor, target: Target) -> Tensor | None:
         height, width = target.plane.shape
+        rotation = tag(str(target.plane.format.rotation))
 
         def work(first: int, last: int) -> int:
             arguments = (
                 x.data_ptr(), width * x.element_size(), first, last, width,
-                tag_of_input(x), Tag(str(target.plane.format.rotation)),
+                tag_of_input(x), rotation,
             )  # fmt: skip
             return int(kernel(measure.of_rotated, *arguments)(*arguments))
 
@@ -101,20 +114,22 @@ class CpuBackend(ReferenceBackend):
         return super().measure(x, [target])[0] if bits > INFINITY_BITS else from_bits(bits)
 
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
-        if not is_readable(x) or not all_have_memory([b for target in targets for b in target.plane.buffers()]):
+        buffers: list[Tensor] = []
+        for target in targets:
+            buffers += target.plane.buffers()
+        if not is_readable(x) or not all_have_memory(buffers):
             super().encode(x, targets, seed)
             return
         source = readable_memory(x)
         key = _kind_of_work(x, targets)
-        steps = None if key is None else _steps.get(key)
-        if steps is None:
+        known = None if key is None else _steps.get(key)
+        if known is None:
             self._encode_and_note(x, source, targets, seed, key)
             return
-        left = list(targets)
-        for encode_some in steps:
-            left = encode_some(source, left, seed)
-        if left:
-            super().encode(x, left, seed)
+        for run, at in known.steps:
+            chosen = tuple([None if i is None else targets[i] for i in at])
+            if not run(source, chosen, seed):
+                super().encode(x, [target for target in chosen if target is not None], seed)
 
     def _encode_and_note(
         self, x: Tensor, source: Tensor, targets: Sequence[Target], seed: int | None, key: Hashable | None
@@ -123,15 +138,11 @@ class CpuBackend(ReferenceBackend):
         # fp16 goes through fp32, but for the scales that depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
         slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_usable_amax(t)]
-        left = [target for target in targets if target not in slow]
-        steps = []
-        for encode_some in ENCODERS:
-            rest = encode_some(source, left, seed)
-            if len(rest) < len(left):
-                steps.append(encode_some)
-            left = rest
+        steps, left = encode_some(source, [target for target in targets if target not in slow], seed)
         if key is not None and not slow and not left:
-            _steps[key] = tuple(steps)
+            if len(_steps) >= _MOST_KINDS:
+                _steps.clear()
+            _steps[key] = _Known(steps, [target.encoding for target in targets])
         super().encode(x, left + slow, seed)
 
     def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
@@ -169,8 +180,7 @@ class CpuBackend(ReferenceBackend):
         source = readable_memory(x)
         left: list[Target] = [as_one(target) for target in targets if _has_kernels(x, target)]
         asked = {id(groups_of(one)) for one in left}
-        for encode_some in ENCODERS:
-            left = encode_some(source, left, seeds)
+        _, left = encode_some(source, left, seeds)
         done = asked - {id(groups_of(one)) for one in left}
         super().encode_groups(x, [target for target in targets if id(target.planes) not in done], seeds)
 
@@ -194,7 +204,7 @@ class CpuBackend(ReferenceBackend):
     # ---- multiplying ---------------------------------------------------------------------------
 
     def can_multiply(self, a: Plane, b: Plane) -> bool:
-        return products.can_multiply(a, b)
+        return a.format.scale_rule == b.format.scale_rule == "two_level" and products.can_multiply(a, b)
 
     def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
         products.multiply(a, b, out, factor)
@@ -203,13 +213,13 @@ class CpuBackend(ReferenceBackend):
         self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
         """The plane as it lies: the operand, or [M, K] if it is stored so. None: there is no kernel."""
-        if not plane.data.is_contiguous() or not all_have_memory(list(plane.buffers())):
+        if not plane.data.is_contiguous() or not all_have_memory(plane.buffers()):
             return None
         if plane.scale is None or not is_standard(plane):
             return None
         if plane.format.block is not None and plane.scale.stride(-1) != 1:
             return None
-        height, width = plane.operand_shape if plane.transposed else plane.shape
+        height, width = plane.shape[::-1] if plane.transposed else plane.shape
         work = decoder(plane, width)
         if work is None:
             return None
@@ -307,13 +317,18 @@ def _has_kernels(x: Tensor, target: GroupedTarget) -> bool:
 def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
     """All that the choice of encoders depends on, None if the targets are stored or scaled in unusual ways."""
     kinds: list[Hashable] = [x.dtype]
+    per_tensor: Target | None = None
     for target in targets:
-        plane = target.plane
-        scale = scales_of(plane) if plane.scale is not None else None
+        plane, scale, encoding = target.plane, target.plane.scale, target.encoding
         plain = plane.data.is_contiguous() and (scale is None or scale.dim() < 2 or scale.stride(1) == 1)
-        if not plain or (plane.amax is not None and not plane.amax.is_contiguous()) or not _has_usable_amax(target):
+        if not plain or (plane.amax is not None and not plane.amax.is_contiguous()):
             return None
-        kinds.append((target.encoding, plane.direction, plane.shape, plane.transposed))
+        if encoding.format.global_amax is not None and not _has_usable_amax(target):
+            return None
+        kinds.append((id(encoding), plane.direction, plane.shape, plane.transposed))
+        if encoding.format.block is None:  # planes under one scale are written in one pass
+            per_tensor = per_tensor or target
+            kinds.append(target.scale is per_tensor.scale and same_amax(target.amax, per_tensor.amax))
     return tuple(kinds)
 
 

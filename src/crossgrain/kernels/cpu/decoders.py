@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...planes import ROWWISE, Plane, bytes_per_row
+from ...planes import ROWWISE, Plane
 from . import decode
 from .known import E2M1
 from .runtime import kernel
@@ -35,14 +35,16 @@ def decoder(plane: Plane, width: int) -> Decoder | None:
             kernel(decode.scaled, *arguments)(*arguments)
 
         return per_tensor
-    if fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block_length == 32 and width % 32 == 0:
+    if fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block[1] == 32 and width % 32 == 0:
         which = decode.mx_rows if plane.direction is ROWWISE or plane.transposed else decode.mx_columns
+        row_of_codes = plane.data.numel() * width // max(plane.shape[0] * plane.shape[1], 1)
+        scales, element = plane.scale, tag_of_plane(plane)
+        assert scales is not None
 
         def mx(out: Tensor, first: int, last: int, streaming: Tag) -> None:
             arguments = (
-                plane.data.data_ptr(), bytes_per_row(fmt, width), scales_of(plane).data_ptr(),
-                scales_of(plane).stride(0), out.data_ptr(), first, last, width,
-                tag_of_input(out), tag_of_plane(plane), streaming,
+                plane.data.data_ptr(), row_of_codes, scales.data_ptr(), scales.stride(0),
+                out.data_ptr(), first, last, width, tag_of_input(out), element, streaming,
             )  # fmt: skip
             kernel(which, *arguments)(*arguments)
 

@@ -1,9 +1,13 @@
-"""The kernels that encode targets. Each function takes the targets it has one for and returns the rest."""
+"""The kernels that encode targets: which targets each takes, and how it is called.
+
+`encode_some` asks one after the other. For targets of the same kind the same steps are taken again the next time,
+without asking (`backend`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +16,7 @@ from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
 from .known import E2M1
-from .places import Ints, Numbers, buffers_of, place_of
+from .places import Ints, Numbers, place_of
 from .runtime import Arguments, run_kernel
 from .support import (
     Seed,
@@ -32,20 +36,34 @@ from .support import (
     one_per_direction,
     scales_of_each_row,
     scratch_memory,
+    tag,
     tag_of_input,
     tag_of_plane,
     write_tensor_scale,
     yes_or_no,
 )
-from .tags import YES, Tag
+from .tags import NO, YES, Tag
 
 _TILE_WIDTH = 512  # columns of a tile of the transposed planes
 _TURNED_WIDTH = 256  # columns of a tile that is turned in the second-level cache
 _STRIP_WIDTH = 512  # columns of a strip: 32 rows of them stay in the second-level cache
 
 
-@dataclass(frozen=True)
-class Run:
+Chosen = tuple[Target | None, ...]  # the targets of one pass, in the order that its encoder names them
+
+
+class Encoder(NamedTuple):
+    """A kernel for some kinds of targets.
+
+    ``choose``  the targets of one pass, of those that are left; None if there is none for this kernel
+    ``run``     writes them; False if the numbers turn out to be none that the kernel takes
+    """
+
+    choose: Callable[[Sequence[Target]], Chosen | None]
+    run: Callable[[Tensor, Chosen, Seed], bool]
+
+
+class Run(NamedTuple):
     """A plane whose blocks are runs in memory, as kernels are told about it."""
 
     place: tuple[Ints, ...]  # of codes, scales and global scales: addresses and steps from row to row
@@ -59,42 +77,55 @@ def _run(x: Tensor, target: Target, seed: Seed, rule: str | None = None) -> Run:
     encode, decode = scales = global_scales(target)
     step = 4 if fmt.global_amax == "row" else 0
     place = (at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step)
-    tags = (tag_of_plane(plane), Tag(rule or fmt.scale_rule), yes_or_no(target.encoding.stochastic))
-    return Run(place, keys_of(seed, target), tags, scales)
+    stochastic = YES if target.encoding.stochastic else NO
+    keys = (0, 0) if seed is None else keys_of(seed, target)
+    return Run(place, keys, (tag_of_plane(plane), tag(rule or fmt.scale_rule), stochastic), scales)
 
 
-def _run_beside(x: Tensor, column: Target, targets: list[Target], seed: Seed) -> tuple[Target | None, Run]:
-    """A rowwise target to be written in the same pass; none is a run that writes nothing."""
-    row = next((target for target in targets if goes_along(target, column)), None)
-    return row, _run(x, column, seed, rule="none") if row is None else _run(x, row, seed)
+def _beside(column: Target | None, targets: Sequence[Target]) -> Chosen | None:
+    """A columnwise target, and a rowwise one to be written in the same pass, if there is one."""
+    if column is None:
+        return None
+    return column, next((target for target in targets if goes_along(target, column)), None)
+
+
+def _run_beside(x: Tensor, column: Target, row: Target | None, seed: Seed) -> Run:
+    """The rowwise target of the pass; none is a run that writes nothing."""
+    return _run(x, column, seed, rule="none") if row is None else _run(x, row, seed)
+
+
+def _first(targets: Sequence[Target], wanted: Callable[[Target], bool]) -> Target | None:
+    return next((target for target in targets if wanted(target)), None)
+
+
+def _one(wanted: Callable[[Target], bool]) -> Callable[[Sequence[Target]], Chosen | None]:
+    """Targets that are written one after the other."""
+
+    def choose(targets: Sequence[Target]) -> Chosen | None:
+        found = _first(targets, wanted)
+        return None if found is None else (found,)
+
+    return choose
 
 
 def _finish(target: Target | None) -> None:
     """What a plane has but its codes and block scales."""
     if target is None:
         return
-    amax = buffers_of(target).amax
-    if amax is not None and target.amax is not None:
-        amax.copy_(target.amax)
+    if target.amax is not None:
+        groups = getattr(target, "groups", None)
+        amax = target.plane.amax if groups is None else groups.amax
+        if amax is not None:
+            amax.copy_(target.amax)
     if target.plane.format.block is None:
         write_tensor_scale(target)
 
 
-def _parted(targets: list[Target], wanted: Callable[[Target], bool]) -> tuple[list[Target], list[Target]]:
-    mine = [target for target in targets if wanted(target)]
-    return mine, [target for target in targets if target not in mine] if mine else targets
-
-
-def encode_rows(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
-    """Rowwise planes, one after the other."""
-    mine, others = _parted(targets, is_row_run)
-    for target in mine:
-        _encode_row_run(x, target, _run(x, target, seed))
-    return others
-
-
-def _encode_row_run(x: Tensor, target: Target, run: Run) -> None:
-    at, width = place_of(target, x), target.plane.shape[1]
+def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+    """A rowwise plane."""
+    (target,) = chosen
+    assert target is not None
+    run, at, width = _run(x, target, seed), place_of(target, x), target.plane.shape[1]
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         return (
@@ -104,18 +135,14 @@ def _encode_row_run(x: Tensor, target: Target, run: Run) -> None:
 
     run_kernel(rows.encode_rows, arguments, at.height, x.numel())
     _finish(target)
+    return True
 
 
-def encode_columns(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
-    """Columnwise planes that are stored transposed, one after the other."""
-    mine, others = _parted(targets, is_column_run)
-    for target in mine:
-        _encode_column_run(x, target, _run(x, target, seed))
-    return others
-
-
-def _encode_column_run(x: Tensor, target: Target, run: Run) -> None:
-    at, width = place_of(target, x), target.plane.shape[1]
+def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+    """A columnwise plane that is stored transposed."""
+    (target,) = chosen
+    assert target is not None
+    run, at, width = _run(x, target, seed), place_of(target, x), target.plane.shape[1]
     strip = min(_TURNED_WIDTH, width)
 
     def arguments(first: Ints, last: Ints) -> Arguments:
@@ -127,114 +154,119 @@ def _encode_column_run(x: Tensor, target: Target, run: Run) -> None:
 
     run_kernel(transposed.encode_columns, arguments, -(-at.height // transposed.HEIGHT), x.numel())
     _finish(target)
+    return True
 
 
-def encode_casts(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
+def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
     """Per-tensor FP8 that is stored as the input is."""
-    mine, others = _parted(targets, is_cast)
-    for target in mine:
-        _cast(x, target)
-    return others
-
-
-def _cast(x: Tensor, target: Target) -> None:
-    at, factor = place_of(target, x), factor_for_kernels(target)
+    (target,) = chosen
+    assert target is not None
+    at, factor, element = place_of(target, x), factor_for_kernels(target), tag_of_plane(target.plane)
 
     def arguments(first: Ints, last: Ints) -> Arguments:
-        return (at.x, at.codes, factor, first, last, tag_of_input(x), tag_of_plane(target.plane), YES)
+        return (at.x, at.codes, factor, first, last, tag_of_input(x), element, YES)
 
     run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel())
     write_tensor_scale(target)
+    return True
 
 
-def encode_mxfp8_columns(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
+def _choose_mxfp8_columns(targets: Sequence[Target]) -> Chosen | None:
+    return _beside(_first(targets, is_mxfp8_columns), targets)
+
+
+def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
     """MXFP8 columnwise, with a rowwise plane in the same pass."""
-    column = next((target for target in targets if is_mxfp8_columns(target)), None)
-    if column is None:
-        return targets
-    row, run = _run_beside(x, column, targets, seed)
-    at, width = place_of(column, x), column.plane.shape[1]
+    column, row = chosen
+    assert column is not None
+    run = _run_beside(x, column, row, seed)
+    at, width, element = place_of(column, x), column.plane.shape[1], tag_of_plane(column.plane)
     strip = min(_STRIP_WIDTH, width)
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(33 * strip * 4 + rows.RUN_SCRATCH)
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            *run.place, first, last, width, strip, scratch, *run.keys,
-            tag_of_input(x), tag_of_plane(column.plane), *run.tags,
+            *run.place, first, last, width, strip, scratch, *run.keys, tag_of_input(x), element, *run.tags,
         )  # fmt: skip
 
     run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel())
     _finish(row)
-    return [target for target in targets if target is not column and target is not row]
+    return True
 
 
-def encode_nvfp4_columns(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
+def _choose_nvfp4_columns(targets: Sequence[Target]) -> Chosen | None:
+    return _beside(_first(targets, is_nvfp4_columns), targets)
+
+
+def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
     """NVFP4 columnwise, with a rowwise plane in the same pass."""
-    column = next((target for target in targets if is_nvfp4_columns(target)), None)
-    if column is None:
-        return targets
-    row, run = _run_beside(x, column, targets, seed)
+    column, row = chosen
+    assert column is not None
+    run = _run_beside(x, column, row, seed)
     plane, at = column.plane, place_of(column, x)
     width = plane.shape[1]
-    strip = width if width < 64 else max(w for w in range(32, _TILE_WIDTH + 1, 32) if w <= width)
-    spread, bound = scales_of_each_row(column), E2M1.max * plane.format.scale_bound
-    rotation = Tag("none" if plane.format.rotation is None else str(plane.format.rotation))
+    strip = width if width < 64 else min(_TILE_WIDTH, width // 32 * 32)
+    encode, decode, amax = scales_of_each_row(column)
+    bound = E2M1.max * plane.format.scale_bound
+    keys = (0, 0) if seed is None else keys_of(seed, column)
+    tags = (
+        tag("none" if plane.format.rotation is None else str(plane.format.rotation)),
+        YES if column.encoding.stochastic else NO,
+        tag(column.encoding.four_over_six or "none"),
+    )
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory((16 * 4 + 64 + 8) * strip + rows.RUN_SCRATCH)
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            *(scale.address for scale in spread), bound, *run.place,
-            first, last, at.height, width, strip, scratch, *keys_of(seed, column), *run.keys,
-            plane.format.block_rows > 1,
-            tag_of_input(x), rotation, yes_or_no(column.encoding.stochastic), _four_over_six(column), *run.tags,
+            encode.address, decode.address, amax.address, bound, *run.place,
+            first, last, at.height, width, strip, scratch, *keys, *run.keys,
+            plane.format.block != (1, 16), tag_of_input(x), *tags, *run.tags,
         )  # fmt: skip
 
     if not all(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel())):
-        return targets
+        return False
     _finish(column)
     _finish(row)
-    return [target for target in targets if target is not column and target is not row]
+    return True
 
 
-def _four_over_six(target: Target) -> Tag:
-    return Tag(target.encoding.four_over_six or "none")
-
-
-def encode_nvfp4_rows(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
+def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
     """NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
-    return [target for target in targets if not _encode_nvfp4_rows(x, target, seed)]
-
-
-def _encode_nvfp4_rows(x: Tensor, target: Target, seed: Seed) -> bool:
-    tiled = is_nvfp4_tile_rows(target)
-    if not tiled and not is_four_over_six_rows(target):
-        return False
+    (target,) = chosen
+    assert target is not None
     fmt, width, at = target.plane.format, target.plane.shape[1], place_of(target, x)
-    spread, bound = scales_of_each_row(target), E2M1.max * fmt.scale_bound
+    encode, decode, amax = scales_of_each_row(target)
+    bound = E2M1.max * fmt.scale_bound
+    keys = (0, 0) if seed is None else keys_of(seed, target)
+    tags = (YES if target.encoding.stochastic else NO, tag(target.encoding.four_over_six or "none"))
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(nvfp4_rows.SCRATCH)
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            *(scale.address for scale in spread), bound, first, last, width, scratch,
-            *keys_of(seed, target), tag_of_input(x), yes_or_no(target.encoding.stochastic), _four_over_six(target),
+            encode.address, decode.address, amax.address, bound, first, last, width, scratch,
+            *keys, tag_of_input(x), *tags,
         )  # fmt: skip
 
-    by_rows = nvfp4_rows.tile_rows if tiled else nvfp4_rows.block_rows
+    by_rows = nvfp4_rows.tile_rows if is_nvfp4_tile_rows(target) else nvfp4_rows.block_rows
     if not all(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel())):
         return False
     _finish(target)
     return True
 
 
-def encode_mxfp8_tiles(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
-    """MXFP8 with 32x32 tiles, in one or both directions."""
-    group = [target for target in targets if is_mxfp8_tiled(target)]
-    if not group:
-        return targets
-    group = one_per_direction([target for target in group if target.encoding == group[0].encoding])
+def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
+    """Targets with 32x32 tiles, in one or both directions."""
+    first = _first(targets, is_mxfp8_tiled)
+    if first is None:
+        return None
+    return tuple(one_per_direction([t for t in targets if is_mxfp8_tiled(t) and t.encoding == first.encoding]))
+
+
+def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+    group = [target for target in chosen if target is not None]
     plane = group[0].plane
     width = plane.shape[1]
     places = {target.plane.direction: place_of(target, x) for target in group}
@@ -248,15 +280,20 @@ def encode_mxfp8_tiles(x: Tensor, targets: list[Target], seed: Seed) -> list[Tar
         )  # fmt: skip
 
     run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel())
-    return [target for target in targets if target not in group]
+    return True
 
 
-def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: Seed) -> list[Target]:
+def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
     """FP8 with block scales, or transposed per-tensor FP8, in one or both directions."""
-    first = next((target for target in targets if is_fp8_tiled(target)), None)
+    first = _first(targets, is_fp8_tiled)
     if first is None:
-        return targets
-    group = one_per_direction([t for t in targets if is_fp8_tiled(t, beside=first)])
+        return None
+    return tuple(one_per_direction([target for target in targets if is_fp8_tiled(target, beside=first)]))
+
+
+def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+    group = [target for target in chosen if target is not None]
+    first = next((target for target in group if is_fp8_tiled(target)), group[0])
     places = {target.plane.direction: place_of(target, x) for target in group}
     row, column = (places.get(direction) or next(iter(places.values())) for direction in (ROWWISE, COLUMNWISE))
     fmt, encoding = first.plane.format, first.encoding
@@ -280,19 +317,43 @@ def encode_fp8_tiles(x: Tensor, targets: list[Target], seed: Seed) -> list[Targe
     if fmt.block is None:
         for target in group:
             write_tensor_scale(target)
-    return [target for target in targets if target not in group]
+    return True
 
-
-Encoder = Callable[[Tensor, list[Target], Seed], list[Target]]
 
 ENCODERS: tuple[Encoder, ...] = (
-    encode_nvfp4_columns,
-    encode_mxfp8_columns,
-    encode_mxfp8_tiles,
-    encode_fp8_tiles,
-    encode_rows,
-    encode_columns,
-    encode_casts,
-    encode_nvfp4_rows,
+    Encoder(_choose_nvfp4_columns, _encode_nvfp4_columns),
+    Encoder(_choose_mxfp8_columns, _encode_mxfp8_columns),
+    Encoder(_choose_mxfp8_tiles, _encode_mxfp8_tiles),
+    Encoder(_choose_fp8_tiles, _encode_fp8_tiles),
+    Encoder(_one(is_row_run), _encode_row_run),
+    Encoder(_one(is_column_run), _encode_column_run),
+    Encoder(_one(is_cast), _cast),
+    Encoder(_one(lambda target: is_nvfp4_tile_rows(target) or is_four_over_six_rows(target)), _encode_nvfp4_rows),
 )
 """In this order: what can take a rowwise plane along comes before what encodes rowwise planes alone."""
+
+
+class Step(NamedTuple):
+    """An encoder, and which of the targets it takes."""
+
+    run: Callable[[Tensor, Chosen, Seed], bool]
+    at: tuple[int | None, ...]
+
+
+def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> tuple[list[Step], list[Target]]:
+    """Write the targets that there are kernels for: the steps that this took, and the targets that are left."""
+    left, steps = list(targets), []
+    for encoder in ENCODERS:
+        refused: list[Target] = []
+        while chosen := encoder.choose([target for target in left if not any(target is other for other in refused)]):
+            done = encoder.run(x, chosen, seed)
+            if not done:
+                refused += [target for target in chosen if target is not None]
+                continue
+            steps.append(Step(encoder.run, tuple(None if t is None else _index(targets, t) for t in chosen)))
+            left = [target for target in left if not any(target is other for other in chosen)]
+    return steps, left
+
+
+def _index(targets: Sequence[Target], wanted: Target) -> int:
+    return next(at for at, target in enumerate(targets) if target is wanted)

@@ -59,14 +59,14 @@ class Place(NamedTuple):
 
 
 def place_of(target: Target, x: Tensor) -> Place:
-    plane, groups = target.plane, groups_of(target)
+    plane, groups = target.plane, getattr(target, "groups", None)
     assert plane.scale is not None
-    bits = 8 if plane.format.element is None else plane.format.element.bits
     if groups is None:
         scale = plane.scale
         step = scale.stride(0) * scale.element_size() if scale.dim() else 0
-        codes_step = plane.operand_shape[1] * bits // 8 if plane.transposed else plane.shape[1] * bits // 8
+        codes_step = plane.data.numel() // max(plane.shape[1 if plane.transposed else 0], 1)
         return Place(plane.shape[0], x.data_ptr(), plane.data.data_ptr(), codes_step, scale.data_ptr(), step)
+    bits = 8 if plane.format.element is None else plane.format.element.bits
     heights = np.array(groups.heights)
     size = groups.scale.element_size()
     return Place(

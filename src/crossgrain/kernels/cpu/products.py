@@ -14,20 +14,15 @@ from ..workspaces import workspace
 from . import nvfp4_product
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .runtime import kernel, run_ranges
-from .support import all_have_memory, is_standard, scales_of, scratch_memory, tag_of_plane
+from .support import all_have_memory, is_standard, scratch_memory, tag_of_plane
+from .tags import Tag
 
 _CACHE_BYTES = 3 << 18  # of a core's own cache, for the rows that are multiplied with everything
 
 
 def can_multiply(a: Plane, b: Plane) -> bool:
-    """Both NVFP4, rotated alike, on a CPU with dot products of bytes."""
-    return (
-        a.format.scale_rule == b.format.scale_rule == "two_level"
-        and a.format.rotation == b.format.rotation
-        and _is_packable(a)
-        and _is_packable(b)
-        and has_byte_dot_products()
-    )
+    """Whether two NVFP4 planes are rotated alike, and lie so that a CPU with dot products of bytes can take them."""
+    return a.format.rotation == b.format.rotation and _is_packable(a) and _is_packable(b) and has_byte_dot_products()
 
 
 def _is_packable(plane: Plane) -> bool:
@@ -36,8 +31,9 @@ def _is_packable(plane: Plane) -> bool:
         is_standard(plane)
         and (plane.direction is ROWWISE or plane.transposed)
         and plane.data.is_contiguous()
-        and scales_of(plane).stride(-1) == 1
-        and all_have_memory(list(plane.buffers()))
+        and plane.scale is not None
+        and plane.scale.stride(-1) == 1
+        and all_have_memory(plane.buffers())
     )
 
 
@@ -55,8 +51,8 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
     """``out`` [rows of a, rows of b] = ``factor`` · a · bᵀ, under block scales alone: amaxes are left to the caller."""
     (rows, inner), columns = a.operand_shape, b.operand_shape[0]
     blocks, tag = inner // 16, tag_of_plane(a)
-    left = _packed(nvfp4_product.pack_left, a, TILE_ROWS, LEFT_BLOCK_BYTES, "gemm.a")
-    right = _packed(nvfp4_product.pack_right, b, TILE_COLUMNS, RIGHT_BLOCK_BYTES, "gemm.b")
+    left = _packed(nvfp4_product.pack_left, a, TILE_ROWS, LEFT_BLOCK_BYTES, "gemm.a", tag)
+    right = _packed(nvfp4_product.pack_right, b, TILE_COLUMNS, RIGHT_BLOCK_BYTES, "gemm.b", tag)
 
     group = max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
 
@@ -71,10 +67,11 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
     run_ranges(work, -(-columns // TILE_COLUMNS), rows * columns * blocks)
 
 
-def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: str) -> Tensor:
+def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: str, tag: Tag) -> Tensor:
     """The panels of an operand, in memory that is used again."""
     rows, inner = plane.operand_shape
-    tiles, blocks, scales = -(-rows // tile_rows), inner // 16, scales_of(plane)
+    tiles, blocks, scales = -(-rows // tile_rows), inner // 16, plane.scale
+    assert scales is not None
     size = -(-tiles * blocks * block_bytes // 4)
     panels = workspace(name, size)
     if panels is None:
@@ -83,7 +80,7 @@ def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: 
     def work(first: int, last: int) -> None:
         arguments = (
             plane.data.data_ptr(), inner // 2, scales.data_ptr(), scales.stride(0), _scale_values().data_ptr(),
-            panels.data_ptr(), first, last, rows, blocks, tag_of_plane(plane),
+            panels.data_ptr(), first, last, rows, blocks, tag,
         )  # fmt: skip
         kernel(pack, *arguments)(*arguments)
 

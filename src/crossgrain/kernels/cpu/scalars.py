@@ -51,8 +51,10 @@ def _power_of_two_below(factor: float) -> float:
 def global_factors(amax: float, fmt: Format) -> tuple[float, float]:
     """The encode and the decode half of a two-level format's global scale."""
     assert fmt.element is not None
-    encode = quotient(fmt.element.max * fmt.scale_bound, amax)
+    if amax == 0.0:
+        return 1.0, 1.0
+    encode = ctypes.c_float(fmt.element.max * fmt.scale_bound / amax).value
     encode = min(encode, FP32_MAX) if encode == encode else encode
-    if amax == 0.0 or encode == 0.0:
+    if encode == 0.0:
         encode = 1.0
-    return encode, quotient(1.0, encode)
+    return encode, ctypes.c_float(1.0 / encode).value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
+from ctypes import c_float
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,15 @@ _MOST_COUNTED = 1 << 33  # elements whose random words, four to one, are counted
 
 
 def from_bits(bits: int) -> Tensor:
-    return torch.full((1,), scalars.from_bits(bits), dtype=torch.float32, device="cpu")
+    return torch.full((1,), bits, dtype=torch.int32, device="cpu").view(torch.float32)
 
 
 def reciprocal(factor: float) -> float:
     return scalars.quotient(1.0, factor)
+
+
+tag = lru_cache(maxsize=256)(Tag)
+"""A `Tag` by its name, made once."""
 
 
 def yes_or_no(condition: bool) -> Tag:
@@ -51,23 +57,31 @@ def global_scales(target: Target) -> tuple[Numbers, Numbers]:
     Of a two-level format, the first is divided by the largest code, unless 4-over-6 does that later. Of a
     per-tensor format, only the first is read; of others, none.
     """
-    fmt, groups = target.encoding.format, groups_of(target)
+    fmt = target.encoding.format
+    if fmt.block is not None and fmt.scale_rule != "two_level":
+        return _ONE, _ONE
+    groups = getattr(target, "groups", None)
     if fmt.block is None:
         if groups is not None:
             return numbers_of_groups(tensor_factors(target), groups), _ONE
         return numbers(tensor_factor(target)), _ONE
-    if fmt.scale_rule != "two_level":
-        return _ONE, _ONE
     assert target.amax is not None
     if groups is not None:
         encode_each, decode_each = two_level_scales(target)
         return numbers_of_groups(encode_each, groups), numbers_of_groups(decode_each, groups)
     if target.amax.numel() == 1:
-        encode, decode = scalars.global_factors(target.amax.item(), fmt)
-        divided = encode if target.encoding.four_over_six is not None else scalars.fp32(encode * _SIXTH)
-        return numbers(divided), numbers(decode)
+        encode, decode, _ = _two_level_numbers(target)
+        return Numbers(array("f", (encode,))), Numbers(array("f", (decode,)))
     encode_scales, decode_scales = two_level_scales(target)
     return Numbers(encode_scales.contiguous()), Numbers(decode_scales.contiguous())
+
+
+def _two_level_numbers(target: Target) -> tuple[float, float, float]:
+    """The same of one amax, and that amax, as Python numbers."""
+    assert target.amax is not None
+    amax = target.amax.item()
+    encode, decode = scalars.global_factors(amax, target.encoding.format)
+    return encode if target.encoding.four_over_six is not None else c_float(encode * _SIXTH).value, decode, amax
 
 
 def two_level_scales(target: Target) -> tuple[Tensor, Tensor]:
@@ -79,11 +93,14 @@ def two_level_scales(target: Target) -> tuple[Tensor, Tensor]:
 
 def scales_of_each_row(target: Target) -> list[Numbers]:
     """Global scales and amax, one for each row of the operand."""
-    groups = groups_of(target)
+    groups = getattr(target, "groups", None)
     assert target.amax is not None
     if groups is not None:
         return [numbers_of_rows(values, groups) for values in (*two_level_scales(target), target.amax)]
-    amax = Numbers(target.amax.contiguous()) if target.amax.numel() > 1 else numbers(target.amax.item())
+    if target.amax.numel() == 1:
+        rows = target.plane.shape[0 if target.plane.direction is ROWWISE else 1]
+        return [Numbers(array("f", (number,)) * rows) for number in _two_level_numbers(target)]
+    amax = Numbers(target.amax.contiguous())
     return [scale.for_each_of(target.plane.operand_shape[0]) for scale in (*global_scales(target), amax)]
 
 
@@ -150,7 +167,7 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the numbers are where the address says; traced, transformed and lazy tensors only look so."""
     return (
         type(tensor) is Tensor
-        and not _new_tensors_are_fake()
+        and not (torch._C._len_torch_dispatch_stack() and _new_tensors_are_fake())
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
@@ -162,12 +179,15 @@ def all_have_memory(tensors: list[Tensor]) -> bool:
     """`has_memory` of each. Where nothing is traced or transformed, only the addresses have to be looked at."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return all(map(has_memory, tensors))
-    return all(type(tensor) is Tensor and tensor.data_ptr() != 0 for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110 - a generator is a call of Python for each tensor, in every GEMM
+        if type(tensor) is not Tensor or tensor.data_ptr() == 0:
+            return False
+    return True
 
 
 def _new_tensors_are_fake() -> bool:
     """Whether a mode is on under which scratch and results would have no memory either."""
-    return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device="cpu")) is not Tensor
+    return type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def is_readable(x: Tensor) -> bool:
@@ -188,8 +208,14 @@ def tag_of_input(x: Tensor) -> Tag:
 
 def tag_of_plane(plane: Plane) -> Tag:
     element = plane.format.element
-    assert isinstance(element, Element)  # tables are not known to kernels
-    return element_tag(element)
+    found = _element_tags.get(id(element))
+    if found is None:
+        assert isinstance(element, Element)  # tables are not known to kernels
+        found = _element_tags[id(element)] = element, element_tag(element)
+    return found[1]
+
+
+_element_tags: dict[int, tuple[Element, Tag]] = {}  # by address, with the elements, which keeps the addresses theirs
 
 
 def scales_of(plane: Plane) -> Tensor:
@@ -321,9 +347,11 @@ def one_per_direction(targets: list[Target]) -> list[Target]:
 
 def is_standard(plane: Plane) -> bool:
     """Whether the plane is of a format that kernels know, stored as that format stores it."""
-    plain_amax = plane.amax is None or plane.amax.is_contiguous()
-    return plain_amax and is_standard_format(plane.format, plane.direction, plane.transposed)
+    if plane.amax is not None and not plane.amax.is_contiguous():
+        return False
+    return is_standard_format(plane.format, plane.direction, plane.transposed)
 
 
+@lru_cache(maxsize=1024)
 def is_standard_format(fmt: Format, direction: Direction, transposed: bool) -> bool:
     return is_known(fmt) and (fmt.block is None or transposed == (fmt.transposes and direction is COLUMNWISE))
