@@ -124,6 +124,8 @@ def test_zeros_keep_their_sign_if_the_table_has_both():
     v = torch.tensor([0.0, -0.0, -0.2])
     assert round_to_nearest(v, one).tolist() == [0, 0, 0]
     assert round_to_nearest(v, two).tolist() == [0, 15, 15]
+    other_way_round = TableElement("z", (-0.0, *range(1, 15), 0.0), ties="away")
+    assert round_to_nearest(v, other_way_round).tolist() == [15, 0, 0]
     assert one != two and TableElement("z", (-0.0, *one.table[1:])) != one
 
 
