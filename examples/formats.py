@@ -32,7 +32,8 @@ from torch import Tensor
 import crossgrain as cg
 from crossgrain.formats import formats
 
-FAMILIES = {"fp8": "#3b6fb6", "mx": "#c8553d", "nvfp4": "#4c8c4a", "identity": "#555555"}
+FAMILIES = {"fp8": "#3b6fb6", "mx": "#c8553d", "nvfp4": "#4c8c4a", "hifloat8": "#8a5fb0", "identity": "#555555"}
+OTHERS = "#999999"  # formats that someone registered
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Result:
 
     @property
     def colour(self) -> str:
-        return next(colour for family, colour in FAMILIES.items() if self.name.startswith(family))
+        return next((colour for family, colour in FAMILIES.items() if self.name.startswith(family)), OTHERS)
 
 
 def snr(relative_error: float) -> float:

@@ -124,6 +124,8 @@ def test_zeros_keep_their_sign_if_the_table_has_both():
     v = torch.tensor([0.0, -0.0, -0.2])
     assert round_to_nearest(v, one).tolist() == [0, 0, 0]
     assert round_to_nearest(v, two).tolist() == [0, 15, 15]
+    other_way_round = TableElement("z", (-0.0, *range(1, 15), 0.0), ties="away")
+    assert round_to_nearest(v, other_way_round).tolist() == [15, 0, 0]
     assert one != two and TableElement("z", (-0.0, *one.table[1:])) != one
 
 
@@ -136,7 +138,7 @@ def test_codes_that_are_unused_are_read_and_never_written():
 
 def test_a_table_is_a_value_also_with_nan_in_it():
     element = TableElement("n", (*map(float, range(15)), math.nan), ties="away")
-    again = TableElement("n", (*map(float, range(15)), float("nan")), ties="away")
+    again = TableElement("n", (*map(float, range(15)), math.copysign(math.nan, -1)), ties="away")
     for other in (again, pickle.loads(pickle.dumps(element)), copy.deepcopy(element)):
         assert other == element and hash(other) == hash(element)
     assert TableElement("n", element.table, "zero") != element != E2M1

@@ -82,7 +82,10 @@ class TableElement(WrittenByFields):
         found: dict[float, int] = {}
         for code, value in enumerate(self.table):
             if math.isfinite(value) and code not in self.unused:
-                found.setdefault(value, code)  # 0 and -0 are one number here
+                found.setdefault(value, code)
+        zero = self.code_of(0.0)
+        if zero is not None:
+            found[0.0] = zero  # 0 and -0 are one number here, and 0 comes first
         return found
 
     def code_of(self, value: float) -> int | None:

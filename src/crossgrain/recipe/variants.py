@@ -48,8 +48,16 @@ def variant(fmt: Format, *, element: str = "e4m3", two_d: bool = False, row_scal
 
 def names_of_variants() -> dict[str, str]:
     """Every registered format that is a variant of another, as that other with options: ``{"x_2d": "x(2d)"}``."""
+    return _names_of_variants(tuple(formats()))
+
+
+# Specs are made over and over while plans are worked out, so what follows from the registry is kept while it stays.
+
+
+@lru_cache(maxsize=16)
+def _names_of_variants(registered: tuple[Format, ...]) -> dict[str, str]:
     found = {}
-    for fmt in formats():
+    for fmt in registered:
         for two_d, row_scaled, element in product((False, True), (False, True), ("e4m3", "e5m2")):
             options = ["2d"] * two_d + ["row_scaled"] * row_scaled + ["e5m2"] * (element == "e5m2")
             other = variant(fmt, element=element, two_d=two_d, row_scaled=row_scaled) if options else None
@@ -58,8 +66,13 @@ def names_of_variants() -> dict[str, str]:
     return found
 
 
-def options_of_format(fmt: Format) -> set[str]:
+def options_of_format(fmt: Format) -> frozenset[str]:
     """The names of all options that make sense for a format."""
+    return _options_of_format(fmt, tuple(formats()))
+
+
+@lru_cache(maxsize=256)
+def _options_of_format(fmt: Format, registered: tuple[Format, ...]) -> frozenset[str]:
     found = set(_OPTIONS_OF_QUANTIZERS[quantizer_class(fmt)])
     if fmt.element == E4M3 and variant(fmt, element="e5m2") is not None:
         found |= {"e4m3", "e5m2"}
@@ -67,7 +80,7 @@ def options_of_format(fmt: Format) -> set[str]:
         found.add("2d")
     if variant(fmt, row_scaled=True) is not None:
         found.add("row_scaled")
-    return found
+    return frozenset(found)
 
 
 @lru_cache(maxsize=256)

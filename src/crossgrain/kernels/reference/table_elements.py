@@ -58,7 +58,6 @@ def round_stochastically(v: Tensor, element: TableElement, random_bytes: Tensor)
     moved = number.abs() + (random_bytes.to(torch.float32) * (1.0 / 256.0)) * step
     # Between two numbers of different signs, moving away from zero ends at the one of the same sign.
     place = torch.where(moved >= values[outwards].abs(), outwards, inwards)
-    place = torch.where(above == below, above, place)
     return _with_specials(_taken(table.codes, place), v, place, element)
 
 
