@@ -12,7 +12,7 @@ from crossgrain.formats.encoding import Encoding
 from crossgrain.formats.hifloat8 import HIF8, HIFLOAT8
 from crossgrain.kernels.reference.elements import element_values, round_to_nearest
 
-from ..golden_cases import assert_same_bits, encoded
+from ..common.golden_cases import assert_same_bits, encoded
 
 DOT = {"11": 4, "10": 3, "01": 2, "001": 1, "0001": 0, "0000": "denormal"}  # bits of the exponent, by prefix
 

@@ -13,7 +13,7 @@ from crossgrain.formats.encoding import Encoding
 from crossgrain.formats.mxint8 import INT8, MXINT8
 from crossgrain.kernels.reference.elements import element_values, round_to_nearest
 
-from ..golden_cases import assert_same_bits, encoded
+from ..common.golden_cases import assert_same_bits, encoded
 
 INFO = gfloat.formats.format_info_mxint8
 BOTH_DIRECTIONS = pytest.mark.parametrize("direction", [ROWWISE, COLUMNWISE], ids=lambda direction: direction.value)

@@ -10,7 +10,7 @@ import crossgrain as cg
 from crossgrain.files.safetensors_file import load_safetensors, save_safetensors
 from crossgrain.gemm.operands import check_operands
 
-from ..quantizers import assert_same_bytes
+from ..common.quantizers import assert_same_bytes
 
 NAMES = pytest.mark.parametrize("name", ["mxint8", "hifloat8"])
 

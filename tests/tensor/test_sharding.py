@@ -246,7 +246,7 @@ def test_what_would_miss_other_ranks_is_refused(tmp_path):
             "NotImplementedError",
             "requantize_: 0.weight is sharded; requantize the model before it is",
         )
-        assert "put off or added to main_grad would not reach the other ranks" in delayed[1]
+        assert "would not reach the other ranks; switch that option off for this layer" in delayed[1]
 
 
 def _late_optimizers(rank):
