@@ -1,4 +1,4 @@
-"""Gathers that bring only the direction that a pass reads: rows in forward, columns in backward."""
+"""`gather_by_pass`: FSDP2 gathers only the planes that a pass reads, rowwise in forward, columnwise in backward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ _BOTH = tuple(Direction)
 
 
 def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
-    """Let FSDP2 gather the rowwise planes of quantized weights in forward and the columnwise ones in backward.
+    """Make FSDP2 gather the rowwise planes of quantized weights in forward and the columnwise planes in backward.
 
-    Call it after ``fully_shard``; it is for ``model`` and all modules inside. Where weights stay gathered between the
-    passes (``reshard_after_forward=False``, and the root module unless told otherwise), both come in forward. A layer
-    whose backward reads rows - one that is recomputed inside a sharded module, or a recipe with a
-    ``backward_override`` - raises when it does: switch it off for that module.
+    Call it after ``fully_shard``. Weights that stay gathered between the passes get both planes in forward: with
+    ``reshard_after_forward=False``, and in the root module by default.
+
+    Some layers read rowwise planes in backward: those that are recomputed inside a sharded module, and those whose
+    recipe has a ``backward_override``. Their backward raises; call ``gather_by_pass(module, enabled=False)`` for the
+    sharded module that contains them.
+
+    Args:
+        model: a model with modules that ``fully_shard`` has sharded; all of them are changed.
+        enabled: False returns to gathering both planes in each pass.
+
+    Raises:
+        ValueError: no module of the model is sharded.
+        RuntimeError: parameters are gathered at the moment.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
@@ -30,13 +40,16 @@ def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
     for module in found:
         for group in module._get_fsdp_state()._fsdp_param_groups:
             if group.is_unsharded:
-                raise RuntimeError("gather_by_pass: parameters are gathered just now; call reshard() first")
+                raise RuntimeError(
+                    "gather_by_pass: the parameters are gathered at the moment; call reshard() on the sharded modules "
+                    "first"
+                )
             group.__class__ = _GroupByPass if enabled else FSDPParamGroup
             _forget_sizes(group)
 
 
 class _GroupByPass(FSDPParamGroup):
-    """Parameters that are gathered together, which say what they are gathered for."""
+    """A parameter group of FSDP2 that decides for each gather which planes are needed."""
 
     _brought: tuple[Direction, ...] = ()  # by the last gather
     _will_recompute = False  # the last forward pass was the first of a checkpoint, whose second runs in backward
@@ -68,7 +81,7 @@ class _GroupByPass(FSDPParamGroup):
         return (ROWWISE,) if self._reshard_after_forward else _BOTH
 
     def _let_go(self) -> None:
-        """Of what an earlier gather brought for another pass: columns, where a forward pass comes after all."""
+        """Drop what an earlier gather brought for another pass."""
         if self._all_gather_result is not None:
             work: Any = self._all_gather_result.all_gather_work
             if work is not None:
@@ -78,7 +91,7 @@ class _GroupByPass(FSDPParamGroup):
 
 
 def _forget_sizes(group: FSDPParamGroup) -> None:
-    """FSDP2 takes what arrives for as large as it was the last time, and passes differ."""
+    """Make FSDP2 allocate its outputs anew: it assumes the size of the last gather, but the passes differ in size."""
     for param in group.fsdp_params:
         if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
             param.all_gather_outputs = []
