@@ -1,4 +1,4 @@
-"""The commands."""
+"""The list of all commands of the ``crossgrain`` program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .train import train
 from .warmup import warmup
 
 app = typer.Typer(
-    help="Low-precision training with a number format for each direction of each tensor.",
+    help="Low-precision training with a separate number format for each direction of each tensor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback is for a bug report, as Python prints it
