@@ -376,7 +376,7 @@ def test_queries_and_keys_are_turned_together():
     q, k, v = te.attention.rope.apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, [8, 8, 8])
     assert torch.equal(q, te.attention.apply_rotary_pos_emb(qkv[..., :8], angles, fused=True))
     assert torch.equal(k, te.attention.apply_rotary_pos_emb(qkv[..., 8:16], angles)) and torch.equal(v, qkv[..., 16:])
-    with pytest.raises(NotImplementedError, match="cp_size is 1"):
+    with pytest.raises(NotImplementedError, match="cp_size must be 1, got"):
         te.attention.apply_rotary_pos_emb(qkv[..., :8], angles, cp_size=2)
 
 
