@@ -1,4 +1,4 @@
-"""What is settled at the start of a module's forward."""
+"""What is determined once at the start of a module's forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from .base import Built
 
 
 class ForwardPass(NamedTuple):
-    """Also for a recomputation in backward.
+    """The settings of one forward pass; a recomputation in backward uses the same.
 
-    ``calibrates``  statistics are taken, nothing is quantized
-    ``dtype``       of activations
+    Attributes:
+        recipe: the recipe; None for high precision.
+        built: quantizers of the recipe.
+        calibrates: tensors are only measured, not quantized.
+        dtype: dtype of activations.
+        is_first_microbatch: see `Linear.forward`.
     """
 
     recipe: Recipe | None
@@ -25,7 +29,7 @@ class ForwardPass(NamedTuple):
 
 
 class TracedPass(NamedTuple):
-    """In a graph of `torch.compile`. ``number`` stands for the module and its recipe; None: high precision."""
+    """A forward pass in a graph of `torch.compile`. ``number`` refers to the module; None for high precision."""
 
     number: int | None
     dtype: torch.dtype
