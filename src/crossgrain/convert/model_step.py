@@ -1,6 +1,8 @@
-"""A converted model needs no autocast, which says where a step of delayed scaling ends; so its own call is the step.
+"""Make every call of a converted model one step of delayed scaling.
 
-Two hooks on the model open and end it. A layer that the model calls several times then sees one step, not several.
+Delayed scaling updates its scales when an autocast ends. A converted model needs no autocast, so a call of the model is
+the step instead. Two hooks on the model begin and end it. A layer that is called several times in one call of the model
+still has one step.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from ..recipe.context import leave_abandoned_steps
 
 
 class _Call(NamedTuple):
-    """Of a model: its step, and the frame that made it, by which an abandoned call is known.
+    """A call of a model that is running.
 
-    ``handled``  the exception that was being handled around it, which is none of the call's
+    Attributes:
+        model: the model.
+        frame: the frame that made the call, to detect a call that was abandoned.
+        step: the context of its step.
+        handled: the exception that was being handled when the call began, which does not belong to the call.
     """
 
     model: nn.Module
@@ -34,7 +40,7 @@ _calls: ContextVar[tuple[_Call, ...]] = ContextVar("crossgrain_model_calls", def
 
 
 def step_with_calls(model: nn.Module) -> None:
-    """Make every call of ``model`` a step, if no larger one is under way."""
+    """Make every call of ``model`` a step, unless it is part of a larger step."""
     model.register_forward_pre_hook(_open, prepend=True)
     model.register_forward_hook(_end, always_call=True)
 
@@ -77,7 +83,7 @@ def _leave(call: _Call, *error: Any) -> None:
 
 
 def _leave_abandoned() -> None:
-    """Calls that ended without their hook, by KeyboardInterrupt, are no part of anything."""
+    """Remove calls that ended without their hook, as with KeyboardInterrupt."""
     calls = _calls.get()
     running = set()
     frame: FrameType | None = sys._getframe(1) if calls else None
