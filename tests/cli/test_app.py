@@ -60,7 +60,7 @@ def test_warmup_tells_where_the_cache_is():
 def test_a_warmup_that_leaves_nothing_behind_fails(monkeypatch):
     monkeypatch.setattr(runtime, "compiled_so_far", lambda: runtime.Compiled(7, 0, None))
     result = CliRunner().invoke(app, ["warmup"])
-    assert result.exit_code == 1 and "no place to keep them" in result.stderr
+    assert result.exit_code == 1 and "no directory to store them is writable" in result.stderr
 
 
 def test_a_warmup_without_compiled_kernels_fails():

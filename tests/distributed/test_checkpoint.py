@@ -311,9 +311,9 @@ def test_the_two_kinds_of_checkpoints_are_told_apart(tmp_path):
     model = quantized_model("mxfp8", **SIZES)
     checkpoint.save(tmp_path / "shards", 1, model=model)
     files.save_checkpoint(tmp_path / "files", 1, model=model)
-    with pytest.raises(ValueError, match="checkpoint.load reads it"):
+    with pytest.raises(ValueError, match="load it with crossgrain.distributed.checkpoint.load"):
         files.load_checkpoint(tmp_path / "shards", model=model)
-    with pytest.raises(ValueError, match="load_checkpoint reads it"):
+    with pytest.raises(ValueError, match="load it with crossgrain.files.load_checkpoint"):
         checkpoint.load(tmp_path / "files", model=model)
 
 
@@ -334,11 +334,16 @@ def _disagreeing(rank, root):
 def test_ranks_have_to_agree_about_what_only_one_of_them_writes(tmp_path):
     found = run(_disagreeing, 2, tmp_path, tmp_path / "run")
     for rank, (unsharded, scales, failed, replicas, exists) in enumerate(found):
-        assert "model.weight: rank 1 holds something else than rank 0" in unsharded[1]
-        assert "model.0.weight.rowwise.amax: rank 1 holds something else than rank 0" in scales[1]
+        assert "model.weight: rank 1 and rank 0 hold the same part of it with different values" in unsharded[1]
+        assert (
+            "model.0.weight.rowwise.amax: rank 1 and rank 0 hold the same part of it with different values" in scales[1]
+        )
         assert "extras.open cannot be saved: a object is neither" in failed[1]
         assert failed[0] == ("TypeError" if rank else "RuntimeError")
-        assert "model.0.weight.rowwise.data: rank 1 holds something else than rank 0" in replicas[1]
+        assert (
+            "model.0.weight.rowwise.data: rank 1 and rank 0 hold the same part of it with different values"
+            in replicas[1]
+        )
         assert not exists
 
 

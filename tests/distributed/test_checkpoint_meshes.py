@@ -161,5 +161,5 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
     assert run(_random_numbers, 2, tmp_path, root, False) == saved
     for not_wanted, others, refused in run(_left_alone, 4, tmp_path, root):
         assert not_wanted == others == (None, True, True)
-        assert "random states of 2 ranks, and there are 4" in refused[0][1]
+        assert "random states of 2 ranks, but it is loaded by 4" in refused[0][1]
         assert refused[1:] == (True, False)

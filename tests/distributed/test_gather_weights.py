@@ -218,12 +218,14 @@ def test_the_report_says_what_is_left_and_why():
     assert type(model.fc.weight) is WeightShard
     assert isinstance(model.fc.weight, nn.Parameter)
     assert model.head.weight is model.embedding.weight
-    assert "head.weight: as it is, it is tied" in str(report)
+    assert "head.weight: unquantized because it is tied" in str(report)
 
 
 def test_layers_without_a_recipe_need_one():
     layer = cg.Linear(64, 64)
-    assert list(gather_quantized(layer).left.values()) == ["the layer is not bound to a recipe, and none was given"]
+    assert list(gather_quantized(layer).left.values()) == [
+        "the layer is not bound to a recipe, and no recipe was passed"
+    ]
     for _ in range(2):
         assert gather_quantized(layer, "mxfp8").quantized == {"weight": "rowwise mxfp8 / columnwise mxfp8"}
         assert layer.weight.requires_grad
@@ -232,8 +234,11 @@ def test_layers_without_a_recipe_need_one():
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ("fp8(delayed)", "delayed scaling notes an amax whenever a weight is quantized"),
-        ("mxfp8, backward_override: high_precision", "reads the weight in high precision"),
+        ("fp8(delayed)", "with delayed scaling, quantizing a weight records an amax"),
+        (
+            "mxfp8, backward_override: high_precision",
+            "backward_override='high_precision', but the high-precision weight stays in shards",
+        ),
         ("mxfp8, fprop.weight: mxfp4(sr), fprop.input: mxfp4", "cannot be rounded stochastically"),
     ],
 )
@@ -251,7 +256,9 @@ def test_weights_that_are_not_one_matrix_are_refused():
         cg.Linear(64, 64, parameters_split=("a", "b")),
         cg.GroupedLinear(2, 64, 64, single_grouped_weight=True),
     ):
-        with pytest.raises(NotImplementedError, match="is not one matrix that its layer quantizes as it is"):
+        with pytest.raises(
+            NotImplementedError, match="needs a weight that is one matrix which its layer quantizes as a whole"
+        ):
             gather_quantized(layer, "mxfp8")
 
 
@@ -337,7 +344,7 @@ def _saved(rank):
     other = converted_model("mxfp8")
     gather_quantized(other)
     fully_shard(other, mesh=mesh_of(2))
-    assert "0.weight is sharded already" in error_of(lambda: gather_quantized(other))[1]
+    assert "0.weight is already sharded" in error_of(lambda: gather_quantized(other))[1]
     other.load_state_dict(state)
     return isinstance(state["0.weight"], DTensor), whole, high_precision(other), type(local_part(state["0.weight"]))
 

@@ -106,10 +106,10 @@ def refused(rank):
 def test_refused(tmp_path):
     for errors in run(refused, RANKS, tmp_path):
         words = [
-            "convert an nn.Linear first",
-            "weight is a DTensor already; styles come before fully_shard",
+            "convert an nn.Linear with crossgrain.convert first",
+            "weight is already a DTensor; call parallelize_module before fully_shard",
             "rows of weight=7",
-            "whole rows",
+            "a norm needs whole rows",
             "delay_wgrad_compute",
         ]
         for (_, text), word in zip(errors, words, strict=True):

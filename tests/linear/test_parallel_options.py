@@ -296,7 +296,7 @@ def test_errors(tmp_path):
         assert "call set_tensor_parallel_group" in texts[0]
         assert "the first dimension of the input [3, 4] cannot be divided evenly among 2 ranks" in texts[1]
         assert "tp_size=2, but tp_group has 1 ranks" in texts[2]
-        assert "made for one rank, and tp_group has 2" in texts[3]
+        assert "made for one rank, but tp_group has 2" in texts[3]
         assert "tp_size=2, but tp_group has 1 ranks" in texts[4]
         assert "in_features=7 cannot be divided evenly among tp_size=2 ranks" in texts[5]
 

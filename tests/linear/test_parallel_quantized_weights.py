@@ -128,7 +128,7 @@ def test_a_scale_in_common_needs_the_group(tmp_path):
     made, written = whole_weights("fp8")[:2]
     for rank, (kept, blocks, mine, copied) in enumerate(run(_groups_that_come_later, RANKS, tmp_path)):
         assert kept[0] == "RuntimeError"
-        assert "under scales that tp_size=2 ranks have in common, and there is no group of them yet" in kept[1]
+        assert "under scales that tp_size=2 ranks have in common, but the process group is not set yet" in kept[1]
         assert blocks == "MXFP8Tensor"
         assert_same_bytes(mine, part(made, "column", rank).clone())
         assert_same_bytes(copied, part(written, "column", rank).clone())

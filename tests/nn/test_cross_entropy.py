@@ -50,13 +50,13 @@ def test_the_mean_is_over_targets_that_count():
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, 0.0], [-1e4, -1e4]])
     assert parallel_cross_entropy(logits, torch.tensor([0, 1])).tolist() == [0.0, pytest.approx(0.6931472)]
-    with pytest.raises(ValueError, match=r"logits \[2, 2\] are for targets \[2\], not \[3\]"):
+    with pytest.raises(ValueError, match=r"logits of shape \[2, 2\] need targets of shape \[2\], got \[3\]"):
         parallel_cross_entropy(logits, torch.tensor([0, 1, 1]))
 
 
 @pytest.mark.parametrize("unknown, ignored", [(2, -100), (-1, -100), (-100, 0)])
 def test_targets_that_are_no_classes_are_refused(unknown, ignored):
-    with pytest.raises(ValueError, match=f"target {unknown} is none of 2 classes"):
+    with pytest.raises(ValueError, match=f"targets must be between 0 and 1, or ignore_idx={ignored}, got {unknown}"):
         parallel_cross_entropy(torch.randn(3, 2), torch.tensor([0, unknown, 1]), ignore_idx=ignored)
 
 

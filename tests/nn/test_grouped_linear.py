@@ -105,7 +105,7 @@ def test_sizes_may_be_a_tensor_and_rows_in_several_dimensions():
 
 @pytest.mark.parametrize("sizes", [[64, 64], [64, 64, 64], [-32, 64, 96]])
 def test_sizes_that_do_not_divide_the_rows_are_refused(sizes):
-    with pytest.raises(ValueError, match="3 groups need as many sizes that add up to 128 rows"):
+    with pytest.raises(ValueError, match="m_splits must have 3 numbers >= 0 that add up to 128 rows"):
         make()(inputs()[0], sizes)
 
 

@@ -104,7 +104,7 @@ def _with(layer, **options):
 def test_names_as_elsewhere():
     assert list(make().state_dict()) == ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]
     assert list(make(normalization="RMSNorm", bias=False).state_dict()) == ["layer_norm_weight", "weight"]
-    with pytest.raises(ValueError, match="normalization is one of"):
+    with pytest.raises(ValueError, match="normalization must be one of"):
         make(normalization="BatchNorm")
 
 

@@ -223,7 +223,7 @@ def test_roles_and_slots():
         "linear|grad_output|block.mlp.fc2",
         "linear|grad_output|block.mlp.fc1",
     ]
-    with pytest.raises(ValueError, match="6 slots"):
+    with pytest.raises(ValueError, match="has 6 slots for quantizers"):
         mlp.get_quantizer_roles(fwd=True, num_quantizers=3)
 
 

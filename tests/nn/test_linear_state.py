@@ -231,7 +231,7 @@ def test_an_optimizer_that_was_not_told_of_new_parameters_refuses_to_go_on(kind)
     optimizer = MAKE_OPTIMIZER[kind](layer.parameters())
     cg.requantize_(layer, NVFP4)
     layer.weight.grad = torch.randn(96, 64)
-    with pytest.raises(RuntimeError, match=r"MXFP8Tensor \[96, 64\] that requantize_ has replaced"):
+    with pytest.raises(RuntimeError, match=r"MXFP8Tensor of shape \[96, 64\] that requantize_ has replaced"):
         optimizer.step()
 
 

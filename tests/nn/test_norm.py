@@ -62,9 +62,9 @@ def test_initial_values_and_options():
     assert (cg.RMSNorm(4, zero_centered_gamma=True).weight == 0).all() and cg.RMSNorm(4).bias is None
     assert cg.LayerNorm(hidden_size=4).normalized_shape == (4,)
     assert set(cg.RMSNorm(4).state_dict()) == {"weight"}
-    with pytest.raises(ValueError, match="one of normalized_shape and hidden_size"):
+    with pytest.raises(ValueError, match="needs one of normalized_shape and hidden_size"):
         cg.LayerNorm()
-    with pytest.raises(ValueError, match=r"\[2, 5\] has to end in \[4\]"):
+    with pytest.raises(ValueError, match=r"must be \[4\], got an input of shape \[2, 5\]"):
         cg.LayerNorm(4)(torch.randn(2, 5))
 
 

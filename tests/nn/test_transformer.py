@@ -139,13 +139,13 @@ def test_errors():
     x = torch.randn(2, 5, 16, dtype=F64)
     with pytest.raises(ValueError, match="this layer is a decoder"):
         layer(layer_type="decoder")(x)
-    with pytest.raises(ValueError, match="layer_type"):
+    with pytest.raises(ValueError, match="layer_type must be"):
         layer(layer_type="both")
-    with pytest.raises(ValueError, match="attn_input_format"):
+    with pytest.raises(ValueError, match="attn_input_format must be"):
         layer(attn_input_format="bhsd")
     with pytest.raises(ValueError, match="parallel_attention_mlp"):
         layer(parallel_attention_mlp=True, layer_type="decoder")
-    with pytest.raises(NotImplementedError, match="thd"):
+    with pytest.raises(NotImplementedError, match="drop_path_rate is not supported with attn_input_format='thd'"):
         layer(drop_path_rate=0.1, attn_input_format="thd")
     with pytest.raises(ValueError, match="tp_size=2 needs set_parallel_mode=True"):
         layer(tp_size=2, sequence_parallel=True)

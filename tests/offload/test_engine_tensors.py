@@ -151,7 +151,7 @@ def test_marks_do_not_pile_up():
     assert (
         len(staying._marked) <= staying._purge_at <= 2048 + 2 * sum(not r.expired() for r in staying._marked.values())
     )
-    with pytest.raises(TypeError, match="takes tensors, not int"):
+    with pytest.raises(TypeError, match="takes tensors, got int"):
         cg.mark_not_offload(3)
 
 

@@ -194,7 +194,10 @@ def test_a_limit_raises_before_anything_is_written(where, tmp_path):
     x = inputs()
     name = "host memory" if where == "host" else str(tmp_path)
     with (
-        pytest.raises(cg.OffloadError, match=f"offload to {name}: {PAGE} bytes more .* limit of {2 * PAGE} bytes"),
+        pytest.raises(
+            cg.OffloadError,
+            match=f"offload to {name}: storing {PAGE} bytes more would exceed the limit of {2 * PAGE} bytes",
+        ),
         offload,
     ):
         run(x)
@@ -308,7 +311,7 @@ def test_the_limit_of_the_system_for_files(tmp_path):
     x = inputs(size)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size * 4 * 2, hard))
-        message = f"{size * 4} bytes could not be stored, {size * 8} are in use: "
+        message = rf"{size * 4} bytes could not be stored \({size * 8} are in use\): "
         with pytest.raises(cg.OffloadError, match=message), offload:
             run(x)
     finally:
@@ -333,11 +336,11 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"where": "there/is/none"}, "offload to there/is/none: there is no such directory"),
-        ({"min_bytes": -1}, "min_bytes is at least 0, not -1"),
-        ({"pending": 0}, "pending is at least 1, not 0"),
-        ({"limit_bytes": -1}, "limit_bytes is at least 0, not -1"),
-        ({"over_limit": "drop"}, "over_limit is 'raise' or 'keep', not 'drop'"),
+        ({"where": "there/is/none"}, "offload to there/is/none: this directory does not exist"),
+        ({"min_bytes": -1}, "min_bytes must be >= 0, got -1"),
+        ({"pending": 0}, "pending must be >= 1, got 0"),
+        ({"limit_bytes": -1}, "limit_bytes must be >= 0, got -1"),
+        ({"over_limit": "drop"}, "over_limit must be 'raise' or 'keep', got 'drop'"),
     ],
 )
 def test_options_are_checked(options, message):
@@ -371,7 +374,9 @@ def test_a_fork_leaves_the_files_of_its_parent_alone(tmp_path):
     with mp.get_context("fork").Manager() as manager:
         messages = manager.list()
         mp.start_processes(_child, args=([y, x, offload], messages), nprocs=1, start_method="fork")
-        assert [f"belongs to process {os.getpid()}, of which this is a fork" in m for m in messages] == [True, True]
+        assert [
+            f"was set up in process {os.getpid()} and cannot be used in its forked child" in m for m in messages
+        ] == [True, True]
     assert open_files(tmp_path) == [3 * PAGE]
     assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, run(x))))
 

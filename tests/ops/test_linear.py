@@ -143,7 +143,7 @@ def test_roles() -> None:
     assert op.get_input_quantizer() is linear.get_quantizer("forward", 0)
     assert linear.get_grad_output_quantizer() is linear.get_quantizer("backward", 0)
     assert op.get_grad_output_quantizer() is None, "a bias takes gradients in high precision"
-    with pytest.raises(ValueError, match="has 1 backward quantizers, and none of index 1"):
+    with pytest.raises(ValueError, match="has 1 backward quantizers, so there is no index 1"):
         linear.get_quantizer("backward", 1)
 
 

@@ -48,7 +48,7 @@ def test_changes() -> None:
     block += _scales(8)
     assert _factors(block) == [9, 3, 4, 8]
     assert [name for name, _ in block.named_children()] == ["0", "1", "2", "3"]
-    with pytest.raises(TypeError, match="Sequential is made of modules, and int is none"):
+    with pytest.raises(TypeError, match="a Sequential takes modules .*, got int"):
         block.append(3)
 
 
@@ -133,9 +133,9 @@ def test_extra_tensors_of_several_groups() -> None:
 def test_number_of_extra_inputs_is_checked() -> None:
     block = ops.Sequential(ops.AddExtraInput())
     for extras in ([], [torch.ones(2)] * 2):
-        with pytest.raises(ValueError, match=f"takes 1 extra inputs, and {len(extras)} were given"):
+        with pytest.raises(ValueError, match=f"takes 1 extra inputs, but {len(extras)} were given"):
             block(torch.ones(2), *extras)
-        with pytest.raises(ValueError, match=f"takes 1 extra inputs, and {len(extras)} were given"):
+        with pytest.raises(ValueError, match=f"takes 1 extra inputs, but {len(extras)} were given"):
             block[0](torch.ones(2), *extras)
 
 
@@ -211,9 +211,11 @@ def test_wrong_channels_are_refused() -> None:
     make.set_extra_output_channel(0, "x")
     with pytest.raises(ValueError, match="AddExtraInput at position 0 reads the channel 'x', but no earlier"):
         ops.Sequential(add, make)(torch.ones(2))
-    with pytest.raises(ValueError, match="MakeExtraOutput at position 1 writes to the channel 'x', which has a source"):
+    with pytest.raises(
+        ValueError, match="MakeExtraOutput at position 1 writes to the channel 'x', but an earlier operation"
+    ):
         ops.Sequential(make, make)(torch.ones(2))
-    with pytest.raises(ValueError, match="AddExtraInput has 1 extra inputs, and none of index 1"):
+    with pytest.raises(ValueError, match="AddExtraInput has 1 extra inputs, so there is no index 1"):
         add.set_extra_input_channel(1, "x")
     with pytest.raises(ValueError, match="AddExtraInput has 0 extra outputs"):
         add.set_extra_output_channel(0, "x")
@@ -239,9 +241,9 @@ def test_keyword_arguments() -> None:
     y.sum().backward()
     assert_close([y, x.grad], [x.detach() ** 6, 6 * x.detach() ** 5], torch.float32)
     assert torch.equal(block[0](x, power=2), x**2)
-    with pytest.raises(ValueError, match="op_kwargs are for operations of this sequence"):
+    with pytest.raises(ValueError, match="the keys of op_kwargs must be operations of this sequence"):
         block(x, op_kwargs={ops.Identity(): {}})
-    with pytest.raises(ValueError, match="keyword arguments are for 1 operations, and there are 2"):
+    with pytest.raises(ValueError, match="keyword arguments for 1 operations, but there are 2"):
         OperationFuser(list(block))(x, basic_op_kwargs=[{}])
 
 

@@ -114,7 +114,7 @@ def test_states_of_another_shape_are_not_spread_out(name):
         optimizer.step()
         dicts.append(optimizer.state_dict())
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"parameter 0 is \[4, 1\], and the parameter is \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"parameter 0 has shape \[4, 1\], but the parameter has \[4, 4\]"):
         optimizer.load_state_dict(dicts[0])
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

@@ -170,10 +170,13 @@ def test_delayed_fp8_without_masters_is_allowed_and_warns():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"amsgrad": True}, "AMSGrad"),
-        ({"master_weight_dtype": torch.bfloat16}, "master weights are"),
-        ({"exp_avg_dtype": torch.float64}, "exp_avg is stored as"),
-        ({"store_param_remainders": True}, "needs master_weights"),
+        ({"amsgrad": True}, "does not support amsgrad"),
+        (
+            {"master_weight_dtype": torch.bfloat16},
+            "master_weight_dtype must be torch.float32 or torch.float16, got torch.bfloat16",
+        ),
+        ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype must be .*, got torch.float64"),
+        ({"store_param_remainders": True}, "store_param_remainders=True needs master_weights=True"),
     ],
 )
 def test_refused_options(options, message):

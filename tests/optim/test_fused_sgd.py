@@ -77,5 +77,5 @@ def test_groups_may_differ_in_momentum_and_checkpoints_keep_it():
 
 
 def test_nesterov_needs_momentum():
-    with pytest.raises(ValueError, match="Nesterov"):
+    with pytest.raises(ValueError, match="Nesterov momentum needs momentum > 0"):
         FusedSGD([nn.Parameter(torch.zeros(1))], lr=0.1, nesterov=True)

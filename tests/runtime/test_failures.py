@@ -76,7 +76,8 @@ def in_an_exchange():
 
 
 CASES = {
-    in_an_exchange: "dispatched tokens: ValueError: 3 rows are to be dispatched, not a tensor of [4, 32]",
+    in_an_exchange: "dispatched tokens: ValueError: expected a matrix of 3 rows to be dispatched, "
+    "got a tensor of shape [4, 32]",
     in_forward: "up: ValueError: up: the input [32, 48] has to end in 64",
     in_an_operation: "up: ValueError: up: the input [32, 48] has to end in 64",
     in_a_quantizer: "up: ValueError: no such number",

@@ -1,4 +1,4 @@
-"""The command line: ``crossgrain`` or ``python -m crossgrain``. One file per command; `app` lists them."""
+"""The command line program: ``crossgrain`` or ``python -m crossgrain``. There is one file per command; see `app`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command that the arguments ask for."""
+    """Run the command given by the arguments of the program."""
     try:
         from .app import app
     except ModuleNotFoundError as error:

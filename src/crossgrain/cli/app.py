@@ -1,4 +1,4 @@
-"""The commands."""
+"""The list of all commands of the ``crossgrain`` program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``crossgrain compare``: recipes against fp32, as a table, a JSON file and a picture."""
+"""``crossgrain compare``: compare recipes with fp32, as a table, a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .recipes import labelled, mistakes_are_shown, split_recipes
 from .sizes import Size, SizeName, Steps, preset_of
 
 Recipes = Annotated[
-    list[str], typer.Option("--recipes", "-r", help="Presets or one-line recipes, with commas between; repeatable.")
+    list[str],
+    typer.Option("--recipes", "-r", help="Presets or one-line recipes, separated by commas. May be repeated."),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="How many; the gap is their mean.")]
-Out = Annotated[Path, typer.Option(help="Directory for compare.json and compare.png.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds; results are means over them.")]
+Out = Annotated[Path, typer.Option(help="Directory to write compare.json and compare.png to.")]
 
 
 def compare(
@@ -36,7 +37,10 @@ def compare(
     out: Out = Path("out"),
     as_json: AsJson = False,
 ) -> None:
-    """Train the same GPT by several recipes and in fp32, and show what each costs. Ctrl-C keeps what was done."""
+    """Train the same small GPT with several recipes and in fp32, and compare loss, errors, time and memory.
+
+    Ctrl-C stops it and keeps the finished runs.
+    """
     preset, chosen = preset_of(size, steps), labelled(split_recipes(recipes))
     with mistakes_are_shown():  # before anything is trained
         for recipe in chosen.values():
@@ -80,9 +84,9 @@ def _show(result: Comparison, saved: Path, picture: Path | None) -> None:
     if rows:
         console.print(table(result))
         console.print(
-            "gap: validation loss over that of fp32 with the same seed, in nats per byte, ± its standard deviation "
-            "over seeds. Errors: of y by fprop, dx by dgrad and dW by wgrad, relative, in each layer alone. Time of "
-            "a step and bytes kept for backward: fp32 is 1.",
+            "gap: validation loss minus that of fp32 with the same seed, in nats per byte, ± its standard deviation "
+            "over seeds. fprop, dgrad, wgrad: relative error of y, dx and dW, measured in each layer separately. "
+            "time: of a step; bytes: kept for backward; both relative to fp32.",
             style="dim",
         )
     for label, recipe in result.recipes.items():
@@ -95,7 +99,9 @@ def _show(result: Comparison, saved: Path, picture: Path | None) -> None:
     if picture is not None:
         console.print(f"picture: {picture}", markup=False, soft_wrap=True)
     elif rows:
-        console.print("no picture: pip install 'crossgrain[demo]'", markup=False)
+        console.print(
+            "no picture was drawn, because matplotlib is missing: pip install 'crossgrain[demo]'", markup=False
+        )
 
 
 def table(result: Comparison) -> Table:

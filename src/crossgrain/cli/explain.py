@@ -1,4 +1,4 @@
-"""``crossgrain explain``: what a recipe means for each direction of each tensor."""
+"""``crossgrain explain``: show which format a recipe gives each direction of each tensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from .sizes import SizeName, preset_of
 
 def explain(
     recipe: RecipeText,
-    model: Annotated[SizeName | None, typer.Option(help="Show the layers of this GPT.")] = None,
-    every_layer: Annotated[bool, typer.Option("--every-layer", help="Layers that are alike are not merged.")] = False,
+    model: Annotated[SizeName | None, typer.Option(help="Show the layers of the small GPT of this size.")] = None,
+    every_layer: Annotated[
+        bool, typer.Option("--every-layer", help="Show every layer; otherwise equal layers share a row.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Which format each GEMM reads, layer by layer, and which part of the recipe decided."""
+    """Show which format each GEMM reads, layer by layer, and which part of the recipe decides it."""
     loaded = load_recipe(recipe)
     gpt = None
     if model is not None:

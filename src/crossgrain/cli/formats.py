@@ -1,4 +1,4 @@
-"""``crossgrain formats``: what there is to choose from."""
+"""``crossgrain formats``: list all registered number formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCALES = {
 
 
 def formats(as_json: AsJson = False) -> None:
-    """All registered formats: what a number is, and what shares a scale."""
+    """List all registered formats: their elements, blocks and scales."""
     rows = [describe(fmt) for fmt in registered_formats()]
     if as_json:
         print_json(rows)
@@ -40,11 +40,13 @@ def formats(as_json: AsJson = False) -> None:
         table.add_row(row["name"], row["element"] or "-", block, scale, f"{row['bits_per_element']:.2f}", maximum)
     console = Console(highlight=False)
     console.print(table)
-    console.print("bits: stored per element, with scales. max: the largest code, before scaling.", style="dim")
+    console.print(
+        "bits: stored bits per element, including scales. max: the largest element, before scaling.", style="dim"
+    )
 
 
 def describe(fmt: Format) -> dict[str, Any]:
-    """A format as plain data."""
+    """The properties of a format as plain data."""
     return {
         "name": fmt.name,
         "element": fmt.element and fmt.element.name,

@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""Helpers of the commands for printing: JSON, errors, progress bars."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def print_json(value: Any) -> None:
+    """Print plain data as JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def fail(message: str, code: int = 1) -> typer.Exit:
-    """To be raised: the message on stderr, and the exit code."""
+    """Print the message to stderr, and return an exception to raise, which ends the program with the exit code."""
     Console(stderr=True).print(message, style="red", markup=False, highlight=False)
     return typer.Exit(code)
 
 
 def progress_bar(console: Console | None = None) -> Progress:
-    """Gone when it is done. On ``console`` if that is a terminal, else on stderr if that is one.
+    """A progress bar that disappears at the end.
 
-    What is piped is the result alone.
+    It is shown on ``console`` if that is a terminal, otherwise on stderr if that is one. Piped output has only results.
     """
     if console is None or not console.is_terminal:
         console = Console(stderr=True)

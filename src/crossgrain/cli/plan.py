@@ -1,4 +1,4 @@
-"""``crossgrain plan``: what a large run would cost, on paper."""
+"""``crossgrain plan``: estimate the memory, communication and time of a large training run."""
 
 from __future__ import annotations
 
@@ -14,38 +14,64 @@ from ..planning.report import COMPARISON_NOTE, as_table, bullets, comparison, mi
 from .output import AsJson, print_json
 from .recipes import labelled, mistakes_are_shown, split_recipes
 
-Model = Annotated[str, typer.Option(help="Such as llama3-70b; or dimensions, as in 'llama3-8b, layers=16'.")]
-Recipes = Annotated[
-    list[str], typer.Option("--recipe", "-r", help="A preset, a line or a file; several are compared in a table.")
+Model = Annotated[
+    str, typer.Option(help="Name of a model, such as llama3-70b, or with changed dimensions: 'llama3-8b, layers=16'.")
 ]
-DeviceText = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; or changed: 'b200, memory=192'.")]
-DTypeText = Annotated[str, typer.Option(help="fp32, bf16 or fp16: activations, and parameters in high precision.")]
+Recipes = Annotated[
+    list[str], typer.Option("--recipe", "-r", help="A preset, a one-line recipe, or a file. Several are compared.")
+]
+DeviceText = Annotated[
+    str, typer.Option(help=f"One of {', '.join(DEVICES)}; or with changed numbers: 'b200, memory=192'.")
+]
+DTypeText = Annotated[
+    str, typer.Option(help="Dtype of activations and of high-precision parameters: fp32, bf16 or fp16.")
+]
 
 
 def plan(
     model: Model,
     recipe: Recipes,
-    gpus: Annotated[int, typer.Option(min=1)] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     device: DeviceText = "b200",
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence, if not those of the model.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences in a micro batch of one replica.")] = 1,
-    micro_batches: Annotated[int, typer.Option(help="In a step.")] = 1,
-    sharding: Annotated[str, typer.Option(help="fsdp or replicated.")] = "fsdp",
-    reshard: Annotated[bool, typer.Option(help="Gather weights again for backward.")] = True,
-    tensor_parallel: Annotated[int, typer.Option("--tp", help="GPUs that share a replica.")] = 1,
-    parameters: Annotated[str, typer.Option(help="Kept quantized or high_precision.")] = "quantized",
-    gather: Annotated[str | None, typer.Option(help="planes or high_precision, if not as parameters are kept.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens per sequence; default: the model's.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences per micro batch and replica.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Micro batches per step.")] = 1,
+    sharding: Annotated[str, typer.Option(help="How GPUs hold parameters: fsdp or replicated.")] = "fsdp",
+    reshard: Annotated[
+        bool, typer.Option(help="Free gathered weights after forward and gather them again for backward.")
+    ] = True,
+    tensor_parallel: Annotated[int, typer.Option("--tp", help="GPUs per tensor-parallel group.")] = 1,
+    parameters: Annotated[
+        str, typer.Option(help="How parameters are kept: quantized or high_precision.")
+    ] = "quantized",
+    gather: Annotated[
+        str | None, typer.Option(help="How weights travel: planes or high_precision; default: as they are kept.")
+    ] = None,
     dtype: DTypeText = "bf16",
-    gradient_dtype: Annotated[str | None, typer.Option(help="If not that.")] = None,
-    reduce_dtype: Annotated[str | None, typer.Option(help="If not that of gradients.")] = None,
-    master: Annotated[str, typer.Option(help="fp32, fp16, remainder or none.")] = "fp32",
-    moments: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp8; or two of them, with a comma.")] = "fp32",
-    recompute: Annotated[bool, typer.Option("--recompute", help="Blocks run forward again in backward.")] = False,
-    gemm_efficiency: Annotated[float, typer.Option("--gemm-rate", help="Part of the peak that GEMMs reach.")] = 1.0,
-    wire_efficiency: Annotated[float, typer.Option("--wire-rate", help="The same for the wire.")] = 1.0,
+    gradient_dtype: Annotated[str | None, typer.Option(help="Dtype of gradients; default: that of --dtype.")] = None,
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="Dtype in which gradients are reduced; default: that of gradients.")
+    ] = None,
+    master: Annotated[str, typer.Option(help="Master weights: fp32, fp16, remainder or none.")] = "fp32",
+    moments: Annotated[
+        str,
+        typer.Option(help="Dtype of the optimizer's moments: fp32, bf16, fp16 or fp8; or two, separated by a comma."),
+    ] = "fp32",
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Recompute the forward pass of each block in backward.")
+    ] = False,
+    gemm_efficiency: Annotated[
+        float, typer.Option("--gemm-rate", help="Fraction of the peak rate that GEMMs reach.")
+    ] = 1.0,
+    wire_efficiency: Annotated[
+        float, typer.Option("--wire-rate", help="Fraction of the peak rate that the network reaches.")
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Memory, bytes on the wire and time of a step, from published peaks and exact sizes, with all assumptions."""
+    """Estimate the memory, communication and time of a training step on GPUs that need not be there.
+
+    Sizes are exact, times follow from published peak rates. All assumptions are printed.
+    """
     first, _, second = (part.strip() for part in moments.partition(","))
     recipes = labelled(split_recipes(recipe))
     with mistakes_are_shown():

@@ -1,4 +1,4 @@
-"""Recipes as they are given on a command line."""
+"""Read recipes from the arguments of a command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_LABEL = 22  # what a table of 80 columns has room for
 
 @contextmanager
 def mistakes_are_shown() -> Iterator[None]:
-    """A recipe that is wrong, or that does not fit the model, ends the program with the exit code 2."""
+    """Context manager: print an error in a recipe, model or file, and end the program with exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -32,12 +32,16 @@ def mistakes_are_shown() -> Iterator[None]:
 
 
 def load_recipe(text: str) -> GemmRecipe:
+    """Read a preset, a one-line recipe or a file; end the program if it is wrong."""
     with mistakes_are_shown():
         return GemmRecipe.load(text)
 
 
 def split_recipes(texts: Sequence[str]) -> list[str]:
-    """The recipes in ``mxfp8,nvfp4, dgrad: mxfp8``: a comma separates, unless a setting or an option follows it."""
+    """Split texts such as ``mxfp8,nvfp4, dgrad: mxfp8`` into recipes, here ``mxfp8`` and ``nvfp4, dgrad: mxfp8``.
+
+    A comma separates recipes, unless a setting or an option of the same recipe follows it.
+    """
     found: list[str] = []
     for text in texts:
         pieces = re.split(r",(?![^()]*\))", text)  # not inside parentheses
@@ -51,7 +55,7 @@ def split_recipes(texts: Sequence[str]) -> list[str]:
 
 
 def labelled(texts: Sequence[str]) -> dict[str, GemmRecipe]:
-    """Recipes by a short name: what was given, or a letter if that is long."""
+    """Recipes by a label: the text itself, or ``recipe A`` and so on if the text is long."""
     recipes: dict[str, GemmRecipe] = {}
     for text in texts:
         recipe = load_recipe(text)

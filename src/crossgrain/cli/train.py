@@ -1,4 +1,4 @@
-"""``crossgrain train``: a small GPT on Python's documentation, by one recipe."""
+"""``crossgrain train``: train a small GPT on Python's documentation with one recipe."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ def train(
     recipe: RecipeText = "mxfp8",
     size: Size = SizeName.tiny,  # type: ignore[attr-defined]
     steps: Steps = None,
-    seed: Annotated[int, typer.Option(help="Of the start, the data and stochastic rounding.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights, the data and stochastic rounding.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level GPT by a recipe, and tell its validation loss. Ctrl-C stops it and keeps what was done."""
+    """Train a small byte-level GPT with a recipe, and print its validation loss.
+
+    Ctrl-C stops it and prints the results so far.
+    """
     preset, loaded = preset_of(size, steps), load_recipe(recipe)
     with mistakes_are_shown():
         trainer = Trainer(preset, loaded, seed)
     console = Console(highlight=False)
     if not as_json:
         console.print(f"recipe: {trainer.run.recipe}", markup=False)
-        console.print(" step   training   validation   nats per byte", style="bold")
+        console.print(" step   training   validation   (loss in nats per byte)", style="bold")
 
     with progress_bar(None if as_json else console) as progress:
         task = progress.add_task("", total=preset.steps)

@@ -1,4 +1,4 @@
-"""``crossgrain warmup``: compile now what would be compiled at first use."""
+"""``crossgrain warmup``: compile all CPU kernels now, instead of at their first use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from .output import AsJson, fail, print_json, progress_bar
 
 
 def warmup(as_json: AsJson = False) -> None:
-    """Compile all CPU kernels into the cache on disk: a minute or two once, seconds if they are there."""
+    """Compile all CPU kernels and store them in the cache on disk.
+
+    This takes a minute or two the first time, and seconds when the cache has them already.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = get_backend("cpu") == "cpu"
     if not usable:
-        raise fail("\n".join(str(warning.message) for warning in caught) or "the compiled kernels are switched off")
+        raise fail(
+            "\n".join(str(warning.message) for warning in caught)
+            or "nothing to compile: the compiled kernels are switched off"
+        )
 
     from ..kernels.cpu.runtime import compiled_so_far  # these import numba
     from ..kernels.warmup import warm_up
@@ -44,4 +50,6 @@ def warmup(as_json: AsJson = False) -> None:
         console.print(f"{compiled.kernels} kernels in {seconds:.1f} s, {compiled.from_disk} of them from the cache")
         console.print(f"cache: {compiled.directory}", soft_wrap=True, markup=False)
     if compiled.directory is None:
-        raise fail("the kernels were compiled, but there is no place to keep them: set NUMBA_CACHE_DIR")
+        raise fail(
+            "the kernels were compiled, but no directory to store them is writable: set NUMBA_CACHE_DIR to one that is"
+        )

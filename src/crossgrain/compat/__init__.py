@@ -1,9 +1,10 @@
-"""Code that was written for Transformer Engine, run by crossgrain.
+"""Run code that was written for Transformer Engine with crossgrain, unchanged and without a GPU.
 
-import crossgrain.compat.transformer_engine.pytorch as te     # the names, wherever they are wanted
+There are three ways:
 
-crossgrain.compat.install()                                   # from here on `import transformer_engine` finds them
-python -m crossgrain.te train.py --lr 1e-3                    # the same for one run of a script
+    import crossgrain.compat.transformer_engine.pytorch as te    # import the names explicitly
+    crossgrain.compat.install()                                  # then `import transformer_engine` finds crossgrain
+    python -m crossgrain.te train.py --lr 1e-3                   # run one script with crossgrain installed this way
 """
 
 from .alias import VERSION, install, is_installed, uninstall

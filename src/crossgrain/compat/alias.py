@@ -1,4 +1,4 @@
-"""`transformer_engine` as a name for these modules, for a process."""
+"""`install`: make ``import transformer_engine`` find crossgrain in this process, and undo it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ _displaced: dict[str, ModuleType] = {}
 
 
 def install(*, replace: bool = False) -> None:
-    """From here on ``import transformer_engine`` finds crossgrain, in this process.
+    """Make ``import transformer_engine`` find crossgrain from now on, in this process.
 
-    Also ``importlib.util.find_spec`` and ``importlib.metadata.version`` answer. Where there is a real Transformer
-    Engine this is refused, unless ``replace`` says to hide it; `uninstall` shows it again.
+    ``importlib.util.find_spec`` and ``importlib.metadata.version`` find it too. `uninstall` undoes it.
+
+    Args:
+        replace: hide a real Transformer Engine if there is one.
+
+    Raises:
+        RuntimeError: a real Transformer Engine is installed, and ``replace`` is False.
     """
     if is_installed():
         return
     real = _real_transformer_engine()
     if real is not None and not replace:
         raise RuntimeError(
-            f"there is a Transformer Engine at {real}, which crossgrain would hide: "
-            "say install(replace=True), or python -m crossgrain.te --replace, if that is what you want"
+            f"there is a Transformer Engine at {real}, which crossgrain would hide. "
+            "To hide it, call install(replace=True), or use python -m crossgrain.te --replace"
         )
     for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
         module = sys.modules.pop(name)
@@ -44,7 +49,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take the names away again. What was imported through them stays what it is."""
+    """Undo `install`. Objects that were imported already stay usable."""
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
@@ -56,12 +61,12 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `install` is in force."""
+    """Whether ``import transformer_engine`` finds crossgrain because of `install`."""
     return _finder in sys.meta_path
 
 
 def _real_transformer_engine() -> str | None:
-    """Where one is that is not ours."""
+    """The place of a Transformer Engine that is not crossgrain's; None if there is none."""
     for name in ROOTS:
         if name in sys.modules:
             spec, known = getattr(sys.modules[name], "__spec__", None), True
@@ -74,7 +79,7 @@ def _real_transformer_engine() -> str | None:
 
 
 def _is_ours(name: str, spec: Any) -> bool:
-    """One of these modules, or the package that a distribution of crossgrain has under this name."""
+    """Whether a module is one of crossgrain's, or of the package ``crossgrain-te``."""
     if isinstance(sys.modules.get(name), Facade):
         return True
     origin = getattr(spec, "origin", None)
@@ -83,7 +88,7 @@ def _is_ours(name: str, spec: Any) -> bool:
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says of the distribution that these names seem to come from."""
+    """The distribution that `importlib.metadata` reports for ``transformer-engine``."""
 
     def read_text(self, filename: str) -> str | None:
         texts = {
@@ -97,7 +102,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder:
-    """Finds the distribution; the modules themselves are in ``sys.modules``."""
+    """Lets `importlib.metadata` find the distribution. The modules themselves are in ``sys.modules``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         return None

@@ -1,4 +1,4 @@
-"""`crossgrain.offload` under the name the field knows."""
+"""`crossgrain.offload` under the module name of Transformer Engine."""
 
 from ..offload import (
     DefaultOffloadSynchronizer,

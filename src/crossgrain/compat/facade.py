@@ -1,4 +1,4 @@
-"""Modules that hold nothing: every name is one of another module, to be read, replaced and deleted there."""
+"""`Facade`: a module whose names are those of other modules, where they are read, replaced and deleted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ EVERYTHING = "*"
 
 
 class Facade(ModuleType):
-    """A module whose names are those of others.
+    """A module that has no contents of its own: its names refer to other modules.
 
-    ``names`` maps a name to ``"module:attribute"``; the entry ``"*"`` is a list of modules that are asked, in order,
-    for names that are not in it. Reading, setting and deleting a name go to the module that has it, whenever they
-    are done, so that whoever replaces a function here replaces it for all who look it up there. Deleting what was
-    set here brings back what was there before, as it does with attributes that hide others: tools that patch
-    modules for a while undo it in that way.
+    Reading, setting and deleting a name are passed on to the module that has it. So replacing a function here replaces
+    it for everybody who looks it up there. Deleting a name that was set here restores the earlier value, because tools
+    that patch modules temporarily undo it in that way.
+
+    Args:
+        name: dotted name of the module.
+        names: maps a name to ``"module:attribute"``. The entry ``"*"`` is a list of modules that are searched, in
+            order, for all other names.
+        doc: docstring of the module.
     """
 
     def __init__(self, name: str, names: Mapping[str, Any], doc: str | None = None) -> None:
@@ -27,7 +31,7 @@ class Facade(ModuleType):
         vars(self).update(_elsewhere=elsewhere, _behind=tuple(names.get(EVERYTHING, ())), _replaced={}, **own)
 
     def _place(self, name: str) -> tuple[ModuleType, str] | None:
-        """The module that has the name, and what it calls it."""
+        """The module that has the name, and the attribute it has there; None if there is none."""
         if name in self._elsewhere:
             module, _, attribute = self._elsewhere[name].partition(":")
             return importlib.import_module(module), attribute

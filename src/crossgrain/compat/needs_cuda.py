@@ -1,4 +1,4 @@
-"""Names whose work only a GPU can do: they can be imported, and say so when they are used."""
+"""Stand-ins for names that need a GPU: they can be imported, and raise `NeedsCudaError` when they are called."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, NoReturn
 
 
 class NeedsCudaError(NotImplementedError):
-    """What was called exists for CUDA only."""
+    """A function or class of Transformer Engine was called that works only with CUDA."""
 
 
 def _refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NeedsCudaError(f"{cls.__name__} needs CUDA: it drives kernels of a GPU, and crossgrain has none of its kind")
+    raise NeedsCudaError(f"{cls.__name__} needs CUDA: it calls GPU kernels, and crossgrain has no replacement for them")
 
 
 def needs_cuda(name: str) -> type:
-    """A class that stands for the function or class ``name``: it can be imported and asked about, not called."""
+    """A stand-in for the function or class ``name``, which can be imported and inspected, but not called."""
     return type(name, (), {"__new__": _refuse, "__doc__": "Needs CUDA.", "__module__": __name__})
 
 
 def all_need_cuda(*names: str) -> dict[str, type]:
-    """For a table of names."""
+    """Stand-ins for several names, as a table."""
     return {name: needs_cuda(name) for name in names}

@@ -1,4 +1,4 @@
-"""The optimizers under the name that the field has for the module."""
+"""`crossgrain.optim` under the module name of Transformer Engine."""
 
 from ..optim import FusedAdam, FusedSGD
 from ..optim.multi_tensor import (

@@ -1,4 +1,4 @@
-"""The tree of modules: built once from the tables in `names`, under the name of this package."""
+"""Build the tree of modules ``transformer_engine...`` from the tables in `names`, once, below this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOTS = ("transformer_engine", "transformer_engine_torch")
 
 
 def build() -> dict[str, ModuleType]:
-    """All modules by dotted name; also in ``sys.modules``, below this package."""
+    """Make all modules, by dotted name, and add them to ``sys.modules`` below this package."""
     modules: dict[str, ModuleType] = {}
     for name in sorted(TREE, key=lambda name: (isinstance(TREE[name], str), name)):  # facades first
         modules[name] = _made(name, modules)
@@ -24,14 +24,16 @@ def build() -> dict[str, ModuleType]:
         sys.modules[f"{PACKAGE}.{name}"] = module
         parent, _, child = name.rpartition(".")
         if parent:
-            assert isinstance(modules[parent], Facade), f"{parent} is a module of crossgrain and gets no children"
+            assert isinstance(modules[parent], Facade), (
+                f"{parent} is a module of crossgrain itself, so no submodule can be added to it"
+            )
             if child not in TREE[parent]:  # a function of the same name is what the attribute means
                 vars(modules[parent])[child] = module
     return modules
 
 
 def _made(name: str, modules: Mapping[str, ModuleType]) -> ModuleType:
-    """An entry is the name of a module that serves, perhaps another of the tree, or the table of a facade."""
+    """Make one module. Its entry is the name of another module to use, or the table of a `Facade`."""
     entry = TREE[name]
     if name in modules:
         return modules[name]

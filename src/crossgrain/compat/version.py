@@ -1,4 +1,4 @@
-"""The version that clients are told."""
+"""The version number that programs which ask for Transformer Engine's version get."""
 
 VERSION = "2.20.0+crossgrain"
-"""That of the interface which is served: clients take the paths they have for it. The local part says by whom."""
+"""Version of Transformer Engine's interface that crossgrain has. The local part ``+crossgrain`` tells them apart."""

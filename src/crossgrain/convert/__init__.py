@@ -1,4 +1,4 @@
-"""Any model, in place: its linear layers and norms become those of crossgrain, and back."""
+"""`convert` changes the linear layers and norms of a model to those of crossgrain, in place; `unconvert` undoes it."""
 
 from .model import ConvertReport, convert, unconvert
 

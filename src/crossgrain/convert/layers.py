@@ -1,7 +1,7 @@
-"""Linear layers of torch and of Hugging Face that became quantized ones, norms that became ours, and back.
+"""Change the class of a linear layer or norm of torch or Hugging Face to crossgrain's, and back.
 
-A layer changes its class and nothing else: it stays the same object, so whoever holds it, its parameters
-or its hooks (a parent, an optimizer, a tied embedding) holds the quantized layer.
+Only the class changes. The layer stays the same object with the same parameters and hooks, so everything that refers to
+it (a parent, an optimizer, a tied embedding) refers to the quantized layer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class ConvertedLinear(Linear, nn.Linear):
-    """An ``nn.Linear`` that `crossgrain.convert` changed; still an ``nn.Linear`` to those who ask."""
+    """An ``nn.Linear`` that `crossgrain.convert` has changed; ``isinstance(layer, nn.Linear)`` is still True."""
 
     def __init__(self) -> None:
-        raise TypeError("a ConvertedLinear is what crossgrain.convert makes of an nn.Linear; for a new one: Linear")
+        raise TypeError(
+            "ConvertedLinear is what crossgrain.convert makes from an nn.Linear and cannot be created directly; use "
+            "crossgrain.Linear"
+        )
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """As nn.Linear does it; of a sharded layer, every rank draws the whole and keeps its part."""
+        """Initialize as ``nn.Linear`` does. If the layer is sharded, every rank draws the whole and keeps its part."""
         if defer_init:
             return
         self.clear_weight_cache()
@@ -43,34 +46,40 @@ class ConvertedLinear(Linear, nn.Linear):
 
 
 class ConvertedConv1D(Linear):
-    """A Hugging Face ``Conv1D`` that `crossgrain.convert` changed: ``y = x · W + b``, and W stays [in, out]."""
+    """A Hugging Face ``Conv1D`` that `crossgrain.convert` has changed: ``y = x · W + b``. W is still [in, out]."""
 
     weight: Tensor
 
     def __init__(self) -> None:
-        raise TypeError("a ConvertedConv1D is what crossgrain.convert makes of a Hugging Face Conv1D")
+        raise TypeError(
+            "ConvertedConv1D is what crossgrain.convert makes from a Hugging Face Conv1D and cannot be created directly"
+        )
 
     def _weight(self, weights: Sequence[Tensor]) -> Tensor:
         return weights[0].t()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        raise NotImplementedError(f"{self.layer}: a Conv1D has no reset_parameters; its model initialises it")
+        raise NotImplementedError(f"{self.layer}: a Conv1D has no reset_parameters; its model initializes it")
 
 
 class ConvertedLayerNorm(LayerNorm, nn.LayerNorm):  # type: ignore[misc]
-    """An ``nn.LayerNorm`` that `crossgrain.convert` changed."""
+    """An ``nn.LayerNorm`` that `crossgrain.convert` has changed."""
 
     def __init__(self) -> None:
         raise TypeError(
-            "a ConvertedLayerNorm is what crossgrain.convert makes of an nn.LayerNorm; for a new one: LayerNorm"
+            "ConvertedLayerNorm is what crossgrain.convert makes from an nn.LayerNorm and cannot be created directly; "
+            "use crossgrain.LayerNorm"
         )
 
 
 class ConvertedRMSNorm(RMSNorm, nn.RMSNorm):  # type: ignore[misc]
-    """An ``nn.RMSNorm`` that `crossgrain.convert` changed."""
+    """An ``nn.RMSNorm`` that `crossgrain.convert` has changed."""
 
     def __init__(self) -> None:
-        raise TypeError("a ConvertedRMSNorm is what crossgrain.convert makes of an nn.RMSNorm; for a new one: RMSNorm")
+        raise TypeError(
+            "ConvertedRMSNorm is what crossgrain.convert makes from an nn.RMSNorm and cannot be created directly; use "
+            "crossgrain.RMSNorm"
+        )
 
 
 Converted = ConvertedLinear | ConvertedConv1D
@@ -78,14 +87,14 @@ ConvertedNorm = ConvertedLayerNorm | ConvertedRMSNorm
 
 
 def class_for(module: nn.Module) -> type[Converted] | None:
-    """What `become_quantized` makes of a module; None if it is not exactly one of the layers it knows."""
+    """The class that `become_quantized` gives a module; None if it is not exactly an nn.Linear or Conv1D."""
     if type(module) is nn.Linear:
         return ConvertedLinear
     return ConvertedConv1D if is_conv1d(module) else None
 
 
 def become_quantized(module: Any) -> None:
-    """Change the class of an ``nn.Linear`` or ``Conv1D``; it gets all that a new `Linear` has but parameters."""
+    """Change the class of an ``nn.Linear`` or ``Conv1D``, and add the attributes of a `Linear` except parameters."""
     cls = class_for(module)
     assert cls is not None
     out_features, in_features = module.weight.shape if cls is ConvertedLinear else module.weight.t().shape
@@ -106,7 +115,7 @@ def become_plain(module: Any) -> None:
 
 
 def norm_class_for(module: Any) -> type[ConvertedNorm] | None:
-    """What `become_our_norm` makes of a module; None if it is no norm, or one that ours do not compute."""
+    """The class that `become_our_norm` gives a module; None if it is not a norm that crossgrain can compute."""
     if type(module) is nn.LayerNorm:
         return ConvertedLayerNorm if module.weight is not None and module.bias is not None else None
     if type(module) is nn.RMSNorm:

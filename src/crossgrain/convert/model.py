@@ -1,9 +1,9 @@
-"""Any model in low precision, in one line, and back.
+"""`convert`: make a model train in low precision with one line; `unconvert` undoes it.
 
     print(crossgrain.convert(model, "mxfp8; lm_head: hp"))
 
-Every ``nn.Linear`` (and Hugging Face ``Conv1D``) becomes a quantized layer that is bound to the recipe, in place:
-the same module objects, parameters, names, hooks and state-dict keys.
+Every ``nn.Linear`` (and Hugging Face ``Conv1D``) becomes a quantized layer that is bound to the recipe. This happens in
+place: module objects, parameters, names, hooks and state-dict keys stay the same.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ Skip = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What `convert` did, by path; ``print`` it.
+    """What `convert` did. ``print`` it to read it.
 
-    ``converted``  layers that became quantized ones
-    ``bound``      layers that were quantized ones before and follow the recipe now
-    ``left``       linear layers that stay as they are, and why
-    ``norms``      norms that became ours
+    Attributes:
+        recipe: the recipe that the layers follow.
+        converted: paths of layers that became quantized layers.
+        bound: paths of layers that were crossgrain's before and follow the recipe now.
+        left: paths of linear layers that were not converted, with the reason.
+        norms: paths of norms that became crossgrain's.
     """
 
     recipe: Recipe
@@ -69,17 +71,25 @@ def convert(
     skip: Skip | Iterable[Skip] = (),
     norms: bool = False,
 ) -> ConvertReport:
-    """Make the linear layers of ``model`` compute by ``recipe``, in place; nothing has changed if it raises.
+    """Make the linear layers of a model compute in the formats of a recipe, in place.
 
-    ``recipe``  a recipe, a preset's name, a line or a file. It is bound to the layers: no autocast is needed; one
-                that is entered overrides it, and ``autocast(enabled=False)`` computes in high precision.
-    ``skip``    layers to leave: globs and blocks as in recipes (``"lm_head"``, ``"first 2 blocks"``), types (of
-                the layer or of what it is in), functions of path and module. A pattern that matches nothing raises.
-    ``norms``   ``nn.LayerNorm`` and ``nn.RMSNorm`` become ours as well, which compute in fp32 inside; those without
-                weight, bias or eps stay
+    Layers are named by their paths. A model that was converted before follows the new recipe, and layers that are
+    skipped now become plain again. If this raises, nothing has changed.
 
-    Layers are named by their paths. A model that was converted before follows the new recipe; layers that are to
-    be skipped now become plain again.
+    Args:
+        model: the model to change.
+        recipe: a recipe, the name of a preset, a one-line recipe or a file. It is bound to the layers, so no autocast
+            is needed. An autocast that is active overrides it; ``autocast(enabled=False)`` computes in high precision.
+        skip: layers not to convert: patterns as in recipes (``"lm_head"``, ``"first 2 blocks"``), types (of the layer
+            or of a module it is in), or functions of path and module that return True.
+        norms: convert ``nn.LayerNorm`` and ``nn.RMSNorm`` too; crossgrain's compute in fp32 internally. Norms without
+            weight, bias or eps are not converted.
+
+    Returns:
+        What was converted, and what was not and why.
+
+    Raises:
+        ValueError: the model has no linear layer, a pattern matches nothing, or the recipe does not fit the model.
     """
     recipe = as_recipe(recipe)
     report = ConvertReport(recipe)
@@ -116,7 +126,7 @@ def convert(
 
 
 def _convert_norms(model: nn.Module, wanted: bool) -> list[str]:
-    """Paths of the norms that are ours now; without ``wanted`` those that were converted become plain again."""
+    """Convert norms and return their paths; without ``wanted``, converted norms become plain again."""
     changed = []
     for path, module in model.named_modules():
         if isinstance(module, ConvertedNorm) and not wanted:
@@ -129,9 +139,15 @@ def _convert_norms(model: nn.Module, wanted: bool) -> list[str]:
 
 
 def unconvert(model: nn.Module) -> list[str]:
-    """Give the layers that `convert` changed back as they were; returns their paths.
+    """Undo `convert`: layers and norms become what they were.
 
-    Layers that were made as crossgrain's stay so, without a recipe of their own.
+    Layers that were created as crossgrain's stay, but are no longer bound to a recipe.
+
+    Args:
+        model: the model to change.
+
+    Returns:
+        The paths of the layers and norms that were changed back.
     """
     changed = []
     for path, module in model.named_modules():
@@ -146,34 +162,34 @@ def unconvert(model: nn.Module) -> list[str]:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All that might be converted, in the order of the model."""
+    """All linear layers, with their paths, in the order of the model."""
     for path, module in model.named_modules():
         if _follows_recipes(module) or isinstance(module, nn.Linear) or class_for(module) is not None:
             yield path, module
 
 
 def _follows_recipes(module: nn.Module) -> bool:
-    """Whether it is crossgrain's own; operations of several (`ops.Linear`) are no `QuantizedModule`."""
+    """Whether a module is one of crossgrain's that follow recipes."""
     return isinstance(module, QuantizedModule | ops.Linear)
 
 
 def _why_not(model: nn.Module, path: str, layer: nn.Module) -> str | None:
-    """Why a layer stays as it is; None if it need not."""
+    """The reason why a layer cannot be converted; None if it can."""
     if _follows_recipes(layer):
         return None
     parent = model.get_submodule(path.rpartition(".")[0]) if path else None
     if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its weight and never calls it"
+        return "nn.MultiheadAttention reads its weight without calling the layer"
     if "forward" in vars(layer):
-        return "its forward was replaced on the object, which would go on computing as it does"
+        return "its forward was replaced on the object, so converting it would have no effect"
     if class_for(layer) is None:
         return f"{type(layer).__name__} is a subclass of nn.Linear, which may compute something else"
     dtype = layer.weight.dtype
-    return None if dtype in HIGH_PRECISION else f"its weight is {dtype}"
+    return None if dtype in HIGH_PRECISION else f"its weight has dtype {dtype}"
 
 
 def _bound_recipe(recipe: Recipe, model: nn.Module, layers: dict[str, nn.Module]) -> Recipe:
-    """The recipe for this model. Names follow the paths first, and go back if the recipe is refused."""
+    """Name the layers by their paths, and bind the recipe to the model. If it is refused, the names are restored."""
     named: list[tuple[Any, str | None]] = []
     for path, layer in layers.items():
         own: Any = layer
@@ -192,7 +208,7 @@ def _bound_recipe(recipe: Recipe, model: nn.Module, layers: dict[str, nn.Module]
 
 
 def _skipped(model: nn.Module, skip: Skip | Iterable[Skip]) -> dict[str, str]:
-    """Paths that are to be skipped, and by what."""
+    """The paths to skip, each with the entry of ``skip`` that matched."""
     wanted: list[Any] = [skip] if isinstance(skip, str) or callable(skip) else list(skip)
     found: dict[str, str] = {}
     for entry in wanted:
@@ -205,14 +221,14 @@ def _skipped(model: nn.Module, skip: Skip | Iterable[Skip]) -> dict[str, str]:
             paths = [path for path, module in _linear_layers(model) if entry(path, module)]
             label = getattr(entry, "__name__", repr(entry))
         else:
-            raise TypeError(f"skip takes patterns, module types and functions, not {type(entry).__name__}: {entry!r}")
+            raise TypeError(f"skip takes patterns, module types and functions, got {type(entry).__name__}: {entry!r}")
         for path in paths:
             found.setdefault(path, f"skip {label}")
     return found
 
 
 def _matched(model: nn.Module, matcher: Matcher) -> list[str]:
-    """The first paths of layers that are matched by any of theirs."""
+    """Paths of the layers that the matcher matches under any of their paths."""
     others = other_paths(model)
     return [
         path
@@ -222,7 +238,7 @@ def _matched(model: nn.Module, matcher: Matcher) -> list[str]:
 
 
 def _inside(model: nn.Module, cls: type) -> list[str]:
-    """Linear layers that are of this type, or in a module that is."""
+    """Paths of linear layers that are of this type, or inside a module of this type."""
     homes = [path for path, module in model.named_modules() if isinstance(module, cls)]
     paths = [
         path
@@ -232,7 +248,8 @@ def _inside(model: nn.Module, cls: type) -> list[str]:
     if not paths:
         there = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            f"skip: no linear layer is a {cls.__name__} or in one; this {type(model).__name__} has {', '.join(there)}"
+            f"skip: no linear layer is a {cls.__name__} or inside one; this {type(model).__name__} has modules of the "
+            f"types {', '.join(there)}"
         )
     return paths
 

@@ -1,6 +1,8 @@
-"""A converted model needs no autocast, which says where a step of delayed scaling ends; so its own call is the step.
+"""Make every call of a converted model one step of delayed scaling.
 
-Two hooks on the model open and end it. A layer that the model calls several times then sees one step, not several.
+Delayed scaling updates its scales when an autocast ends. A converted model needs no autocast, so a call of the model is
+the step instead. Two hooks on the model begin and end it. A layer that is called several times in one call of the model
+still has one step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ..recipe.model_calls import ModelCall, begin_call, end_call, leave_abandone
 
 
 def step_with_calls(model: nn.Module) -> None:
-    """Make every call of ``model`` a step, if no larger one is under way."""
+    """Make every call of ``model`` a step, unless it is part of a larger step."""
     model.register_forward_pre_hook(_open, prepend=True)
     model.register_forward_hook(_end, always_call=True)
 

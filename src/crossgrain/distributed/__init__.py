@@ -1,4 +1,10 @@
-"""Training over several ranks: FSDP2, tensor, sequence and expert parallelism."""
+"""Train on several ranks: FSDP2, tensor, sequence and expert parallelism, and checkpoints in shards.
+
+- FSDP2: `gather_quantized` and `gather_by_pass` make weights travel between ranks in their quantized formats.
+- Tensor parallelism: `ColwiseParallel` and `RowwiseParallel` for torch's ``parallelize_module``.
+- Expert parallelism: `TokenExchange` sends tokens to the ranks of their experts.
+- Checkpoints: `crossgrain.distributed.checkpoint`.
+"""
 
 from .by_pass import gather_by_pass
 from .count import GatheredBytes, count_gathered_bytes

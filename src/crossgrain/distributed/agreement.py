@@ -1,4 +1,4 @@
-"""What ranks have to agree about before a checkpoint is written or read: all of them raise, or none."""
+"""Checks before a sharded checkpoint is written or read, so that either all ranks raise an error or none does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .state_tree import Tensors
 
 
 def check_agreement(tensors: Tensors, content: Mapping[str, Any]) -> None:
-    """Only one rank writes what several have, so all of these have to hold the same."""
+    """Raise if ranks that hold the same part of a tensor hold different values of it.
+
+    Only one of these ranks writes that part, so their values must be equal.
+    """
     if not dist.is_initialized():
         return
     mine = {
@@ -34,13 +37,13 @@ def check_agreement(tensors: Tensors, content: Mapping[str, Any]) -> None:
             holder, known = first.setdefault(key, (rank, checksum))
             if checksum != known:
                 raise ValueError(
-                    f"{key[0]}: rank {rank} holds something else than rank {holder}, which has the same part of it; a "
-                    "checkpoint has one value for all ranks"
+                    f"{key[0]}: rank {rank} and rank {holder} hold the same part of it with different values, but a "
+                    "checkpoint stores one value. Make the ranks agree, for example by a broadcast, before saving"
                 )
 
 
 def _shared_part(tensor: Any) -> tuple[int, ...] | None:
-    """Which part of it this rank and others have, by its places in the mesh; None if no other rank has it."""
+    """The part of the tensor that this rank shares with others, as mesh coordinates; None if no other rank has it."""
     if not is_sharded(tensor):
         return ()
     cut = [at for at, placement in enumerate(tensor.placements) if cut_along(placement) is not None]
@@ -55,7 +58,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def on_first_rank(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns on the first rank; what it raises there is raised on all."""
+    """Run ``work`` on the first rank only. All ranks return its result, or raise its error."""
     if not dist.is_initialized():
         return work()
     told: list[Any] = [None, None]
@@ -71,7 +74,7 @@ def on_first_rank(work: Callable[[], Any]) -> Any:
 
 
 def raise_together(problem: Exception | None) -> None:
-    """Raise on all ranks if one has a problem: those who go on would wait for it."""
+    """Raise on all ranks if one rank has a problem; otherwise the others would wait for it forever."""
     if dist.is_initialized():
         problems: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, None if problem is None else str(problem))

@@ -1,4 +1,4 @@
-"""Gathers that bring only the direction that a pass reads: rows in forward, columns in backward."""
+"""`gather_by_pass`: FSDP2 gathers only the planes that a pass reads, rowwise in forward, columnwise in backward."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from ..tensor.sharding import gathering
 
 
 def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
-    """Let FSDP2 gather the rowwise planes of quantized weights in forward and the columnwise ones in backward.
+    """Make FSDP2 gather the rowwise planes of quantized weights in forward and the columnwise planes in backward.
 
-    Call it after ``fully_shard``; it is for ``model`` and all modules inside. Where weights stay gathered between the
-    passes (``reshard_after_forward=False``, and the root module unless told otherwise), both come in forward. A layer
-    whose backward reads rows - one that is recomputed inside a sharded module, or a recipe with a
-    ``backward_override`` - raises when it does: switch it off for that module.
+    Call it after ``fully_shard``. Weights that stay gathered between the passes get both planes in forward: with
+    ``reshard_after_forward=False``, and in the root module by default.
+
+    Some layers read rowwise planes in backward: those that are recomputed inside a sharded module, and those whose
+    recipe has a ``backward_override``. Their backward raises; call ``gather_by_pass(module, enabled=False)`` for the
+    sharded module that contains them.
 
     Args:
-        model: A model, some modules of which ``fully_shard`` has sharded.
-        enabled: False goes back to gathers that bring both directions.
+        model: a model with modules that ``fully_shard`` has sharded; all of them are changed.
+        enabled: False returns to gathering both planes in each pass.
 
     Raises:
-        ValueError: No module of ``model`` is sharded.
-        RuntimeError: The parameters of a module are gathered at this moment.
+        ValueError: no module of the model is sharded.
+        RuntimeError: parameters are gathered at the moment.
         NotImplementedError: FSDP2 of the installed torch is not as crossgrain knows it.
     """
     if not announce_gathers(model, _gathering_for if enabled else None):

@@ -1,11 +1,13 @@
-"""Checkpoints of sharded training, with torch.distributed.checkpoint: saved on some ranks, loaded on any other number.
+"""Save and load checkpoints of sharded training, with torch.distributed.checkpoint.
+
+A checkpoint that was saved by some number of ranks can be loaded by any other number:
 
     checkpoint.save("run", step, model=model, optimizer=optimizer)
     pending = checkpoint.async_save("run", step, model=model, optimizer=optimizer)
     done = checkpoint.load("run", model=model, optimizer=optimizer)
 
-Every rank calls these. A checkpoint is a directory ``step-00000042`` as torch writes it, with a manifest; it appears
-whole or not at all.
+Every rank must call these functions. A checkpoint is a directory ``step-00000042`` in torch's own layout, with a
+manifest of checksums. An interrupted save never leaves an incomplete checkpoint under its final name.
 """
 
 from __future__ import annotations
@@ -51,8 +53,28 @@ def save(
     keep: int | None = None,
     **objects: Any,
 ) -> Path:
-    """Save ``objects`` (``model=``, ``optimizer=``, ...: whatever has a ``state_dict``); options as in
-    `crossgrain.files.save_checkpoint`. Returns when the checkpoint is there."""
+    """Save a checkpoint; every rank writes its own shards. Returns when the checkpoint is complete.
+
+    Every rank must call this with the same arguments. Each rank's random states are saved too.
+
+    Args:
+        root: directory of all checkpoints of the run, on a file system that all ranks share.
+        step: number of the step, >= 0. It must be higher than the step of every checkpoint in ``root``.
+        recipe: the recipe to store, as a recipe or its text. By default the recipe that the model was converted with;
+            None stores none.
+        extras: your own plain data and tensors; `load` returns them.
+        keep: keep only this many newest checkpoints in ``root``.
+        **objects: what to save, by name: ``model=model, optimizer=optimizer``. Everything that has ``state_dict`` and
+            ``load_state_dict`` can be saved.
+
+    Returns:
+        The directory of the new checkpoint.
+
+    Raises:
+        FileExistsError: ``root`` has a checkpoint of this step or a later one.
+        TypeError, ValueError: something cannot be saved, or ranks hold different values of the same tensor.
+        OSError: writing failed; no checkpoint is left behind.
+    """
     tensors, writer = _prepared(root, step, recipe, extras, keep, objects)
     with _clear_errors(writer):
         save_shards(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
@@ -60,17 +82,17 @@ def save(
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written while training goes on."""
+    """A checkpoint that is being written in the background; see `async_save`."""
 
     def __init__(self, future: Any, writer: _Writer, group: Any) -> None:
         self._future, self._writer, self._group = future, writer, group
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether writing has ended, so that `wait` would return at once."""
         return bool(self._future.done())
 
     def wait(self) -> Path:
-        """Return when the checkpoint is there, or raise what went wrong. Every rank has to call it."""
+        """Wait until the checkpoint is complete; return its directory, or raise the error. Every rank must call it."""
         try:
             with _clear_errors(self._writer):
                 self._future.result()
@@ -90,7 +112,18 @@ def async_save(
     keep: int | None = None,
     **objects: Any,
 ) -> PendingCheckpoint:
-    """`save` that copies all states, returns, and writes them in the background: training may go on at once."""
+    """Like `save`, but only copies all states and returns; they are written in the background.
+
+    Training may continue at once. Call ``wait()`` on the result, on every rank, before the next save.
+
+    Args:
+        root: as in `save`.
+        step: as in `save`.
+        recipe: as in `save`.
+        extras: as in `save`.
+        keep: as in `save`.
+        **objects: as in `save`.
+    """
     tensors, writer = _prepared(root, step, recipe, extras, keep, objects)
     group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # training goes on using the others
     future = async_save_shards(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -106,11 +139,25 @@ def load(
     random_state: bool | None = None,
     **objects: Any,
 ) -> Checkpoint:
-    """Load a checkpoint, or the latest of a directory of them, into ``objects``, on any number of ranks.
+    """Load a checkpoint that `save` or `async_save` wrote, on any number of ranks. Every rank must call it.
 
-    Everything is read and checked before anything changes. Quantized parameters have to be of the formats that were
-    saved. ``verify=False`` does not compare checksums, for which the first rank reads all files. ``random_state``: each
-    rank's random number generators go on as they would have; None: if there are as many ranks as there were.
+    Everything is read and checked before anything changes. Quantized parameters must have the formats that were saved.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints, of which the latest is loaded.
+        strict: for modules, as in ``torch.nn.Module.load_state_dict``.
+        verify: compare checksums, for which the first rank reads all files.
+        random_state: restore the random number generators of each rank, which needs as many ranks as saved the
+            checkpoint. None restores them if the number of ranks is the same.
+        **objects: what to load into, by the names they were saved under.
+
+    Returns:
+        The step, the recipe and the extras that were saved.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at ``path``.
+        DamagedFileError: a file of the checkpoint is missing, truncated or modified.
+        ValueError: the checkpoint does not fit the objects; the message names the tensors.
     """
     found, manifest = on_first_rank(lambda: _checked(Path(path), verify, objects))
     tensors: Tensors = {}
@@ -120,7 +167,9 @@ def load(
         for name, plain in manifest["shards"].items()
         if name.removeprefix(INIT_VALUES) in objects or name == _EXTRAS
     }
-    raise_together(ValueError(f"{found} does not fit: {'; '.join(problems)}") if problems else None)
+    raise_together(
+        ValueError(f"the checkpoint {found} does not fit the model: {'; '.join(problems)}") if problems else None
+    )
     set_random_state = expect_random_state(manifest, random_state, tensors)
     with _clear_errors(None):
         load_shards(tensors, storage_reader=FileSystemReader(found), no_dist=not dist.is_initialized())
@@ -146,7 +195,7 @@ def load(
 
 
 class _Writer(FileSystemWriter):
-    """Writes under a temporary name. The first rank finishes when all have written, and gives the directory its own."""
+    """Writes to a temporary directory. When all ranks have written, the first rank renames it to its final name."""
 
     def __init__(self, temporary: Path, destination: Path, content: Mapping[str, Any], keep: int | None) -> None:
         super().__init__(temporary)
@@ -170,7 +219,7 @@ def _prepared(
     keep: int | None,
     objects: Mapping[str, Any],
 ) -> tuple[Tensors, _Writer]:
-    """What will be written, checked on all ranks, and who writes it."""
+    """The tensors to write, checked on all ranks, and the writer."""
     tensors: Tensors = {}
     problem, content = None, {}
     try:
@@ -192,7 +241,7 @@ def _described(
     objects: Mapping[str, Any],
     tensors: Tensors,
 ) -> dict[str, Any]:
-    """The content of the manifest; all tensors are added to ``tensors``."""
+    """Return the contents of the manifest, and add all tensors to ``tensors``."""
     check_request(objects, keep)
     step = checked_step(step)
     text = recipe_text(recipe, objects.values())
@@ -203,7 +252,7 @@ def _described(
 
 
 def _preserved(value: Any) -> dict[str, Tensor]:
-    """Initial values that masters are still to be made from, sharded like their parameters."""
+    """Preserved initial values, from which master weights will be made, sharded like their parameters."""
     parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
     quantized = {name: param for name, param in parameters if isinstance(local_part(param), QuantizedTensor)}
     found = {name: preserved_value(param) for name, param in quantized.items()}
@@ -224,17 +273,18 @@ def _checked(path: Path, verify: bool, objects: Mapping[str, Any]) -> tuple[Path
     path = chosen_checkpoint(path)
     manifest = manifest_of(path)
     if "shards" not in manifest:
-        raise ValueError(f"{path} was not saved in shards: crossgrain.files.load_checkpoint reads it")
+        raise ValueError(f"{path} was not saved in shards; load it with crossgrain.files.load_checkpoint")
     missing = sorted(objects.keys() - set(manifest["objects"]))
     if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; it has {', '.join(manifest['objects']) or 'nothing'}")
+        there = ", ".join(manifest["objects"]) or "nothing"
+        raise ValueError(f"the checkpoint {path} has no {', '.join(missing)}; it has {there}")
     if verify:
         check_files(path, manifest)
     return path, manifest
 
 
 def _layout_of(name: str, objects: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
-    """Tensors of an object, by the path of a tensor in its state, that have the layout it is to be loaded in."""
+    """A function from the path of a tensor in a state to a tensor that shows the layout to load it in."""
     value = objects.get(name.removeprefix(INIT_VALUES))
     if name.startswith(INIT_VALUES):
         parameters = dict(value.named_parameters()) if isinstance(value, nn.Module) else {}
@@ -249,14 +299,14 @@ def _layout_of(name: str, objects: Mapping[str, Any]) -> Callable[[tuple[Any, ..
 
 
 def _plain_layout(param: Any) -> Any:
-    """A plain tensor that is sharded like a parameter: states of quantized ones are not quantized."""
+    """A plain tensor that is sharded like ``param``: optimizer states of quantized parameters are not quantized."""
     if param is None or not isinstance(local_part(param), QuantizedTensor):
         return param
     return torch.zeros_like(param)
 
 
 def _shards_stand_alone(model: nn.Module) -> None:
-    """Shards that were cut from a whole do not share its scales any more: those of the checkpoint replace them."""
+    """Let shards that were cut from a whole tensor have their own scales, which the checkpoint then replaces."""
     for param in model.parameters():
         if is_sharded(param) and isinstance(local_part(param), QuantizedTensor):
             local_part(param)._stand_alone()
@@ -264,7 +314,7 @@ def _shards_stand_alone(model: nn.Module) -> None:
 
 @contextmanager
 def _clear_errors(writer: _Writer | None) -> Iterator[None]:
-    """Torch raises a BaseException with the errors of all ranks: raise the first. Nothing is left half written."""
+    """Turn torch's exception with the errors of all ranks into the first of them, and remove unfinished files."""
     try:
         yield
     except CheckpointException as failed:

@@ -1,4 +1,4 @@
-"""How many bytes FSDP2 gathers."""
+"""Count how many bytes FSDP2 gathers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 
 class GatheredBytes(DefaultAllGather):
-    """The gathers of a model since `count_gathered_bytes`: ``sizes`` of what arrived, in bytes, and their sum."""
+    """The result of `count_gathered_bytes`.
+
+    Attributes:
+        sizes: for each gather, the number of bytes that arrived.
+        total: their sum.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -25,7 +30,14 @@ class GatheredBytes(DefaultAllGather):
 
 
 def count_gathered_bytes(model: nn.Module) -> GatheredBytes:
-    """Count what the sharded modules of ``model`` gather from now on, all parameters together."""
+    """Count the bytes that the sharded modules of ``model`` gather from now on, including unquantized parameters.
+
+    Args:
+        model: a model with modules that ``fully_shard`` has sharded.
+
+    Returns:
+        An object whose ``sizes`` and ``total`` grow with every gather.
+    """
     count = GatheredBytes()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,8 +1,8 @@
-"""Tokens of a mixture of experts on their way to the ranks that have their experts, and back.
+"""`TokenExchange`: send the tokens of a mixture of experts to the ranks of their experts, and the outputs back.
 
-Rows are sent as they are, or as rowwise planes: codes and scales of each row, which arrive as what quantizing the rows
-after they were sent would give, bit for bit. Scales of the whole tensor are made for the tokens of all ranks. Outputs
-and gradients travel as they are.
+Rows are sent unquantized, or quantized as rowwise planes, that is codes and scales of each row. The planes that arrive
+are, bit for bit, those that quantizing the rows after sending would give. A scale for the whole tensor is computed from
+the tokens of all ranks. Outputs and gradients are sent unquantized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from ..tensor import QuantizedTensor
 
 
 class ExchangedBytes:
-    """Exchanges of rows since `count_exchanged_bytes`: ``sizes`` of what arrived, in bytes, and their sum."""
+    """The result of `count_exchanged_bytes`.
+
+    Attributes:
+        sizes: for each exchange, the number of bytes that arrived on this rank.
+        total: their sum.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -42,7 +47,7 @@ _counts: list[ExchangedBytes] = []
 
 @contextmanager
 def count_exchanged_bytes() -> Iterator[ExchangedBytes]:
-    """Count what arrives on this rank inside, in forward and backward, also from itself."""
+    """Context manager that counts the bytes that arrive on this rank, in forward and backward, also from itself."""
     count = ExchangedBytes()
     _counts.append(count)
     try:
@@ -52,7 +57,17 @@ def count_exchanged_bytes() -> Iterator[ExchangedBytes]:
 
 
 def all_to_all_rows(rows: Tensor, sent: Sequence[int], got: Sequence[int], group: Any = None) -> Tensor:
-    """``sent[r]`` of the rows go to rank r, in order, and ``got[r]`` come from it. Gradients go back the same way."""
+    """Exchange rows between all ranks of a group. Gradients travel the opposite way.
+
+    Args:
+        rows: the rows to send, ordered by the rank they go to.
+        sent: how many rows go to each rank.
+        got: how many rows come from each rank.
+        group: the process group; None for the default group.
+
+    Returns:
+        The rows that arrived, ordered by the rank they come from.
+    """
     out: Tensor = _AllToAll.apply(rows, list(sent), list(got), group)
     return out
 
@@ -80,21 +95,32 @@ def _exchanged(rows: Tensor, sent: list[int], got: list[int], group: Any) -> Ten
 
 
 class TokenExchange:
-    """Where the tokens of a step go, over the ranks of an expert-parallel ``group``.
+    """Sends the tokens of one step to the ranks of their experts, and the outputs back.
 
-    ``counts``  how many rows this rank has for each expert. Ranks have as many experts each, in the order of ranks
-    ``sizes``   how many rows there are for each expert of this rank, for `GroupedLinear`
+    Every rank of the group must call all methods and run backward, also a rank without tokens.
 
-    Every rank of the group takes part in everything, also one without tokens, and in backward.
+    Args:
+        counts: how many rows this rank has for each expert of all ranks. Every rank has the same number of experts; the
+            first experts are on rank 0.
+        group: the expert-parallel process group; None for the default group.
+
+    Attributes:
+        sizes: how many rows arrive for each expert of this rank; pass them to `GroupedLinear`.
+
+    Raises:
+        ValueError: ``counts`` cannot be divided among the ranks, or has a negative number.
     """
 
     def __init__(self, counts: Tensor | Sequence[int], group: Any = None) -> None:
         counts, ranks = torch.as_tensor(counts, dtype=torch.int64).cpu(), group_size(group)
         with telling_others("tokens of experts"):
             if counts.dim() != 1 or counts.numel() % ranks:
-                raise ValueError(f"counts {list(counts.shape)} of experts cannot be dealt out to {ranks} ranks")
+                raise ValueError(
+                    f"counts has shape {list(counts.shape)}, but it must have one number for each expert, and the "
+                    f"number of experts must be a multiple of the {ranks} ranks"
+                )
             if (counts < 0).any():
-                raise ValueError(f"there cannot be fewer rows than none for an expert: {counts.tolist()}")
+                raise ValueError(f"counts, the rows for each expert, must be >= 0, got {counts.tolist()}")
         self.group = group
         here = counts.numel() // ranks
         arriving = counts.clone()
@@ -109,9 +135,19 @@ class TokenExchange:
         self._by_rank = self._by_expert.argsort()
 
     def dispatch(self, rows: Tensor, quantizer: Quantizer | None = None) -> Tensor:
-        """Of all ranks, the rows for experts of this one, sorted by expert; ``rows`` [M, K] are sorted by expert, too.
+        """Send the rows of this rank to their experts, and return the rows that arrive for the experts of this rank.
 
-        With a ``quantizer`` they are sent as its rowwise planes, and are a quantized tensor with rows alone.
+        Args:
+            rows: [M, K], sorted by expert, as many as ``counts`` says.
+            quantizer: send the rows quantized, as rowwise planes of this quantizer.
+
+        Returns:
+            The rows that arrived, sorted by expert: a plain tensor, or with ``quantizer`` a quantized tensor that has
+            only a rowwise plane.
+
+        Raises:
+            ValueError: ``rows`` has another shape, or rows of this quantizer's format cannot be sent separately.
+            TypeError: ``rows`` is quantized already.
         """
         with telling_others("dispatched tokens"):
             self._check(rows, sum(self._sent), "dispatched")
@@ -121,16 +157,27 @@ class TokenExchange:
         return out
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Outputs of the experts, in the order of what `dispatch` returned, back where their tokens came from."""
+        """Send the outputs of the experts back to the ranks that the tokens came from.
+
+        Args:
+            rows: the outputs, in the order of the rows that `dispatch` returned.
+
+        Returns:
+            The outputs for this rank's tokens, in the order that they were dispatched in.
+        """
         with telling_others("combined tokens"):
             self._check(rows, sum(self._got), "combined")
             return all_to_all_rows(rows[self._by_rank.to(rows.device)], self._got, self._sent, self.group)
 
     def _check(self, rows: Tensor, count: int, done: str) -> None:
         if isinstance(rows, QuantizedTensor):
-            raise TypeError(f"rows are {done} as they are or by a quantizer; these are a {type(rows).__name__} already")
+            raise TypeError(
+                f"rows to be {done} must be a plain tensor, got a {type(rows).__name__}; dequantize it first"
+            )
         if rows.dim() != 2 or rows.shape[0] != count:
-            raise ValueError(f"{count} rows are to be {done}, not a tensor of {list(rows.shape)}")
+            raise ValueError(
+                f"expected a matrix of {count} rows to be {done}, got a tensor of shape {list(rows.shape)}"
+            )
 
     def _send_planes(self, plane: Plane) -> Plane:
         arrived = _exchanged(bytes_of_rows(plane), self._sent, self._got, self.group)
@@ -141,7 +188,7 @@ class TokenExchange:
 
 
 class _QuantizedDispatch(torch.autograd.Function):
-    """The gradient of quantizing is the identity."""
+    """Quantize rows and send their planes. The gradient of quantizing is the identity."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: TokenExchange, quantizer: Quantizer) -> Any:
@@ -162,10 +209,10 @@ class _QuantizedDispatch(torch.autograd.Function):
 
 
 def _row_quantizer(quantizer: Quantizer, group: Any) -> Quantizer:
-    """What makes rows that may be sent one by one, under scales of the rows of all ranks."""
+    """A quantizer for rows that are sent separately, with scales that are computed from the rows of all ranks."""
     reason = why_not_sent(quantizer)
     if reason is None and quantizer.with_amax_reduction and quantizer.amax_reduction_group is not group:
-        reason = "its amaxes are reduced over other ranks than those that tokens are sent to"
+        reason = "its amax is reduced over other ranks than the group that the tokens are sent in"
     if reason is not None:
         raise ValueError(f"tokens cannot be sent as rowwise planes of {type(quantizer).__name__}: {reason}")
     row = _of_rows(quantizer)
@@ -177,14 +224,14 @@ def _of_rows(quantizer: Quantizer) -> Quantizer:
 
 
 def why_not_sent(quantizer: Quantizer) -> str | None:
-    """Why rows of what ``quantizer`` makes cannot be sent to different ranks; None if they can."""
+    """The reason why rows that ``quantizer`` has quantized cannot be sent to different ranks; None if they can."""
     row = _of_rows(quantizer)
     reason = why_places_matter(row, ROWWISE)
     if reason is not None:
         return reason
     fmt = row.encoding(ROWWISE).format
     if not rows_stand_alone(fmt):
-        return f"a rowwise {fmt.name} block has {fmt.block_rows} rows, which may be of different experts"
+        return f"a rowwise {fmt.name} block spans {fmt.block_rows} rows, which may belong to different experts"
     if any(given is not None for given in row._given()):
-        return f"its {fmt.name} scale is given, and need not be the same on all ranks"
+        return f"its {fmt.name} scale is set from outside, so it may differ between ranks"
     return None

@@ -1,4 +1,4 @@
-"""`gather_quantized`: weights in high precision that travel quantized."""
+"""`gather_quantized`: keep weights in high precision, but let FSDP2 send them between ranks quantized."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .weight_shard import WeightPlan, WeightShard
 
 @dataclass(frozen=True)
 class GatherReport:
-    """What `gather_quantized` did, by the path of the weight.
+    """What `gather_quantized` did with each weight. ``print`` it to read it.
 
-    ``quantized``  formats by direction, of weights that will travel quantized
-    ``left``       weights of linear layers that travel as they are, and why
+    Attributes:
+        quantized: weights that will travel quantized, with their formats in each direction.
+        left: weights of linear layers that will travel unquantized, with the reason.
     """
 
     quantized: dict[str, str] = field(default_factory=dict)
@@ -33,16 +34,26 @@ class GatherReport:
 
     def __str__(self) -> str:
         lines = [f"{path}: {formats}" for path, formats in self.quantized.items()]
-        return "\n".join([*lines, *(f"{path}: as it is, {reason}" for path, reason in self.left.items())])
+        return "\n".join([*lines, *(f"{path}: unquantized because {reason}" for path, reason in self.left.items())])
 
 
 def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] | None = None) -> GatherReport:
-    """Make the weights of ``model``'s quantized linear layers travel quantized when FSDP2 gathers them.
+    """Make FSDP2 gather the weights of quantized linear layers in their quantized formats.
 
-    For layers that keep their weights in high precision, as `convert` leaves them. Call it after
-    ``parallelize_module`` and before ``fully_shard``: parameters are replaced. ``recipe`` is for layers that are not
-    bound to one. Weights that are tied, or stay in high precision by the recipe, are left; nothing has changed if a
-    weight cannot be gathered as the recipe asks.
+    This is for layers that keep their weights in high precision, as `crossgrain.convert` leaves them. Call it after
+    ``parallelize_module`` and before ``fully_shard``, because it replaces parameters. Weights that are tied to others,
+    or that the recipe keeps in high precision, travel unquantized.
+
+    Args:
+        model: the model to change in place.
+        recipe: the recipe of layers that are not bound to one by `crossgrain.convert`.
+
+    Returns:
+        Which weights will travel quantized, and which will not and why.
+
+    Raises:
+        RuntimeError: a weight is sharded already.
+        NotImplementedError: a weight cannot be gathered in the format of its recipe; then nothing has changed.
     """
     report = GatherReport()
     owners = _owners(model)
@@ -54,7 +65,7 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
             parameter = getattr(module, name)
             where = f"{path}.{name}" if path else name
             if is_sharded(module._usable(parameter)):
-                raise RuntimeError(f"{where} is sharded already; call gather_quantized before fully_shard")
+                raise RuntimeError(f"{where} is already sharded; call gather_quantized before fully_shard")
             weight = local_part(parameter)  # it may have been marked before, for another recipe
             if isinstance(weight, QuantizedTensor):
                 continue  # which travels quantized by itself
@@ -73,7 +84,7 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
 
 
 def _owners(model: nn.Module) -> dict[int, int]:
-    """How many modules have a parameter, by its id."""
+    """For each parameter, by its id, how many modules have it."""
     counts: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -84,14 +95,14 @@ def _owners(model: nn.Module) -> dict[int, int]:
 
 def _why_left(parameter: Tensor, owners: dict[int, int], recipe: Recipe | None) -> str | None:
     if recipe is None:
-        return "the layer is not bound to a recipe, and none was given"
+        return "the layer is not bound to a recipe, and no recipe was passed"
     if owners.get(id(parameter), 1) > 1:
         return "it is tied to another parameter"
     return None
 
 
 def _plan(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe, where: str) -> WeightPlan | None:
-    """How the weight travels; None if its layer keeps it in high precision."""
+    """How to send the weight; None if its layer keeps it in high precision."""
     details = _details(module, index, weight, recipe, where)
     quantizer = details.weight.copy()
     directions = tuple(Direction) if recipe.backward_override is None else (ROWWISE,)
@@ -110,8 +121,8 @@ def _details(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe
     simple = isinstance(module, LinearModule) and len(module.weight_names) == len(module._linear_slots())
     if not simple or weight.dim() != 2 or isinstance(module, ConvertedConv1D):
         raise NotImplementedError(
-            f"{where}: the weight {list(weight.shape)} of a {type(module).__name__} is not one matrix that its layer "
-            "quantizes as it is"
+            f"{where}: gather_quantized needs a weight that is one matrix which its layer quantizes as a whole; the "
+            f"weight {list(weight.shape)} of a {type(module).__name__} is not"
         )
     details: LinearDetails = module._build_quantizers(recipe).details[index]
     return details
@@ -121,13 +132,13 @@ def _problem(
     module: QuantizedModule, index: int, recipe: Recipe, quantizer: Any, formats: list[Format | None]
 ) -> str | None:
     if any(fmt is None for fmt in formats):
-        return "a quantizer written by the user does not say which rows its blocks span"
+        return "its quantizer is not one of crossgrain's, so it is unknown which rows a block spans"
     if recipe.backward_override == "high_precision":
-        return "its backward pass reads the weight in high precision, which stays in shards"
+        return "its recipe has backward_override='high_precision', but the high-precision weight stays in shards"
     state = module._built.states["forward"].delayed
     slots: Any = module
     if state is not None and any(at == slots._linear_slots()[index].weight for at, _ in state.columns):
-        return "delayed scaling notes an amax whenever a weight is quantized, and a gather is not a step"
+        return "with delayed scaling, quantizing a weight records an amax of the step, but a gather is not a step"
     return why_not_sharded(quantizer, [fmt for fmt in formats if fmt is not None])
 
 

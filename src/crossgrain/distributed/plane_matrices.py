@@ -1,7 +1,7 @@
-"""Planes as plain matrices that are sharded like the tensor, so that torch can put shards of any sizes together.
+"""View planes as plain matrices that are sharded like their tensor, so that torch can save and reshard them.
 
-Every buffer of a plane is seen as a matrix whose rows run along M and whose columns run along K, without padding: codes
-and block scales are cut wherever the tensor is, and what the whole tensor shares is the same on all ranks.
+Every buffer of a plane is viewed as a matrix without padding, whose rows run along M and whose columns run along K.
+Codes and block scales are cut where the tensor is cut. A scale of the whole tensor is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class _Matrix(NamedTuple):
 
 
 def named_planes(tensor: QuantizedTensorStorage) -> dict[Direction, Plane]:
-    """The planes from which all others follow, by the direction that they serve."""
+    """The planes that must be saved, by direction; all other planes follow from them."""
     if isinstance(tensor, HybridQuantizedTensorStorage):
         return {direction: plane for direction in Direction for plane in tensor._planes_that_travel([direction])}
     return {plane.direction: plane for plane in tensor._planes_that_travel(tuple(Direction))}
 
 
 def plane_matrices(tensor: Any) -> Iterator[tuple[str, Tensor]]:
-    """``rowwise.data`` and so on of a quantized tensor or of a DTensor of such: views, sharded as it is."""
+    """``rowwise.data`` and so on of a quantized tensor or of a DTensor of such. They are views, sharded like it."""
     local: QuantizedTensorStorage = local_part(tensor)
     local._check_fresh()
     for direction, plane in named_planes(local).items():
@@ -67,15 +67,16 @@ def _sharded(name: str, matrix: _Matrix, whole: Tensor, tensor: Any) -> Tensor:
             axis = {0: 0, tensor.dim() - 1: 1}.get(dim)
             if axis is None:
                 raise NotImplementedError(
-                    f"a quantized tensor of shape {list(tensor.shape)} that is sharded along dimension {dim} "
-                    "cannot be saved: its planes can be cut along the first and the last"
+                    f"a quantized tensor of shape {list(tensor.shape)} that is sharded along dimension {dim} cannot be "
+                    "saved: only shards along the first or the last dimension can be"
                 )
         placements.append(_along(placement, axis) if axis in matrix.cut_along else Replicate())
     expected, _ = compute_local_shape_and_global_offset(whole.shape, tensor.device_mesh, placements)
     if tuple(expected) != tuple(matrix.buffer.shape):
         raise ValueError(
-            f"the shards of a quantized tensor of shape {list(tensor.shape)} do not end where torch cuts its {name}: "
-            f"this rank has {list(matrix.buffer.shape)} of {list(whole.shape)}, torch would give it {list(expected)}"
+            f"the shards of a quantized tensor of shape {list(tensor.shape)} are not those that torch would cut, so it "
+            f"cannot be saved: of {name} {list(whole.shape)} this rank has {list(matrix.buffer.shape)}, and torch "
+            f"expects {list(expected)}"
         )
     return DTensor.from_local(
         matrix.buffer, tensor.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -83,12 +84,14 @@ def _sharded(name: str, matrix: _Matrix, whole: Tensor, tensor: Any) -> Tensor:
 
 
 def _along(placement: Any, axis: int | None) -> Any:
-    """The same placement of another dimension."""
+    """The same placement, but of dimension ``axis``."""
     from torch.distributed.tensor import Shard
 
     if placement.dim == axis:
         return placement
     if type(placement) is not Shard:
-        raise NotImplementedError(f"{placement} of a quantized tensor cannot be saved")
+        raise NotImplementedError(
+            f"a quantized tensor with the placement {placement} cannot be saved; use Shard or Replicate"
+        )
     assert axis is not None
     return Shard(axis)

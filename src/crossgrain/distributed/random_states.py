@@ -1,4 +1,7 @@
-"""Random states in a checkpoint in shards: each rank writes its own, and gets it back if there are as many ranks."""
+"""Random states in a sharded checkpoint. Each rank saves its own.
+
+They can be restored only by the number of ranks that saved them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ RANDOM = "random"
 
 
 def take_random_state(tensors: Tensors) -> list[int]:
-    """Add this rank's state to what it writes; returns the bytes of each rank's."""
+    """Add this rank's random states to the tensors it writes. Return the number of bytes of each rank."""
     buffer = io.BytesIO()
     torch.save(get_random_state(), buffer)
     mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -29,15 +32,19 @@ def take_random_state(tensors: Tensors) -> list[int]:
 
 
 def expect_random_state(manifest: Mapping[str, Any], wanted: bool | None, tensors: Tensors) -> Callable[[], None]:
-    """Add an empty tensor for this rank's state. When it is filled, call what is returned.
+    """Add an empty tensor for this rank's random states. Call the returned function when it has been read.
 
-    ``wanted``  None: if there are as many ranks as there were
+    Args:
+        wanted: whether to restore; None restores if the number of ranks is the same as when saving.
     """
     sizes = manifest.get(RANDOM, [])
     if not wanted and (wanted is False or len(sizes) != group_size()):
         return lambda: None
     if len(sizes) != group_size():
-        raise ValueError(f"the checkpoint has random states of {len(sizes)} ranks, and there are {group_size()}")
+        raise ValueError(
+            f"the checkpoint has random states of {len(sizes)} ranks, but it is loaded by {group_size()}; pass "
+            "random_state=False or None"
+        )
     mine = tensors[_name()] = torch.empty(sizes[group_rank()], dtype=torch.uint8)
     return lambda: set_random_state(torch.load(io.BytesIO(mine.numpy().tobytes()), weights_only=True))
 

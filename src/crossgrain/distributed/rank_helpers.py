@@ -1,4 +1,4 @@
-"""Functions for models that ranks share, under the names that the field knows."""
+"""Collectives and helpers for tensor and sequence parallelism, with the names of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """How many ranks there are; one where nothing is distributed."""
+    """The number of ranks of ``group``; 1 if torch.distributed is not initialized."""
     return group_size(group)
 
 
 def get_distributed_rank(group: Any = None) -> int:
-    """This rank's place in the group."""
+    """The index of this process in ``group``; 0 if torch.distributed is not initialized."""
     return group_rank(group)
 
 
 class Done:
-    """Handle of a collective that was done when it returned."""
+    """Handle of a collective that is complete already; `wait` returns at once."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -60,12 +60,26 @@ def gather_along_first_dim(
     output_tensor: Tensor | None = None,
     external_coalescing: bool = False,
 ) -> tuple[Any, Done | None]:
-    """The rows of all ranks; and with ``async_op`` a handle, although it is done.
+    """Gather the rows of all ranks, in the order of ranks.
 
-    With a ``quantizer``: what that makes of them, bit for bit. Planes travel where they may, else the numbers.
+    With a quantizer, the result is, bit for bit, what quantizing the gathered rows gives. Quantized bytes travel if the
+    format allows it, otherwise the unquantized rows.
+
+    Args:
+        inp: the rows of this rank; a quantized tensor is dequantized first.
+        process_group: the group of ranks.
+        async_op: return a handle as well; the gather is complete when this function returns all the same.
+        quantizer: quantize the gathered rows.
+        output_tensor: write the rows here; not possible with a quantizer.
+        external_coalescing: not supported; must be False.
+
+    Returns:
+        The gathered tensor, and a handle or None.
     """
     if external_coalescing:
-        raise NotImplementedError("gather_along_first_dim is done when it returns: leave external_coalescing off")
+        raise NotImplementedError(
+            "gather_along_first_dim does not support external_coalescing=True: it is complete when it returns"
+        )
     ranks = group_size(process_group)
     if isinstance(inp, QuantizedTensorStorage):
         inp = inp.dequantize()
@@ -73,42 +87,64 @@ def gather_along_first_dim(
         rows = inp if ranks == 1 else gathered_rows(inp, process_group)
         return (rows if output_tensor is None else output_tensor.copy_(rows)), _handle(async_op)
     if output_tensor is not None:
-        raise NotImplementedError("gather_along_first_dim makes quantized tensors itself; leave output_tensor out")
+        raise NotImplementedError(
+            "gather_along_first_dim cannot write to output_tensor with a quantizer; it returns a new quantized tensor"
+        )
     if ranks == 1:
         return quantizer.quantize(inp), _handle(async_op)
     if inp.dim() != 2:
-        raise ValueError(f"gather_along_first_dim quantizes matrices, not a tensor of shape {list(inp.shape)}")
+        raise ValueError(
+            f"gather_along_first_dim with a quantizer needs a matrix, got a tensor of shape {list(inp.shape)}"
+        )
     return gather_quantized_rows(inp.detach(), quantizer, process_group), _handle(async_op)
 
 
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, Done | None]:
-    """This rank's share of the rows of the sum over ranks; and with ``async_op`` a handle, although it is done."""
+    """Sum ``inp`` over the ranks, and return this rank's part of the rows of the sum, and a handle or None.
+
+    Args:
+        inp: a tensor whose first dimension is divisible by the number of ranks.
+        tp_group: the group of ranks.
+        async_op: return a handle as well; the operation is complete when this function returns all the same.
+        output: write the result here.
+    """
     result = inp if group_size(tp_group) == 1 else scattered_sum(inp, tp_group, "reduce_scatter_along_first_dim")
     return (result if output is None else output.copy_(result)), _handle(async_op)
 
 
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Done | None]:
-    """The sum over ranks, written to ``inp``; and with ``async_op`` a handle, although it is done."""
+    """Sum ``inp`` over the ranks, in place, and return it, and a handle or None.
+
+    With ``async_op`` a handle is returned, but the operation is complete when this function returns.
+    """
     if group_size(tp_group) > 1:
         communicate(dist.all_reduce, inp, group=tp_group)
     return inp, _handle(async_op)
 
 
 def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> None:
-    """Add up gradients of which every rank has a part. To be called after backward, once, before the optimizer.
+    """Sum the gradients of parameters that every rank has in full but uses on different rows or heads.
 
-    These are the gradients of parameters that all ranks have and use for other rows or heads, marked
-    ``sequence_parallel=True``: of norms, and of biases after a row-parallel layer. Both ``grad`` and ``main_grad``
-    are summed, if there are any. FSDP2 replaces parameters by others without marks; those of crossgrain's modules, and
-    of `mark_sequence_parallel`, are known all the same. ``group`` is that of tensor parallelism.
+    Call it once after backward, before the optimizer step. Such parameters are marked ``sequence_parallel=True``: those
+    of norms, and biases after a row-parallel layer. ``grad`` and ``main_grad`` are summed, if present. FSDP2 replaces
+    parameters and loses the marks; the parameters of crossgrain's modules, and those passed to
+    `mark_sequence_parallel`, are found all the same.
+
+    Args:
+        model: the model.
+        group: the group of tensor parallelism.
+
+    Raises:
+        RuntimeError: layers are sequence parallel, but FSDP2 has removed all marks.
     """
     marked = sequence_parallel_parameters(model)
     if not marked and _lost_marks(model):
         raise RuntimeError(
-            "reduce_sequence_parallel_gradients: layers share rows, and no parameter is marked, since fully_shard has "
-            "replaced those that were; use crossgrain.distributed.mark_sequence_parallel(norm) for norms of your own"
+            "reduce_sequence_parallel_gradients: the model has sequence-parallel layers, but no parameter is marked, "
+            "because fully_shard has replaced the parameters. Use crossgrain.distributed.mark_sequence_parallel(norm) "
+            "for norms of your own"
         )
     if group_size(group) == 1:
         return
@@ -119,7 +155,7 @@ def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> N
 
 
 def _lost_marks(model: nn.Module) -> bool:
-    """Whether layers share rows that FSDP2 shards, so that there should be marks."""
+    """Whether a sharded model has sequence-parallel layers, so that there should be marks."""
     modules = list(model.modules())
     shared = any(getattr(module, "sequence_parallel", False) is True for module in modules)
     return shared and any(isinstance(module, FSDPModule) for module in modules)

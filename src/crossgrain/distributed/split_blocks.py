@@ -1,9 +1,9 @@
-"""Quantizing rows of a weight whose blocks other ranks have a part of.
+"""Quantize a shard of a weight that ends inside a block, so that several ranks have a part of the block.
 
-A scale follows from the largest magnitude of its block. Where a shard ends inside a block, the ranks that have a part
-of it maximise its amax first; then each encodes its own rows with the scale of all (`quantized_window`). Codes of rows
-that a rank does not have are left zero. Rotations and 4-over-6 look at all numbers of a block: for these, the ranks
-tell each other the rows of such blocks (`fill_split_blocks`), and each encodes all of its blocks.
+A scale is computed from the largest magnitude of its block. Ranks that share a block first take the maximum of their
+amaxes. Then each rank encodes its own rows with the common scale (`quantized_window`); the codes of rows that it does
+not have are zero. Rotations and 4-over-6 selection need all numbers of a block. For these, ranks exchange the rows of
+shared blocks (`fill_split_blocks`), and each rank encodes all blocks it has a part of.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..tensor import QuantizedTensorStorage
 def quantized_window(
     x: Tensor, quantizer: Quantizer, own: Sequence[Rows], first: int, rank: int, group: Any
 ) -> QuantizedTensorStorage:
-    """``x``, the rows from ``first`` on, as ``quantizer`` would quantize the whole weight.
+    """Quantize ``x``, rows of a weight from ``first`` on, with the bytes that quantizing the whole weight would give.
 
-    ``own[rank]`` are the rows that this rank knows; the others of ``x`` are zero.
+    ``own[rank]`` are the rows of the weight that this rank has; other rows of ``x`` are zero.
     """
     made: QuantizedTensorStorage = quantizer._made(x.shape, x.dtype, x.device)
     cuts = sorted({stop for _, stop in own[:-1]})
@@ -51,9 +51,10 @@ def quantized_window(
 
 
 def fill_split_blocks(x: Tensor, cuts: Sequence[int], block: int, first: int, group: Any) -> None:
-    """Write to ``x``, whole blocks of rows from ``first`` on, what other ranks have of blocks with a cut inside.
+    """Fill in the rows of ``x`` that other ranks have, for blocks that are split between ranks.
 
-    Rows that a rank does not know are zero, so the bytes of all ranks add up to those of each row.
+    ``x`` has whole blocks of rows, from row ``first`` of the weight on. Rows that a rank does not have are zero, so
+    that adding the bytes of all ranks gives the rows.
     """
     starts = sorted({cut // block * block - first for cut in cuts if cut % block})
     blocks = [x[max(start, 0) : max(start + block, 0)] if start < x.shape[0] else x[:0] for start in starts]
@@ -64,7 +65,7 @@ def fill_split_blocks(x: Tensor, cuts: Sequence[int], block: int, first: int, gr
 
 
 def _in_order(quantizer: Quantizer, made: QuantizedTensorStorage) -> list[tuple[Quantizer, QuantizedTensorStorage]]:
-    """What to write, rows before the columns that are made from them. Rows that are not kept are made all the same."""
+    """The storages to write, rows before the columns that are made from them, even if the rows are not kept."""
     if not isinstance(quantizer, HybridQuantizer):
         return [(quantizer, made)]
     children = dict(made._children())  # type: ignore[attr-defined]
@@ -82,7 +83,7 @@ def _maximise(
     first: int,
     group: Any,
 ) -> None:
-    """Maximise, over the ranks, global amaxes and those of blocks with a cut inside; in one collective, in place."""
+    """Take the maximum over ranks of global amaxes and of amaxes of split blocks, in place, in one collective."""
     pieces: list[Tensor] = []
     back: list[tuple[Tensor, int, Tensor]] = []  # where to write what is reduced
     for target, (overall, block_max) in zip(targets, amaxes, strict=True):
@@ -109,7 +110,7 @@ def _maximise(
 def _maximise_overall(
     amaxes: Sequence[tuple[Tensor | None, Tensor | None]], targets: Sequence[Target], groups: Any
 ) -> None:
-    """Global amaxes once more, over ranks that have other parts of the weight and no part of these blocks; in place."""
+    """Take the maximum of global amaxes over the ranks that have other parts of the weight too, in place."""
     found = [amax for target, (amax, _) in zip(targets, amaxes, strict=True) if target.scale is None]
     if groups is not None:
         _maximise_together([amax for amax in found if amax is not None], groups)

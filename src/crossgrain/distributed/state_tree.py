@@ -1,4 +1,4 @@
-"""State dicts as named plain tensors, which torch saves in shards, and plain data that says what they are."""
+"""Split a state dict into named plain tensors, which torch saves in shards, and a description; and rebuild it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Finish = Callable[[], Any]
 
 
 def taken_apart(value: Any, path: Path, tensors: Tensors) -> dict[str, Any]:
-    """What ``value`` is; all tensors in it are added to ``tensors`` under their path."""
+    """Return a description of ``value`` in plain data, and add all its tensors to ``tensors``, named by their path."""
     name = ".".join(map(str, path))
     if isinstance(value, Tensor):
         if value.is_meta:
-            raise ValueError(f"{name} is on the meta device: it has no numbers that could be saved")
+            raise ValueError(f"{name} is on the meta device, so it has no values to save; initialize the model first")
         local = local_part(value.detach())
         if not isinstance(local, QuantizedTensor):
             _add(tensors, name, value.detach())
@@ -35,7 +35,7 @@ def taken_apart(value: Any, path: Path, tensors: Tensors) -> dict[str, Any]:
         return {"quantized": list(value.shape), "planes": _plain_planes(local)}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str | int) for key in value):
-            raise TypeError(f"{name} has keys that are neither text nor whole numbers")
+            raise TypeError(f"{name} has keys that are neither strings nor integers, so it cannot be saved")
         return {"mapping": [[key, taken_apart(own, (*path, key), tensors)] for key, own in value.items()]}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [taken_apart(own, (*path, at), tensors) for at, own in enumerate(value)]}
@@ -46,7 +46,7 @@ def taken_apart(value: Any, path: Path, tensors: Tensors) -> dict[str, Any]:
 
 def _add(tensors: Tensors, name: str, tensor: Tensor) -> None:
     if name in tensors:
-        raise ValueError(f"two tensors would be called {name} in the checkpoint")
+        raise ValueError(f"two tensors would be called {name} in the checkpoint; rename one of them")
     tensors[name] = tensor
 
 
@@ -58,9 +58,9 @@ def _plain_planes(tensor: QuantizedTensor) -> Any:
 def put_together(
     plain: Mapping[str, Any], path: Path, tensors: Tensors, like: Callable[[Path], Any], problems: list[str]
 ) -> Finish:
-    """Add empty tensors to ``tensors``, laid out like ``like(path)``. When they are filled, call what is returned.
+    """Add the tensors to read to ``tensors``, empty, laid out like ``like(path)``.
 
-    Everything that does not fit is added to ``problems``.
+    When they have been read, the returned function gives the value. What does not fit is added to ``problems``.
     """
     name = ".".join(map(str, path))
     if "value" in plain:
@@ -106,7 +106,7 @@ def _quantized(model: Any, name: str, tensors: Tensors) -> Finish:
 
 
 def _why_not(plain: Mapping[str, Any], model: Any) -> str | None:
-    """Why the checkpoint's tensor cannot become one like ``model``."""
+    """The reason why a tensor of the checkpoint cannot be loaded into ``model``; None if it can."""
     local = None if model is None else local_part(model)
     if "quantized" not in plain:
         if isinstance(local, QuantizedTensor):
@@ -114,7 +114,7 @@ def _why_not(plain: Mapping[str, Any], model: Any) -> str | None:
         return None
     held = _formats(plain["planes"])
     if model is None:
-        return f"the checkpoint holds {held}, and the model has no such tensor"
+        return f"the checkpoint holds {held}, but the model has no such tensor"
     if not isinstance(local, QuantizedTensor):
         return f"the checkpoint holds {held}, the model {plain_dtype(model.dtype)}"
     if plain["planes"] != _plain_planes(local):

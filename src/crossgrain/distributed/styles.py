@@ -1,4 +1,4 @@
-"""Styles for torch's `parallelize_module`: linear layers of crossgrain whose parameters become DTensors.
+"""Tensor-parallel styles for torch's `parallelize_module`: parameters of crossgrain's linear layers become DTensors.
 
 >>> parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 """
@@ -24,7 +24,7 @@ from .weight_shard import WeightShard
 
 
 class _LinearStyle(ParallelStyle):
-    """``sequence_parallel``: the ranks share the rows of the layer's input (colwise) or output (rowwise) as well."""
+    """What the two styles have in common."""
 
     _mode: ParallelMode
 
@@ -43,21 +43,31 @@ class _LinearStyle(ParallelStyle):
     def _checked(self, module: nn.Module, mesh: DeviceMesh) -> SingleLinear:
         name = f"{type(self).__name__} of {getattr(module, 'name', None) or type(module).__name__}"
         if not isinstance(module, SingleLinear) or isinstance(module, ConvertedConv1D):
-            raise TypeError(f"{name}: this is for Linear and LayerNormLinear; convert an nn.Linear first")
+            raise TypeError(
+                f"{name}: this style is for crossgrain's Linear and LayerNormLinear; convert an nn.Linear with "
+                "crossgrain.convert first"
+            )
         if self._mode == "row" and isinstance(module, LayerNormLinear):
-            raise TypeError(f"{name}: a norm needs whole rows, which ranks that share the inputs do not have")
+            raise TypeError(
+                f"{name}: a norm needs whole rows, but a row-parallel rank has only a part of each input row; use "
+                "ColwiseParallel"
+            )
         if mesh.ndim != 1:
-            raise ValueError(f"{name}: the mesh has {mesh.ndim} dimensions; give the one of tensor parallelism")
+            raise ValueError(
+                f"{name}: the mesh has {mesh.ndim} dimensions; pass the one-dimensional mesh of tensor parallelism"
+            )
         if module.tp_size > 1:
-            raise ValueError(f"{name}: {module.tp_size} ranks share it already")
+            raise ValueError(f"{name}: the layer is already tensor parallel over {module.tp_size} ranks")
         if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
             raise NotImplementedError(
-                f"{name}: the gradient of a DTensor comes through autograd: neither fuse_wgrad_accumulation nor "
-                "delay_wgrad_compute"
+                f"{name}: fuse_wgrad_accumulation and delay_wgrad_compute are not supported with DTensor parameters, "
+                "whose gradients must come from autograd"
             )
         for own, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
-                raise NotImplementedError(f"{name}: {own} is a DTensor already; styles come before fully_shard")
+                raise NotImplementedError(
+                    f"{name}: {own} is already a DTensor; call parallelize_module before fully_shard"
+                )
             if isinstance(parameter, WeightShard):
                 raise NotImplementedError(f"{name}: call gather_quantized after parallelize_module")
         ranks = mesh.size()
@@ -96,7 +106,7 @@ class _LinearStyle(ParallelStyle):
             layer.in_features //= ranks
 
     def _distributed(self, weight: QuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-        """The planes of a rank are cut from those of the whole, under the same scales."""
+        """Cut this rank's planes from those of the whole weight; the scales stay the same."""
         value = None if weight.is_meta else preserved_value(weight)
         if self.src_data_rank is not None and not weight.is_meta:
             source: Any = {"group": mesh.get_group(), "group_src": self.src_data_rank}
@@ -123,12 +133,24 @@ class _LinearStyle(ParallelStyle):
 
 
 class ColwiseParallel(_LinearStyle):
-    """Each rank has some outputs. The input is whole on each, or its rows; the output is this rank's features."""
+    """Column parallel: each rank computes some of the output features.
+
+    Each rank's input is the whole input, or some rows of it with ``sequence_parallel``. Its output are its features.
+
+    Args:
+        sequence_parallel: each rank has only its part of the rows of the input, which the layer gathers.
+    """
 
     _mode = "column"
 
 
 class RowwiseParallel(_LinearStyle):
-    """Each rank has some inputs: the last dimension of x is its part. The output is whole on each, or its rows."""
+    """Row parallel: each rank has some of the input features, that is a part of the last dimension of the input.
+
+    Each rank's output is the whole output, or some rows of it with ``sequence_parallel``.
+
+    Args:
+        sequence_parallel: each rank gets only its part of the rows of the output.
+    """
 
     _mode = "row"

@@ -1,8 +1,8 @@
-"""High-precision weights whose shards are quantized before FSDP2 gathers them.
+"""`WeightShard`: a high-precision shard of a weight that is quantized before FSDP2 gathers it.
 
-A layer quantizes its weight before every use. Where FSDP2 keeps the weight in shards, each rank can do that for its
-own rows, under amaxes of all, and the quantized bytes travel: what arrives is, bit for bit, what the layer would have
-made of the whole weight. The shards themselves, gradients and optimizers stay in high precision.
+A layer quantizes its weight before every use. If FSDP2 keeps the weight in shards, each rank can quantize its own rows
+instead, using amaxes of all ranks, and the quantized bytes travel. What arrives is, bit for bit, what the layer would
+have made from the whole weight. The shards themselves, gradients and optimizer states stay in high precision.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class WeightPlan:
-    """What the layer does with the weight.
+    """How a layer quantizes its weight.
 
-    ``shape``       of the whole weight; ``padded``: as it is quantized
-    ``directions``  that the layer's GEMMs read
+    Attributes:
+        layer: name of the layer, for messages.
+        quantizer: quantizer of the weight.
+        shape: shape of the whole weight.
+        padded: shape in which it is quantized.
+        directions: the directions that the layer's GEMMs read.
     """
 
     layer: str
@@ -45,13 +49,13 @@ class WeightPlan:
     directions: tuple[Direction, ...]
 
     def block_rows(self) -> int:
-        """What rows have to be a multiple of to be cut between blocks, in every direction."""
+        """The number of rows that a shard must be a multiple of to end between blocks, in every direction."""
         formats = [(direction, known_format(self.quantizer, direction)) for direction in self.directions]
         along_m = [fmt.block_rows if d is ROWWISE else fmt.block_length for d, fmt in formats if fmt is not None]
         return math.lcm(*along_m)
 
     def own_rows(self, ranks: int) -> list[Rows]:
-        """The rows of each rank, as FSDP2 cuts them."""
+        """The rows of the weight that each rank has, as FSDP2 cuts it."""
         rows = self.shape[0]
         each = -(-rows // ranks)
         return [(min(rank * each, rows), min((rank + 1) * each, rows)) for rank in range(ranks)]
@@ -61,19 +65,19 @@ class WeightPlan:
         return all(stop % block == 0 or stop == self.shape[0] for _, stop in own)
 
     def needs_neighbours(self) -> bool:
-        """Whether codes depend on all numbers of their block."""
+        """Whether a code depends on all numbers of its block, not only on the block's amax."""
         return any(needs_neighbours(self.quantizer.encoding(direction)) for direction in self.directions)
 
     def known(self, own: Sequence[Rows]) -> tuple[Rows, ...] | None:
-        """The rows whose codes each rank knows; None: of all that it sends."""
+        """The rows whose codes each rank can compute; None if it can compute all that it sends."""
         return None if self.cuts_between_blocks(own) or self.needs_neighbours() else tuple(self.with_padding(own))
 
     def with_padding(self, own: Sequence[Rows]) -> list[Rows]:
-        """The same with the rows of padding, which belong to whoever has the last rows."""
+        """The rows of each rank including rows of padding, which belong to the rank with the last rows."""
         return [(start, self.padded[0] if start < stop == self.shape[0] else stop) for start, stop in own]
 
     def windows(self, ranks: int) -> list[Rows]:
-        """The rows that each rank sends: whole blocks around its own. The last ones are followed by padding."""
+        """The rows that each rank sends: its own, extended to whole blocks; the last rank adds the padding."""
         block, found = self.block_rows(), []
         for start, stop in self.own_rows(ranks):
             if start == stop:
@@ -85,7 +89,7 @@ class WeightPlan:
 
 
 class WeightShard(Tensor):
-    """A plain tensor with a plan for the gather. All operations are those of ``_plain``, and aliases stay aliases."""
+    """A plain tensor with a plan for gathering it quantized. All operations act on ``_plain``; aliases stay aliases."""
 
     _plain: Tensor
     plan: WeightPlan
@@ -128,7 +132,7 @@ class WeightShard(Tensor):
     # ---- FSDP2 ---------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Gather]:
-        """The bytes of this shard, quantized."""
+        """Hook of FSDP2: quantize this shard and return the bytes to send."""
         plan, ranks, rank, group = self.plan, mesh.size(), mesh.get_local_rank(), mesh.get_group()
         wanted = gathered_directions()
         directions = tuple(direction for direction in plan.directions if direction in wanted) or plan.directions
@@ -136,8 +140,8 @@ class WeightShard(Tensor):
         start, stop = own[rank]
         if tuple(self.shape) != (stop - start, plan.shape[1]):
             raise RuntimeError(
-                f"{plan.layer}: this rank has {list(self.shape)} of the weight {list(plan.shape)}, and rows {start} to "
-                f"{stop} of it by its place among {ranks}: shard the weight along its first dimension"
+                f"{plan.layer}: rank {rank} of {ranks} should have rows {start} to {stop} of the weight "
+                f"{list(plan.shape)}, but its shard is {list(self.shape)}: shard the weight along its first dimension"
             )
         with torch.no_grad(), telling_others(plan.layer):
             shard = self._quantized(own, windows, rank, group, directions)
@@ -165,7 +169,7 @@ class WeightShard(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor], metadata: Gather, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[GatheredWeight, list[Tensor]]:
-        """The whole weight, quantized, and its buffers; ``out`` is filled again."""
+        """Hook of FSDP2: return the whole quantized weight and its buffers. If ``out`` is given, it is filled again."""
         plan = self.plan
         if out is None:
             make = plan.quantizer.storing(**{direction.value: direction in plan.directions for direction in Direction})
@@ -199,7 +203,7 @@ class WeightShard(Tensor):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Saved as the plain tensor that it is."""
+        """Pickle it as a plain tensor."""
         plain: Any = self._plain
         if getattr(self, "_is_param", False):
             plain = torch.nn.Parameter(plain, self.requires_grad)

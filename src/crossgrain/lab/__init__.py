@@ -1,4 +1,4 @@
-"""Experiments that fit a laptop: a small GPT on real text, trained by several recipes, and what they cost."""
+"""Small experiments: train a byte-level GPT on real text with several recipes, and compare loss, time and memory."""
 
 from .compare import Comparison, compare
 from .data import Text, load_text

@@ -1,4 +1,4 @@
-"""Several recipes against fp32: the same seeds, the same data, and what each costs and saves."""
+"""Train with several recipes and with fp32 on the same seeds and data, and compare loss, errors, time and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OnStep = Callable[[str, int, Run], None]  # label, seed and the run so far
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe in numbers; ratios and the gap are to fp32. NaN: not known."""
+    """The results of one recipe. Ratios and the gap are relative to fp32. NaN means not known."""
 
     label: str
     loss: float  # on validation text, mean over seeds
@@ -37,7 +37,10 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Runs by recipe; fp32 comes first. ``print`` its rows, save `to_dict`, draw it with `picture.draw`."""
+    """The result of `compare`: all runs, by recipe; fp32 comes first.
+
+    `rows` has the results as numbers, `to_dict` everything as plain data, and `picture.draw` draws it.
+    """
 
     preset: Preset
     recipes: Mapping[str, Recipe]  # by label
@@ -51,11 +54,11 @@ class Comparison:
         return [BASELINE, *self.recipes]
 
     def finished(self, label: str) -> dict[int, Run]:
-        """Runs that came to their end, by seed."""
+        """The runs of a recipe that were not interrupted, by seed."""
         return {run.seed: run for run in self.runs.get(label, []) if not run.interrupted}
 
     def gaps(self, label: str) -> dict[int, list[tuple[int, float]]]:
-        """Validation loss over fp32's, by seed and step."""
+        """Validation loss minus that of fp32 with the same seed, by seed: a list of (step, difference)."""
         baseline = self.finished(BASELINE)
         return {
             seed: [
@@ -67,7 +70,7 @@ class Comparison:
         }
 
     def rows(self) -> list[Row]:
-        """One for each recipe with a finished run."""
+        """One row for each recipe with at least one finished run."""
         return [self._row(label) for label in self.labels if self.finished(label)]
 
     def _row(self, label: str) -> Row:
@@ -85,7 +88,7 @@ class Comparison:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON; what is not known is None."""
+        """All results as plain data for JSON. Values that are not known are None."""
         everything: dict[str, Any] = _without_nan(
             {
                 "preset": asdict(self.preset),
@@ -103,7 +106,14 @@ class Comparison:
 def compare(
     preset: Preset, recipes: Mapping[str, Recipe], seeds: Sequence[int], on_step: OnStep | None = None
 ) -> Comparison:
-    """Train by every recipe with every seed. Ctrl-C ends it early, with what was done."""
+    """Train with fp32 and with every recipe, once per seed. Ctrl-C ends it early and keeps the finished runs.
+
+    Args:
+        preset: size of the model, and how to train it.
+        recipes: the recipes, by the label to show them under.
+        seeds: the seeds; each gives every recipe the same initial weights and the same data.
+        on_step: called after each step with the label, the seed and the run so far.
+    """
     result = Comparison(preset, recipes, seeds)
     try:
         for seed in seeds:  # seed by seed: early on there is something to compare
@@ -139,7 +149,7 @@ def _median_ratio(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN and infinities by None: JSON does not have them."""
     if isinstance(value, dict):
         return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

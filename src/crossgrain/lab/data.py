@@ -1,4 +1,4 @@
-"""A real text that every Python has: its own documentation, byte by byte. Nothing is downloaded."""
+"""The training text: Python's own documentation, which every Python installation has. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VALIDATION = 10  # one of so many bytes
 
 
 class Text(NamedTuple):
-    """Bytes as uint8 [n]; validation is the end of the text, which training never sees."""
+    """The text as bytes, uint8 [n]. ``validation`` is the end of the text, which is not used for training."""
 
     train: Tensor
     validation: Tensor
@@ -20,7 +20,7 @@ class Text(NamedTuple):
 
 @cache
 def load_text() -> Text:
-    """Half a megabyte of English and Python."""
+    """Return the text: half a megabyte of English and Python."""
     from pydoc_data.topics import topics
 
     content = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -30,13 +30,13 @@ def load_text() -> Text:
 
 
 def random_batch(values: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``batch`` places of the text: [batch, length] bytes, and the byte after each."""
+    """Return pieces of the text from random places: [batch, length] bytes, and the byte that follows each byte."""
     starts = torch.randint(len(values) - length, (batch,), generator=generator)
     return _windows(values, starts, length)
 
 
 def even_batch(values: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """The same, at places that are the same every time, spread over the text."""
+    """Like `random_batch`, but always from the same places, evenly spread over the text."""
     starts = torch.linspace(0, len(values) - length - 1, batch).long()
     return _windows(values, starts, length)
 

@@ -1,7 +1,7 @@
-"""What each GEMM of a recipe loses, on the tensors of a model that was trained in fp32.
+"""Measure the error of each GEMM of a recipe, on the tensors of a model that was trained in fp32.
 
-Every linear layer gets the input and the output gradient it has in fp32, so y shows the error of fprop alone,
-dx that of dgrad and dW that of wgrad.
+Every linear layer gets the input and the output gradient that it has in fp32. So y shows the error of fprop alone, dx
+that of dgrad and dW that of wgrad.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Errors = dict[str, float]  # by GEMM, relative (Frobenius)
 
 
 class Seen:
-    """A layer's tensors in one forward and backward pass."""
+    """Records the input and the output gradient of a layer in one forward and backward pass."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -50,7 +50,7 @@ def tensors_of_layers(model: GPT, values: Tensor, following: Tensor) -> dict[str
 
 
 def gemm_errors(model: GPT, recipe: Recipe, seen: dict[str, Seen]) -> dict[str, Errors]:
-    """By layer and GEMM. ``model`` is the one that ``seen`` is of, and stays as it is."""
+    """Return the relative errors by layer and GEMM. ``model`` is the model that ``seen`` was recorded on, unchanged."""
     quantized = copy.deepcopy(model)
     convert(quantized, recipe)
     found = {}
@@ -64,11 +64,12 @@ def gemm_errors(model: GPT, recipe: Recipe, seen: dict[str, Seen]) -> dict[str, 
 
 
 def mean_errors(by_layer: dict[str, Errors]) -> Errors:
-    """The mean over layers, by GEMM."""
+    """The mean error over all layers, by GEMM."""
     return {gemm: statistics.mean(errors[gemm] for errors in by_layer.values()) for gemm in GEMMS}
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
+    """The norm of the difference, relative to the norm of ``exact``."""
     return float((found - exact).norm() / exact.norm())
 
 

@@ -1,4 +1,4 @@
-"""A GPT of plain torch modules, as one would write it without this library; without dropout."""
+"""A small GPT of plain torch modules, without dropout, as one would write it without this library."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class GPTConfig:
+    """The size of a `GPT`."""
+
     layers: int
     width: int
     heads: int
@@ -57,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits of the next byte [batch, time, 256], from bytes [batch, time]."""
+    """Byte-level GPT: takes bytes [batch, time], returns the logits of the next byte [batch, time, 256]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -84,5 +86,5 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, values: Tensor, following: Tensor) -> Tensor:
-        """Nats per byte."""
+        """Cross entropy of the following bytes, in nats per byte."""
         return functional.cross_entropy(self(values).flatten(0, 1), following.flatten())

@@ -1,4 +1,4 @@
-"""A comparison as a picture: validation loss by step, and under it the gap to fp32."""
+"""Draw a comparison: validation loss by step, and below it the difference to fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Curve = Sequence[tuple[int, float]]
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Lines are means over seeds, bands reach from the lowest to the highest seed."""
+    """Draw a comparison to a PNG file.
+
+    Lines are means over seeds. Bands reach from the lowest to the highest seed.
+    """
     figure, (losses, gaps) = plt.subplots(
         2, 1, figsize=(9, 7.6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -60,7 +63,7 @@ def _draw(axes: Axes, curves: Sequence[Curve], style: dict[str, Any], label: str
 
 
 def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], steps: int) -> None:
-    """Names beside the last points, moved apart where they would overlap."""
+    """Write names beside the last points, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     distance = 0.075 * (high - low)
     place = -float("inf")

@@ -1,4 +1,4 @@
-"""One training run: a seed, a recipe, a size. The same seed gives the same start and the same data to every recipe."""
+"""Train the small GPT with one recipe. The same seed gives every recipe the same initial weights and the same data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNTIMED = 3  # steps in which kernels are compiled and caches fill
 
 @dataclass(frozen=True)
 class Preset:
-    """A size: the model, and how it is trained."""
+    """A size of model, and how it is trained."""
 
     model: GPTConfig
     batch: int
@@ -41,7 +41,7 @@ PRESETS = {
 
 @dataclass
 class Run:
-    """What was seen in a run. ``recipe`` None is plain fp32."""
+    """The results of one training run. ``recipe`` is None for plain fp32."""
 
     recipe: str | None
     seed: int
@@ -53,17 +53,28 @@ class Run:
 
     @property
     def validation_loss(self) -> float:
+        """The last validation loss, in nats per byte; NaN before the first validation."""
         return self.validation[-1][1] if self.validation else math.nan
 
     @property
     def seconds_per_step(self) -> float:
-        """The lower quartile, which other work on the machine disturbs less than the mean."""
+        """Time of a step: the lower quartile, because other work on the machine changes it less than the mean."""
         timed = self.step_seconds[_UNTIMED:] or self.step_seconds
         return sorted(timed)[len(timed) // 4] if timed else math.nan
 
 
 class Trainer:
-    """``Trainer(PRESETS["tiny"], recipe, seed=0).train()``; the model is in ``model``, what was seen in ``run``."""
+    """Trains a GPT: ``Trainer(PRESETS["tiny"], recipe, seed=0).train()``.
+
+    Args:
+        preset: size of the model, and how to train it.
+        recipe: the recipe to convert the model with; None for fp32.
+        seed: of the initial weights, the data and stochastic rounding.
+
+    Attributes:
+        model: the GPT.
+        run: the results so far.
+    """
 
     def __init__(self, preset: Preset, recipe: Recipe | None, seed: int) -> None:
         self.preset = preset
@@ -77,7 +88,7 @@ class Trainer:
         self._validation_data = even_batch(load_text().validation, preset.validation_batch, preset.model.context)
 
     def train(self, on_step: Callable[[Run], None] | None = None) -> Run:
-        """All steps; calls ``on_step`` after each. Ctrl-C ends it early and keeps what was done."""
+        """Run all steps, and call ``on_step`` after each. Ctrl-C ends it early and keeps the results so far."""
         run = self.run
         try:
             run.saved_bytes = saved_bytes(self.model, *self._batch_without_trace())
@@ -102,7 +113,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Nats per byte on text that training never sees. Leaves no trace."""
+        """Loss on the validation text, in nats per byte. Does not change the training."""
         self.model.eval()
         loss = self.model.loss(*self._validation_data).item()
         self.model.train()
@@ -120,7 +131,7 @@ class Trainer:
         self.run.step_seconds.append(time.perf_counter() - begin)
 
     def _set_learning_rate(self) -> None:
-        """Up over the first tenth, then down to a tenth along a cosine."""
+        """Increase it over the first tenth of the steps, then decrease it to a tenth along a cosine."""
         step, steps = len(self.run.losses), self.preset.steps
         warmup = max(1, steps // 10)
         up = min(1.0, (step + 1) / warmup)
@@ -140,14 +151,14 @@ class Trainer:
 
 @contextmanager
 def _random_numbers(seed: int) -> Iterator[None]:
-    """Those of this seed inside; outside, nothing was drawn."""
+    """Use the random numbers of this seed inside the block, and restore the generator after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def saved_bytes(model: GPT, values: Tensor, following: Tensor) -> int:
-    """What autograd holds between forward and backward of one batch, without the parameters themselves."""
+    """Bytes that autograd keeps between forward and backward of one batch, without the parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 

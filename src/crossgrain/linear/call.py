@@ -87,7 +87,7 @@ class LinearCall:
 
 
 def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:
-    """What a module computes in: what torch.autocast says, else ``otherwise``, by default the input's dtype."""
+    """The dtype a module computes in: that of torch.autocast if active, else ``otherwise``, else that of the input."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if otherwise is None else otherwise

@@ -1,4 +1,4 @@
-"""Modules whose GEMMs run in the formats of a recipe."""
+"""Modules (linear layers, norms, attention, transformer layers) whose GEMMs run in the formats of a recipe."""
 
 from .attention import (
     DotProductAttention,

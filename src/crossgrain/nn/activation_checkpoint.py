@@ -1,9 +1,9 @@
-"""Activation recomputation: a function whose intermediate results are not kept, but computed again in backward.
+"""`checkpoint`: activation recomputation. Intermediate results are not kept, but computed again in backward.
 
     y = crossgrain.checkpoint(block, x, use_reentrant=False)
 
-Loss and gradients are those of ``block(x)``, bit for bit. ``torch.utils.checkpoint.checkpoint`` gives the same; this
-one also knows about trackers of random states.
+Loss and gradients are those of ``block(x)``, bit for bit. ``torch.utils.checkpoint.checkpoint`` gives the same result;
+this function also replays trackers of random states.
 """
 
 from __future__ import annotations
@@ -34,14 +34,25 @@ def checkpoint(
     debug: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, computed again in backward.
+    """Call ``function(*args, **kwargs)`` without keeping its intermediate results, and call it again in backward.
 
-    ``use_reentrant``                 torch's older way: gradients of all or nothing, no ``context_fn`` or ``debug``
-    ``get_rng_state_tracker``         returns random states beside torch's own generator, which are replayed too
-    ``preserve_rng_state``            off: what draws random numbers itself, such as dropout, draws others in backward;
-                                      stochastic rounding does not
-    ``context_fn``, ``determinism_check``, ``debug``  as in torch
-    ``distribute_saved_activations``  only with a ``tp_group`` of one rank, where there is nothing to distribute
+    Args:
+        function: the function or module to call.
+        *args: its arguments.
+        use_reentrant: use torch's older implementation, which computes gradients of all inputs or none, and does not
+            support ``context_fn`` and ``debug``.
+        distribute_saved_activations: supported only with a ``tp_group`` of one rank.
+        tp_group: the process group of ``distribute_saved_activations``.
+        get_rng_state_tracker: returns a tracker of random states besides torch's generator; they are replayed too.
+        preserve_rng_state: restore torch's generator in backward. If False, dropout draws other numbers in backward;
+            stochastic rounding is replayed all the same.
+        context_fn: as in ``torch.utils.checkpoint.checkpoint``.
+        determinism_check: as in ``torch.utils.checkpoint.checkpoint``.
+        debug: as in ``torch.utils.checkpoint.checkpoint``.
+        **kwargs: keyword arguments of ``function``.
+
+    Returns:
+        What ``function`` returns.
     """
     _refuse_distributed(distribute_saved_activations, tp_group)
     names, count = tuple(kwargs), len(args)
@@ -74,10 +85,10 @@ def checkpoint(
 
 
 def _apart(outputs: Any) -> Any:
-    """Outputs, of which parameters are copies.
+    """Return the outputs, with parameters among them replaced by copies.
 
-    A reentrant checkpoint makes its outputs part of its own graph. A parameter, such as a bias that is returned to be
-    added later, would no longer be a leaf, and backward, which computes it again, would find itself without end.
+    A reentrant checkpoint makes its outputs part of its own graph. If a parameter is returned, such as a bias that is
+    added later, it would no longer be a leaf, and backward would recurse without end.
     """
     return tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_leaf and t.requires_grad else t, outputs)
 
@@ -86,17 +97,19 @@ def _refuse_distributed(distribute: bool, group: Any) -> None:
     if not distribute:
         return
     if group is None:
-        raise ValueError("checkpoint: distribute_saved_activations needs the tp_group to distribute over")
+        raise ValueError("checkpoint: distribute_saved_activations=True needs the tp_group to distribute over")
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        raise NotImplementedError("checkpoint: one process holds the whole layer, also its saved activations")
+        raise NotImplementedError(
+            "checkpoint: distribute_saved_activations is not supported with more than one rank in tp_group; pass False"
+        )
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this is part of a checkpoint, in its first pass or again, and modules quantize."""
+    """Whether the code runs inside a checkpoint, in its first pass or recomputed, and modules quantize."""
     this = this_pass()
     return active().enabled and (bool(this.recorded) or this.recomputes)
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether this is computed again in backward by a checkpoint."""
+    """Whether the code is being recomputed in backward by a checkpoint."""
     return this_pass().recomputes

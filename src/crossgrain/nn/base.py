@@ -1,7 +1,7 @@
-"""What all modules with quantized GEMMs have in common: recipes turned into quantizers, cached weights, state.
+"""`QuantizedModule`: the base class of all modules with quantized GEMMs.
 
-A module builds its quantizers from the recipe in force when it runs, and again when that changes. The
-histories of delayed scaling survive such a change where they fit.
+It builds quantizers from the current recipe when the module runs, and again when the recipe changes. The histories of
+delayed scaling are kept through such a change if they fit. It also caches quantized weights, and handles state dicts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _EXTRA_STATE = "_extra_state"  # torch's name
 
 
 class Built(NamedTuple):
-    """What was made for a recipe. One object, so that a thread never sees parts of two recipes."""
+    """What was built for a recipe. It is one object, so that a thread never sees parts of two recipes."""
 
     recipe: Recipe | None
     states: Mapping[Mode, RecipeState]
@@ -65,19 +65,23 @@ class Built(NamedTuple):
 
 
 class ParameterInit(NamedTuple):
-    """How weights that are still on the meta device are to be made."""
+    """How to create weights that are still on the meta device."""
 
     recipe: Recipe
     preserve_init_value: bool
 
 
 class QuantizedModule(FieldNames):
-    """A module that runs GEMMs in the formats of a recipe.
+    """Base class of modules that run GEMMs in the formats of a recipe.
 
-    ``name``             the layer's name for recipes and messages, by default its path in the model
-    ``quantizers``       ``{"scaling_fwd": [...], "scaling_bwd": [...]}`` of the recipe last used
-    ``fp8_meta``         that recipe, and under the same names the states that the quantizers are of
-    ``bound_recipe``     used where no autocast says otherwise; None: high precision
+    Args:
+        name: name of the layer, for recipes and messages.
+
+    Attributes:
+        name: name of the layer; `name_layers` sets it to the path in the model.
+        quantizers: ``{"scaling_fwd": [...], "scaling_bwd": [...]}`` of the recipe that was used last.
+        fp8_meta: that recipe, and the states of its quantizers under the same names.
+        bound_recipe: the recipe to use when no autocast is active; None for high precision.
     """
 
     bound_recipe: Recipe | None = None
@@ -106,35 +110,35 @@ class QuantizedModule(FieldNames):
     # ---- what a module provides ----------------------------------------------------------------
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        """The role of each slot."""
+        """The role of each slot for a quantizer, in the forward or the backward pass."""
         raise NotImplementedError
 
     def _slot_counts(self) -> Mapping[Mode, int]:
-        """``{"forward": ..., "backward": ...}``"""
+        """The number of quantizers in each pass: ``{"forward": ..., "backward": ...}``."""
         raise NotImplementedError
 
     def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
-        """For each linear layer inside: its quantizers by tensor, to be checked as pairs."""
+        """For each linear layer of the module, its quantizers by tensor."""
         raise NotImplementedError
 
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> Any:
-        """Whatever the module wants to work out once per recipe."""
+        """What the module computes once per recipe; kept as ``Built.details``."""
         return None
 
     @property
     def weight_names(self) -> list[str]:
-        """Names of the parameters that are quantized for GEMMs, one for each of `_gemm_operands`."""
+        """Names of the parameters that are weights of GEMMs, in the order of `_gemm_operands`."""
         raise NotImplementedError
 
     def _sharing_of_weight(self, index: int) -> TensorParallel | None:
-        """How ranks share weight ``index``; None if each has all of it."""
+        """How ranks share weight ``index``; None if each rank has the whole weight."""
         return None
 
     # ---- quantizers ----------------------------------------------------------------------------
 
     @property
     def layer(self) -> str:
-        """The name for messages."""
+        """The name of the layer in messages: its name, or its class."""
         return self.name or type(self).__name__
 
     @property
@@ -146,7 +150,7 @@ class QuantizedModule(FieldNames):
         return bool(self._quantized_weights())
 
     def _quantized_weights(self) -> dict[str, QuantizedTensor]:
-        """As this rank computes with them: of DTensors its part, but no shards that have to be gathered first."""
+        """The weights that are kept quantized, as this rank uses them: of a tensor-parallel DTensor, its local part."""
         found = {name: self._usable(getattr(self, name, None)) for name in self.weight_names}  # there may be none yet
         return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedTensor)}
 
@@ -157,7 +161,7 @@ class QuantizedModule(FieldNames):
         return local_part(weight) if of_styles else weight
 
     def _recipe_in_force(self) -> Recipe | None:
-        """Autocast decides, where there is one; else what the module is bound to."""
+        """The recipe to use: that of the active autocast, otherwise the bound recipe. None for high precision."""
         context = active()
         if context.depth:
             if not (context.enabled or context.calibrating):
@@ -165,7 +169,7 @@ class QuantizedModule(FieldNames):
             return active_recipe() if context.recipe is None else context.recipe
         if self.bound_recipe is None and self.fp8 and (in_backward() or this_pass().recomputes):
             raise RuntimeError(
-                f"{self.layer} ran in an autocast and is computed again in backward outside of it, where it would not "
+                f"{self.layer} ran in an autocast and is now recomputed in backward outside of it, where it would not "
                 "quantize: use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, or enter the autocast "
                 "inside the function that is recomputed"
             )
@@ -177,7 +181,7 @@ class QuantizedModule(FieldNames):
         return context.calibrating and not context.enabled
 
     def _prepare(self, recipe: Recipe | None) -> Built:
-        """What forward needs for ``recipe``; called at its start."""
+        """Return what forward needs for ``recipe``. Called at the start of forward."""
         if recipe is None:
             self.fp8 = False
             return self._built
@@ -187,13 +191,13 @@ class QuantizedModule(FieldNames):
         return built
 
     def _step(self, recipe: Recipe | None, built: Built) -> AbstractContextManager[None]:
-        """Around what forward quantizes."""
+        """A context around everything that forward quantizes."""
         return _NO_STEP if recipe is None else forward_step(built.states["forward"])
 
     def _build_quantizers(self, recipe: Recipe, *, backward: bool = True) -> Built:
-        """Quantizers for ``recipe``. Nothing has changed if it is refused.
+        """Build the quantizers for ``recipe``, unless the present ones fit. If it raises, nothing has changed.
 
-        Without ``backward`` its GEMMs are not checked: formats for inference need not suit them.
+        Without ``backward``, the GEMMs of backward are not checked, because inference does not need them.
         """
         built, device, stamp = self._built, self._device(), None
         if recipe is built.recipe:
@@ -219,7 +223,7 @@ class QuantizedModule(FieldNames):
         return new
 
     def _device(self) -> torch.device | None:
-        """Where scales and histories belong: with the parameters, unless these are on the meta device."""
+        """The device of scales and histories: that of the parameters; None if these are on the meta device."""
         for parameter in self._parameters.values():  # `parameters()` takes microseconds
             if parameter is not None:
                 return None if parameter.is_meta else parameter.device
@@ -252,7 +256,7 @@ class QuantizedModule(FieldNames):
         quantized_weights: Mapping[str, QuantizedTensor],
         backward: bool = True,
     ) -> None:
-        """Before the first step: the two operands of every GEMM can be multiplied."""
+        """Raise if the two operands of a GEMM have formats that cannot be multiplied."""
         if recipe.allow_mixed:
             return
         gemms = GEMMS if backward and recipe.backward_override is None else {"fprop": GEMMS["fprop"]}
@@ -265,7 +269,7 @@ class QuantizedModule(FieldNames):
                 check_operands(which, [(t, d, fmt) for t, d, fmt in formats if fmt is not None], self.layer)
 
     def _adopt(self, new: Built) -> None:
-        """Use these quantizers from now on."""
+        """Use the quantizers of ``new`` from now on."""
         learned = {mode: state for mode, state in new.states.items() if state.delayed is not None}
         if learned and self._unloaded is not None:
             load_extra_state(self._unloaded, new.states["forward"], new.states["backward"], self.layer)
@@ -277,9 +281,9 @@ class QuantizedModule(FieldNames):
         self._relink_weights(new.quantizers)
 
     def _relink_weights(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> None:
-        """Weights that are kept quantized are written by the new quantizers from now on; their bytes stay.
+        """Let weights that are kept quantized use the new quantizers when they are written next. Their bytes stay.
 
-        Usages stay as well: what a later step needs must not be lost in a step that does not.
+        Their planes stay too, because a later step may need a plane that this step does not.
         """
         weights = self._quantized_weights()
         if not weights:
@@ -295,7 +299,7 @@ class QuantizedModule(FieldNames):
             follow_quantizer(weight, quantizer)
 
     def reset_fp8_meta_tensors(self) -> None:
-        """Forget the histories of delayed scaling: scales are one again."""
+        """Reset the histories of delayed scaling: amaxes become 0 and scales 1."""
         for state in self._learned.values():
             assert state.delayed is not None
             state.delayed.amax_history.zero_()
@@ -306,29 +310,29 @@ class QuantizedModule(FieldNames):
         self._build_quantizers(recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """The same, unless those there are fit."""
+        """Build quantizers for ``recipe``, unless the present ones fit."""
         self._prepare(recipe)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """The same for the recipe in force."""
+        """Build quantizers for the current recipe, unless the present ones fit."""
         self._prepare(self._recipe_in_force())
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """For modules that ranks can share; others are whole on each of them."""
+        """Set the group of tensor-parallel ranks. Modules that ranks cannot share ignore it."""
 
     def _forget_quantizers(self) -> None:
-        """The next forward builds them again; histories stay."""
+        """Drop the quantizers; the next forward builds them again. Histories are kept."""
         self._built = _nothing_built()
         self._weight_cache.clear()
 
     def _backward_noted(self, built: Built) -> Callable[[], None] | None:
-        """What backward calls before it quantizes, so that delayed scaling is updated when backward ends."""
+        """A function that backward calls before it quantizes, so that delayed scaling is updated when backward ends."""
         state = built.states["backward"]
         return None if state.delayed is None else backward_note(state)
 
     @property
     def output_quantizer_role(self) -> QuantizerRole | None:
-        """Who consumes the output, for recipes that want to know."""
+        """The role of the output, that is which operation reads it. Recipes can use it to choose a format."""
         return self._output_role
 
     @output_quantizer_role.setter
@@ -346,7 +350,7 @@ class QuantizedModule(FieldNames):
     # ---- parameters ----------------------------------------------------------------------------
 
     def _register_weight(self, name: str, value: Tensor) -> None:
-        """A parameter, quantized if the module was made in a `quantized_model_init`."""
+        """Register a weight, quantized if the module was made under `quantized_model_init`."""
         if self._parameter_init is None:
             self.register_parameter(name, nn.Parameter(value))
             return
@@ -361,14 +365,14 @@ class QuantizedModule(FieldNames):
         self._relink_weights(built.quantizers)
 
     def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
-        """``value`` as the weight ``name``."""
+        """Quantize ``value`` as the weight ``name``."""
         quantizer = self._weight_quantizers(built.quantizers)[name]
         with torch.no_grad(), self._naming(name):
             quantized: QuantizedTensor = quantizer.quantize(value.detach())
         return quantized
 
     def _meta_parameter(self, value: Tensor, name: str, recipe: Recipe) -> QuantizedTensor:
-        """The weight ``name`` without memory, so that it can be sharded before it is made."""
+        """The quantized weight ``name`` on the meta device, so that it can be sharded before it gets memory."""
         with torch.device("cpu"):  # histories and scales are needed whole, wherever the model is made
             built = self._made_for(recipe)
         quantizer = self._weight_quantizers(built.quantizers)[name]
@@ -384,9 +388,9 @@ class QuantizedModule(FieldNames):
             raise ValueError(f"{self.layer}: {name} cannot be kept quantized: {error}") from error
 
     def _weight_quantizers(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
-        """By the name of the weight, for weights that are kept quantized.
+        """The quantizers of weights that are kept quantized, by name.
 
-        Both directions, also under no_grad: whoever builds a model there may still train it.
+        They make planes in both directions, also under no_grad, because the model may be trained later.
         """
         made = {}
         weights = zip(self.weight_names, self._gemm_operands(quantizers), strict=False)
@@ -400,7 +404,7 @@ class QuantizedModule(FieldNames):
     # ---- weights: cache, delayed gradients ------------------------------------------------------
 
     def clear_weight_cache(self) -> None:
-        """Forget quantized copies of the weights; the next forward makes them again."""
+        """Drop the cached quantized copies of the weights; the next forward makes them again."""
         self._weight_cache.clear()
 
     @property
@@ -413,11 +417,11 @@ class QuantizedModule(FieldNames):
             return super()._apply(fn, recurse)
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for `backward_dw`."""
+        """Whether weight gradients are waiting to be computed by `backward_dw`."""
         return bool(self._wgrads)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that were put off, in the order of the backward passes."""
+        """Compute the weight gradients that ``delay_wgrad_compute`` delayed, in the order of the backward passes."""
         waiting, self._wgrads[:] = list(self._wgrads), []
         for compute in waiting:
             compute()
@@ -426,19 +430,19 @@ class QuantizedModule(FieldNames):
                 hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Called after `backward_dw` has computed gradients."""
+        """Register a function that is called after `backward_dw` has computed gradients."""
         self._wgrad_hooks.append(hook)
 
     # ---- state ---------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The histories of delayed scaling as a plain dict; empty, and not in the state dict, if there are none."""
+        """Return the histories of delayed scaling as a plain dict. If there are none, it is empty and not saved."""
         if self._unloaded is not None:
             return dict(self._unloaded)
         return extra_state_of(self._learned.get("forward"), self._learned.get("backward"))
 
     def set_extra_state(self, state: Any) -> None:
-        """Take histories from `get_extra_state`. Without states of their kind yet, they wait for the first forward."""
+        """Load the histories of `get_extra_state`. Before the first forward, they wait for it."""
         if passes_over(state, self._built.recipe or self.bound_recipe):
             return
         check_extra_state(state, self.layer)
@@ -453,7 +457,7 @@ class QuantizedModule(FieldNames):
             }
 
     def _expect_other_weights(self) -> None:
-        """Weights are about to be exchanged: the next forward checks and links them."""
+        """Prepare for weights that are replaced from outside: the next forward checks them."""
         self._built = _nothing_built()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -488,9 +492,9 @@ class QuantizedModule(FieldNames):
             missing_keys.remove(key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: quantizers are built again from the recipe, and histories travel as plain data.
+        """The state for copies and pickles, without quantizers, which are built again. Histories become plain data.
 
-        Gradients that wait for `backward_dw` belong to this module's parameters.
+        Weight gradients that wait for `backward_dw` are left out, because they belong to this module's parameters.
         """
         state = dict(self.__dict__)
         state.update(
@@ -511,14 +515,18 @@ def _nothing_built() -> Built:
 
 
 def _format(quantizer: Quantizer, direction: Direction, weight: QuantizedTensor | None, tensor: str) -> Format | None:
-    """What will be multiplied: a weight that is kept quantized is used as it is."""
+    """The format that a GEMM will read. A weight that is kept quantized has its own format."""
     if tensor == "weight" and weight is not None:
         return weight._formats.get(direction)
     return known_format(quantizer, direction)
 
 
 def name_layers(model: nn.Module) -> None:
-    """Give every quantized module in ``model`` that has no name its path: ``layers.3.mlp.fc1``."""
+    """Name all quantized modules of a model that have no name by their paths, such as ``layers.3.mlp.fc1``.
+
+    Args:
+        model: the model; its modules are changed in place.
+    """
     for path, module in model.named_modules():
         if hasattr(module, "get_quantizer_roles") and getattr(module, "name", "") is None:
             module.name = path

@@ -1,10 +1,10 @@
-"""Modules in `torch.compile`: their linear layers are two operators that the compiler does not look into.
+"""Support for `torch.compile`: a linear layer becomes two custom operators, which the compiler does not look into.
 
-Tracing needs to know the sizes of all that an operator returns, and nothing of how it is made: forward returns y
-and the buffers that backward reads, backward returns the gradients. What is not a tensor (quantizers, formats) stays
-here, in the `Traced` module that a number in the graph stands for. All else that modules do, the compiler traces.
+The forward operator returns y and the buffers that backward reads; the backward operator returns the gradients. For
+tracing, the compiler only needs the shapes of what they return. Quantizers and formats, which are not tensors, are kept
+in a `Traced` object, to which a number in the graph refers. The compiler traces everything else that modules do.
 
-A graph is made for the recipe in force when it was traced. Running it under another one raises.
+A graph is made for the recipe that was active when it was traced. Running it under another recipe raises an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Traced:
-    """A module in a graph, which may have several linear layers."""
+    """A module in a compiled graph, and the recipe it was traced for. It may have several linear layers."""
 
     def __init__(self, layer: LinearModule, recipe: Recipe) -> None:
         self._layer = weakref.ref(layer)  # the graph holds the parameters, but not the layer
@@ -44,11 +44,11 @@ class Traced:
     def layer(self) -> LinearModule:
         layer = self._layer()
         if layer is None:
-            raise RuntimeError("a compiled graph runs a layer that is gone; compile the model again")
+            raise RuntimeError("a compiled graph uses a layer that no longer exists; compile the model again")
         return layer
 
     def call(self, index: int, x: Tensor, weight: Tensor, dtype: torch.dtype) -> LinearCall:
-        """What the operators of linear layer ``index`` do."""
+        """Describe the call of linear layer ``index``."""
         built = self.layer._build_quantizers(self.recipe)
         with torch.enable_grad():  # operators run without; whether there is a backward pass is not for the call to say
             return self.layer._linear_call(
@@ -57,7 +57,7 @@ class Traced:
 
 
 class Context:
-    """Stands for autograd's: ``save_for_backward``, ``saved_tensors`` and attributes."""
+    """A replacement for the context of an autograd function: ``save_for_backward``, ``saved_tensors``, attributes."""
 
     saved_tensors: Sequence[Tensor | None] = ()
 
@@ -65,7 +65,7 @@ class Context:
         self.saved_tensors = tensors
 
     def without_tensors(self) -> Context:
-        """What may be kept; remembers which buffers there were."""
+        """A copy without tensors, which remembers which buffers were saved."""
         kept = Context()
         vars(kept).update(vars(self), weight=None, call=None)
         kept.saved_tensors = ()
@@ -83,7 +83,7 @@ _traced: list[Traced] = []
 
 
 def ticket(layer: LinearModule) -> int | None:
-    """The number that stands for a layer in a graph that is being traced; None if it computes in high precision."""
+    """The number of a layer in the graph that is being traced; None if the layer computes in high precision."""
     recipe = layer._recipe_in_force()
     if recipe is None:
         return None
@@ -113,13 +113,13 @@ def linear_op(
     dw: bool,
     db: bool,
 ) -> list[Tensor]:
-    """y, and what backward needs."""
+    """Return y, and the buffers that backward needs."""
     traced = _traced[number]
     layer = traced.layer
     if layer._recipe_in_force() != traced.recipe:
         raise RuntimeError(
-            f"{layer.layer} was compiled for the recipe '{traced.recipe}', and another one is in force now "
-            f"('{layer._recipe_in_force()}'): compile the model again, or enter the same autocast"
+            f"{layer.layer} was compiled for the recipe '{traced.recipe}', but the current recipe is "
+            f"'{layer._recipe_in_force()}': compile the model again, or enter the same autocast"
         )
     needs, context = Needs(dx, dw, db), Context()
     built = layer._prepare(traced.recipe)
@@ -136,11 +136,11 @@ def linear_op(
 
 
 def _refuse_other_bits(layer: str, call: LinearCall) -> None:
-    """A graph that recomputes an operator in backward restores no generator for it."""
+    """Raise if a compiled graph recomputes stochastic rounding in backward, where it would draw other numbers."""
     if any(quantizer is not None and rounds_stochastically(quantizer) for quantizer in (call.input, call.weight)):
         raise RuntimeError(
-            f"{layer} rounds its input or weight stochastically, and is computed again in backward by a compiled "
-            "graph, where it would round otherwise: put the checkpoint around what is compiled, not inside"
+            f"{layer} rounds its input or weight stochastically and is recomputed in backward by a compiled graph, "
+            "where it would round differently: put the checkpoint around the compiled function, not inside it"
         )
 
 
@@ -163,7 +163,7 @@ def _linear_shapes(
 
 
 def _kept(context: Context, traced: Traced, index: int, needs: Needs, x: Tensor, weight: Tensor) -> list[Tensor]:
-    """Buffers for backward. An operator must not return its inputs, so what is one of them is copied."""
+    """The buffers for backward. Those that are inputs are copied, because an operator must not return its inputs."""
     traced.contexts[index, tuple(x.shape), x.dtype, needs] = context.without_tensors()
     inputs = {tensor.untyped_storage().data_ptr() for tensor in (x, weight)}
     return [
@@ -188,7 +188,7 @@ def linear_backward_op(
     dw: bool,
     db: bool,
 ) -> list[Tensor]:
-    """Those of dx, dW and db that are needed."""
+    """Return those of dx, dW and db that are needed."""
     traced, needs = _traced[number], Needs(dx, dw, db)
     call = traced.call(index, dy, weight, dtype)
     context = traced.contexts[index, tuple(x_shape), x_dtype, needs].with_tensors(buffers, weight, call)
@@ -254,7 +254,7 @@ linear_op.register_autograd(_backward, setup_context=_setup)
 
 
 def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, this: TracedPass, index: int) -> Tensor:
-    """Linear layer ``index`` of a module, in a graph that is being traced."""
+    """Call linear layer ``index`` of a module in a graph that is being traced."""
     if this.number is None:
         cast = None if bias is None else bias.to(this.dtype)
         return torch.nn.functional.linear(x.to(this.dtype), weight.to(this.dtype), cast)
@@ -282,12 +282,12 @@ _OPERANDS = ("inp", "m_splits")
 
 
 def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of a module, for graphs: traced if the module can be, else called between two graphs.
+    """Decorator for ``forward`` of a module: the compiler traces it if it can, else it calls it between two graphs.
 
-    With ``fullgraph=True`` the latter is an error of the compiler's.
+    With ``fullgraph=True``, a forward that cannot be traced is an error of the compiler.
     """
     names = tuple(inspect.signature(forward).parameters)[1:]
-    why = "options that have effects of their own, quantized weights and quantizers of users run in eager"
+    why = "layers with side effects, weights that are kept quantized, or custom quantizers run in eager mode"
     untraced = eager_only(f"crossgrain: {why}")(forward)
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes may be spread over ranks."""
+"""`parallel_cross_entropy`: cross entropy of logits whose classes may be divided among ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,34 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """The loss of each ``target`` [...] under the logits ``inp`` [..., classes / ranks], in float32.
+    """Compute the cross entropy of targets.
 
-    ``reduce_loss``         the mean over the targets that are not ignored
-    ``dist_process_group``  each rank has an equal share of the classes, in the order of ranks
-    ``ignore_idx``          targets without loss and gradient
-    ``is_cg_capturable``    has no meaning here
+    Args:
+        inp: logits, [..., classes / ranks].
+        target: the class of each row, [...].
+        label_smoothing: part of the probability that is spread evenly over all classes.
+        reduce_loss: return the mean over the targets that are not ignored.
+        dist_process_group: the ranks among which the classes are divided evenly, in the order of ranks.
+        ignore_idx: targets with this value have no loss and no gradient.
+        is_cg_capturable: accepted; it has no effect.
+
+    Returns:
+        The loss of each target in float32, or their mean.
+
+    Raises:
+        ValueError: the shapes do not fit, or a target is not a class.
     """
     if inp.shape[:-1] != target.shape:
         raise ValueError(
-            f"parallel_cross_entropy: logits {list(inp.shape)} are for targets {list(inp.shape[:-1])}, "
-            f"not {list(target.shape)}"
+            f"parallel_cross_entropy: logits of shape {list(inp.shape)} need targets of shape {list(inp.shape[:-1])}, "
+            f"got {list(target.shape)}"
         )
     classes = inp.shape[-1] * group_size(dist_process_group)
     unknown = target[(target != ignore_idx) & ((target < 0) | (target >= classes))]
     if unknown.numel():
         raise ValueError(
-            f"parallel_cross_entropy: target {int(unknown[0])} is none of {classes} classes, and not ignore_idx "
-            f"({ignore_idx})"
+            f"parallel_cross_entropy: targets must be between 0 and {classes - 1}, or ignore_idx={ignore_idx}, got "
+            f"{int(unknown[0])}"
         )
     losses: Tensor = _CrossEntropy.apply(inp, target, label_smoothing, dist_process_group, ignore_idx)
     if not reduce_loss:

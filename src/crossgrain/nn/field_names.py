@@ -1,4 +1,4 @@
-"""What clients of the field read from modules, under the names they know."""
+"""Attributes of modules with the names of Transformer Engine, for programs that read them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..runtime.collectives import group_rank
 
 
 class FieldNames(nn.Module):
-    """Attributes of a quantized module that say what is known elsewhere.
+    """Base class with attributes that Transformer Engine's modules have.
 
-    ``ub_name``  of a buffer for communication that overlaps with GEMMs; it has no effect
+    Attributes:
+        ub_name: name of a communication buffer; it has no effect.
     """
 
     fp8: bool
@@ -27,13 +28,13 @@ class FieldNames(nn.Module):
 
     @property
     def fp8_initialized(self) -> bool:
-        """Whether there are quantizers."""
+        """Whether the module has quantizers."""
         quantizers: dict[str, list[Any]] = self.quantizers  # type: ignore[assignment]
         return any(quantizers.values())
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """The same; set to False: the next forward builds them again. Histories stay."""
+        """Whether the module has quantizers. Set it to False to build them again in the next forward."""
         return self.fp8_initialized
 
     @fp8_meta_tensors_initialized.setter
@@ -47,7 +48,7 @@ class FieldNames(nn.Module):
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among those that share the layer. Of a layer without a group it may be said."""
+        """The index of this rank in the group that shares the layer. It may be set if there is no group."""
         return self._tp_rank if self.tp_group is None else group_rank(self.tp_group)
 
     @tp_rank.setter

@@ -1,4 +1,4 @@
-"""What is settled at the start of a module's forward."""
+"""What is determined once at the start of a module's forward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from .base import Built
 
 
 class ForwardPass(NamedTuple):
-    """Also for a recomputation in backward.
+    """The settings of one forward pass; a recomputation in backward uses the same.
 
-    ``calibrates``  statistics are taken, nothing is quantized
-    ``dtype``       of activations
-    ``step``        around all that forward quantizes
+    Attributes:
+        recipe: the recipe; None for high precision.
+        built: quantizers of the recipe.
+        calibrates: tensors are only measured, not quantized.
+        dtype: dtype of activations.
+        is_first_microbatch: see `Linear.forward`.
+        step: the context around all that forward quantizes.
     """
 
     recipe: Recipe | None
@@ -36,7 +40,7 @@ def both(outer: AbstractContextManager[None], inner: AbstractContextManager[None
 
 
 class TracedPass(NamedTuple):
-    """In a graph of `torch.compile`. ``number`` stands for the module and its recipe; None: high precision."""
+    """A forward pass in a graph of `torch.compile`. ``number`` refers to the module; None for high precision."""
 
     number: int | None
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""GroupedLinear: a linear layer for each group of rows, as the experts of a mixture are."""
+"""`GroupedLinear`: one linear layer per group of rows, as for the experts of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,32 @@ from .options import parameter_options
 
 
 class GroupedLinear(LinearModule):
-    """``y[rows of g] = x[rows of g] · W_gᵀ + b_g`` for x [..., in_features], whose rows are sorted by group.
+    """``y[rows of g] = x[rows of g] · W_gᵀ + b_g`` for x [..., in_features] whose rows are sorted by group.
 
-    ``single_grouped_weight``  one parameter ``weight`` [groups, out, in] instead of ``weight0``, ``weight1``, ...
-                               Kept quantized, formats with a scale per tensor have one for all groups.
-    ``single_grouped_bias``    one parameter ``bias`` [groups, out]
-
-    Everything else is as in `Linear`, but that rows are never shared among ranks (``sequence_parallel``).
+    Args:
+        num_gemms: number of groups.
+        in_features: features of the input, of the whole layer.
+        out_features: features of the output, of the whole layer.
+        sequence_parallel: not supported; must be False.
+        fuse_wgrad_accumulation: see `Linear`.
+        tp_group: see `Linear`.
+        tp_size: see `Linear`.
+        get_rng_state_tracker: see `Linear`.
+        rng_tracker_name: see `Linear`.
+        init_method: see `Linear`.
+        bias: add a bias.
+        return_bias: return the biases as a second result instead of adding them.
+        params_dtype: see `Linear`.
+        parallel_mode: see `Linear`.
+        device: see `Linear`.
+        delay_wgrad_compute: see `Linear`.
+        save_original_input: see `Linear`.
+        single_grouped_weight: have one parameter ``weight`` [groups, out, in] instead of ``weight0``, ``weight1``, ...
+            If it is kept quantized in a format with a scale for the whole tensor, all groups share one scale.
+        single_grouped_bias: have one parameter ``bias`` [groups, out] instead of ``bias0``, ``bias1``, ...
+        name: name of the layer, for recipes and messages.
+        use_grouped_tensor: not supported; must be None or False.
+        **gpu_options: options of GPU communication; they must be off.
     """
 
     def __init__(
@@ -79,13 +98,15 @@ class GroupedLinear(LinearModule):
             raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
         if self.sequence_parallel:
             raise NotImplementedError(
-                f"{self.layer}: ranks do not share rows of groups, which have other sizes in every step: leave "
-                "sequence_parallel off"
+                f"{self.layer}: sequence_parallel is not supported: ranks do not share rows of groups, whose sizes "
+                "change in every step"
             )
         if num_gemms < 1:
-            raise ValueError(f"{self.layer}: there is at least one group, not {num_gemms}")
+            raise ValueError(f"{self.layer}: num_gemms must be at least 1, got {num_gemms}")
         if use_grouped_tensor:
-            raise NotImplementedError(f"{self.layer}: grouped GEMM kernels are for GPUs; leave use_grouped_tensor off")
+            raise NotImplementedError(
+                f"{self.layer}: use_grouped_tensor=True needs grouped GEMM kernels of a GPU and is not supported"
+            )
         self.num_gemms = num_gemms
         rows, columns = (self.tp_size if parallel_mode == mode else 1 for mode in ("column", "row"))
         self.in_features = share(self.layer, "in_features", in_features, columns)
@@ -120,7 +141,8 @@ class GroupedLinear(LinearModule):
             self._group_weights()
         except ValueError as error:
             raise ValueError(
-                f"{self.layer}: a single weight of {self.num_gemms} groups cannot be kept quantized: {error}"
+                f"{self.layer}: a single weight of {self.num_gemms} groups cannot be kept quantized: {error}. Use "
+                "single_grouped_weight=False"
             ) from error
 
     @property
@@ -134,7 +156,7 @@ class GroupedLinear(LinearModule):
         return ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(self.num_gemms)]
 
     def _group_weights(self) -> list[Tensor]:
-        """W of each group; parts of the one parameter if there is only one."""
+        """The weight of each group; parts of the single parameter with ``single_grouped_weight``."""
         if not self.single_grouped_weight:
             return [getattr(self, name) for name in self.weight_names]
         weight: Any = self.weight
@@ -166,8 +188,8 @@ class GroupedLinear(LinearModule):
         )
         if num_quantizers != len(of_one) * self.num_gemms:
             raise ValueError(
-                f"{self.layer} has {len(of_one)} slots for each of {self.num_gemms} groups in this pass, "
-                f"not {num_quantizers}"
+                f"{self.layer} has {len(of_one)} slots for each of {self.num_gemms} groups in this pass, got "
+                f"num_quantizers={num_quantizers}"
             )
         return of_one * self.num_gemms
 
@@ -199,9 +221,17 @@ class GroupedLinear(LinearModule):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Any:
-        """y, or (y, biases) with ``return_bias``. ``m_splits`` are the rows of each group, which may be 0.
+        """Compute the layer.
 
-        ``out`` and ``dgrad_out`` are memory of the caller's that y and the gradient of ``inp`` are written to.
+        Args:
+            inp: x, plain or quantized, with rows sorted by group.
+            m_splits: number of rows of each group; 0 is allowed.
+            is_first_microbatch: see `Linear.forward`.
+            out: memory to write y to.
+            dgrad_out: memory to write the gradient of ``inp`` to.
+
+        Returns:
+            y, or ``(y, biases)`` with ``return_bias``.
         """
         sizes = checked_sizes(m_splits, self.num_gemms, inp, self.layer)
         if torch.compiler.is_compiling():
@@ -234,9 +264,15 @@ class GroupedLinear(LinearModule):
         return (y, biases) if self.return_bias else y
 
     def token_quantizer(self) -> Quantizer | None:
-        """By the recipe in force, what makes the rows that fprop reads: for tokens that are sent here quantized.
+        """The quantizer for tokens that are sent to this layer quantized (see `TokenExchange.dispatch`).
 
-        None if they are read as they are. Raises if training needs more of them than their rows.
+        It is that of the layer's input in the current recipe.
+
+        Returns:
+            The quantizer, or None if the layer reads its input unquantized.
+
+        Raises:
+            ValueError: training needs more of the tokens than their rowwise planes.
         """
         recipe = self._recipe_in_force()
         if recipe is None or self._only_calibrates():
@@ -253,7 +289,7 @@ class GroupedLinear(LinearModule):
         return quantizer
 
     def _traced(self, inp: Tensor, sizes: list[int]) -> Any:
-        """In a graph each group is a layer; the numbers are those of all groups together."""
+        """Forward in a compiled graph, where each group is a layer of its own; results are the same."""
         weights = list(self._packed("weight").unbind(0)) if self.single_grouped_weight else self._group_weights()
         biases = list(self._packed("bias").unbind(0)) if self.single_grouped_bias else self._group_biases()
         used = biases if self.apply_bias else [None] * self.num_gemms
@@ -275,16 +311,21 @@ def _init_each(init: InitMethod, weights: Tensor) -> None:
 
 
 def checked_sizes(m_splits: Sequence[int] | Tensor, groups: int, x: Tensor, layer: str) -> list[int]:
-    """As plain numbers, or an error if they do not divide the rows of ``x``."""
+    """Return the sizes of groups as ints; raise if they do not add up to the rows of ``x``."""
     sizes = [int(size) for size in (m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)]
     rows = x.shape[:-1].numel()
     if len(sizes) != groups or sum(sizes) != rows or min(sizes) < 0:
-        raise ValueError(f"{layer}: {groups} groups need as many sizes that add up to {rows} rows, not {sizes}")
+        raise ValueError(f"{layer}: m_splits must have {groups} numbers >= 0 that add up to {rows} rows, got {sizes}")
     return sizes
 
 
 class _Alignment(nn.Module):
-    """Groups of rows that are, or will be, a multiple of ``align_size``; None: that of the recipe in force."""
+    """Base class of `Fp8Padding` and `Fp8Unpadding`.
+
+    Args:
+        num_gemms: number of groups.
+        align_size: rows of a padded group are a multiple of this; by default what the current recipe needs.
+    """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -306,23 +347,32 @@ class _Alignment(nn.Module):
 
 
 class Fp8Padding(_Alignment):
-    """Zeros after each group of rows, up to a multiple of ``align_size`` (by default that of the recipe in force).
+    """Adds rows of zeros after each group, up to a multiple of ``align_size``.
 
-    `GroupedLinear` pads by itself; done outside, it is done once for several layers.
+    `GroupedLinear` pads by itself. Padding outside does it once for several layers.
+
+    Args:
+        num_gemms: number of groups.
+        align_size: rows of a padded group are a multiple of this; by default what the current recipe needs.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[Tensor, list[int]]:
-        """The padded rows [M, K], and the sizes of the padded groups."""
+        """Return the padded rows [M, K], and the sizes of the padded groups."""
         sizes = checked_sizes(m_splits, self.num_gemms, inp, type(self).__name__)
         padded = self._aligned(sizes)
         return padded_groups(inp.reshape(-1, inp.shape[-1]), sizes, padded, inp.shape[-1]), padded
 
 
 class Fp8Unpadding(_Alignment):
-    """The inverse of `Fp8Padding`."""
+    """Removes the rows that `Fp8Padding` added.
+
+    Args:
+        num_gemms: number of groups.
+        align_size: as in `Fp8Padding`.
+    """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
-        """The rows of the groups, whose sizes before padding were ``m_splits``."""
+        """Return the rows without padding; ``m_splits`` are the sizes of the groups before padding."""
         sizes = [int(size) for size in (m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)]
         padded = checked_sizes(self._aligned(sizes), self.num_gemms, inp, type(self).__name__)
         if padded == sizes:

@@ -1,4 +1,4 @@
-"""What others have said about a quantized parameter, kept while torch converts it."""
+"""Keep the attributes of quantized parameters while torch converts them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..tensor import QuantizedTensor
 
 @contextmanager
 def kept_attributes(module: nn.Module) -> Iterator[None]:
-    """While ``module.to()``, ``bfloat16()`` and the like are at work on its own parameters.
+    """Context manager around ``module.to()``, ``module.bfloat16()`` and similar calls.
 
-    torch exchanges a parameter of a tensor subclass with a new one, which has none of the attributes that were set on
-    it: marks of sequence and tensor parallelism, preserved initial values, places for gradients.
+    For tensor subclasses, torch replaces the contents of a parameter by those of a new one, which has none of the
+    attributes that were set on it: marks of sequence and tensor parallelism, preserved initial values, ``main_grad``.
+    This restores them.
     """
     parameters: list[Any] = [p for p in module._parameters.values() if isinstance(p, QuantizedTensor)]
     said = [{name: vars(p)[name] for name in vars(p).keys() - vars(p.detach()).keys()} for p in parameters]

@@ -1,4 +1,4 @@
-"""LayerNormLinear: a normalization and the linear layer after it."""
+"""`LayerNormLinear`: a norm followed by a linear layer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from .options import parameter_options
 
 
 class LayerNormLinear(NormFirst, SingleLinear):
-    """``y = norm(x) · Wᵀ + b`` for x [..., in_features].
+    """``y = norm(x) · Wᵀ + b`` for x [..., in_features]. Options that are not listed here are those of `Linear`.
 
-    ``normalization``            "LayerNorm", or "RMSNorm", which has no bias
-    ``zero_centered_gamma``      ``layer_norm_weight`` is stored as its difference from one
-    ``return_layernorm_output``  norm(x) is returned as well, as the last result; ``..._gathered``: of all ranks' rows
-
-    Everything else is as in `Linear`.
+    Args:
+        in_features: features of the input.
+        out_features: features of the output, of the whole layer.
+        eps: epsilon of the norm.
+        normalization: "LayerNorm", or "RMSNorm", which has no bias.
+        parallel_mode: "column" or None; a norm needs whole rows, so "row" is not possible.
+        return_layernorm_output: return norm(x) too, as the last result.
+        return_layernorm_output_gathered: with sequence parallelism, return norm(x) of the rows of all ranks.
+        zero_centered_gamma: ``layer_norm_weight`` is stored as its difference from 1.
     """
 
     def __init__(
@@ -68,7 +72,10 @@ class LayerNormLinear(NormFirst, SingleLinear):
             **gpu_options,
         )
         if parallel_mode == "row" and self.tp_size > 1:
-            raise ValueError(f"{self.layer}: a norm needs whole rows, which ranks that share the inputs do not have")
+            raise ValueError(
+                f"{self.layer}: parallel_mode='row' is not possible: a norm needs whole rows, but each rank would have "
+                "only a part of every row"
+            )
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         factory = parameter_options(params_dtype, device)
@@ -87,7 +94,17 @@ class LayerNormLinear(NormFirst, SingleLinear):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
-        """y, and after it what is asked for: the bias (``return_bias``), norm(x) (``return_layernorm_output``)."""
+        """Compute the layer.
+
+        Args:
+            inp: x, [..., in_features].
+            is_first_microbatch: see `Linear.forward`.
+            fp8_output: return y quantized.
+            fp8_grad: return the gradient of ``inp`` quantized.
+
+        Returns:
+            y; with ``return_bias`` or ``return_layernorm_output`` a tuple of y, the bias and norm(x).
+        """
         this = self._forward_pass(inp, is_first_microbatch)
         with this.step:
             x = self._normalized(inp, this)

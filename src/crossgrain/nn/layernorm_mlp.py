@@ -1,4 +1,4 @@
-"""LayerNormMLP: a normalization, two linear layers and the activation between them."""
+"""`LayerNormMLP`: a norm, and two linear layers with an activation between them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,27 @@ _FC2 = LinearSlots(input=3, weight=4, output=5, grad_output=2, grad_input=3)
 class LayerNormMLP(NormFirst):
     """``y = f(norm(x) · W₁ᵀ + b₁) · W₂ᵀ + b₂`` for x [..., hidden_size].
 
-    ``activation``               one of `crossgrain.activations.ACTIVATIONS`; a gated one doubles the rows of W₁
-    ``activation_params``        its options, such as ``{"limit": 7.0}`` of clamped_swiglu
-    ``checkpoint``               keep only the input for backward and compute the rest again there, bit for bit
-    ``return_bias``              b₂ is returned beside y, not added
-    ``return_layernorm_output``  norm(x) is returned as well, as the last result; ``..._gathered``: of all ranks' rows
-    ``set_parallel_mode``        the ranks of ``tp_group`` share W₁ by its rows and W₂ by its columns. Of a gated
-                                 activation each rank has its part of either half of W₁
+    Options that are not listed here are those of `Linear`.
 
-    Everything else is as in `Linear`.
+    Args:
+        hidden_size: features of the input and output.
+        ffn_hidden_size: features between the two layers, of the whole layer.
+        eps: epsilon of the norm.
+        return_bias: return b₂ as an extra result instead of adding it.
+        init_method: initializes W₁, and W₂ unless ``output_layer_init_method`` is given.
+        normalization: "LayerNorm", or "RMSNorm", which has no bias.
+        activation: one of `crossgrain.gemm.activations.ACTIVATIONS`; a gated activation doubles the rows of W₁.
+        activation_params: options of the activation, such as ``{"limit": 7.0}`` for clamped_swiglu.
+        output_layer_init_method: initializes W₂.
+        return_layernorm_output: return norm(x) too, as the last result.
+        return_layernorm_output_gathered: with sequence parallelism, return norm(x) of the rows of all ranks.
+        seq_length: accepted; it has no effect.
+        micro_batch_size: accepted; it has no effect.
+        set_parallel_mode: divide the rows of W₁ and the columns of W₂ among the ranks of ``tp_group``. With a gated
+            activation, each rank has its part of both halves of W₁.
+        zero_centered_gamma: ``layer_norm_weight`` is stored as its difference from 1.
+        checkpoint: keep only the input for backward and recompute everything else there, bit for bit.
+        name: name of the layer for recipes; the linear layers are ``<name>.fc1`` and ``<name>.fc2``.
     """
 
     fc1_weight: nn.Parameter
@@ -134,7 +146,9 @@ class LayerNormMLP(NormFirst):
         else:
             roles = [fc1_grad, self._grad_input_role, QuantizerRole("linear", "grad_output", fc2), fc1_grad]
         if num_quantizers != len(roles):
-            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
+            raise ValueError(
+                f"{self.layer} has {len(roles)} slots for quantizers in this pass, got num_quantizers={num_quantizers}"
+            )
         return roles
 
     def _slot_counts(self) -> Mapping[Mode, int]:
@@ -150,7 +164,15 @@ class LayerNormMLP(NormFirst):
 
     @compilable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """y, and after it what is asked for: b₂ (``return_bias``), norm(x) (``return_layernorm_output``)."""
+        """Compute the layer.
+
+        Args:
+            inp: x, [..., hidden_size].
+            is_first_microbatch: see `Linear.forward`.
+
+        Returns:
+            y; with ``return_bias`` or ``return_layernorm_output`` a tuple of y, b₂ and norm(x).
+        """
         this = self._forward_pass(inp, is_first_microbatch)
         with this.step:
             if self.checkpoint and torch.is_grad_enabled():
@@ -163,7 +185,7 @@ class LayerNormMLP(NormFirst):
         return (y, *extras) if extras else y
 
     def _computed(self, inp: Tensor, this: ForwardPass | TracedPass) -> tuple[Tensor, Tensor]:
-        """y and norm(x)."""
+        """Return y and norm(x)."""
         x = self._normalized(inp, this)
         hidden = self._linear(0, x, self.fc1_weight, self.fc1_bias, this)
         activated: Tensor = _ActivationFunction.apply(hidden, self._activation())
@@ -171,7 +193,7 @@ class LayerNormMLP(NormFirst):
         return y, x
 
     def _recomputed(self, inp: Tensor, this: ForwardPass) -> tuple[Tensor, Tensor]:
-        """The same; backward runs it again with the same random numbers, scales and cached weights."""
+        """Return y and norm(x); backward recomputes them with the same random numbers, scales and cached weights."""
         state = None if this.recipe is None else this.built.states["forward"]
         return recomputed(lambda x: self._computed(x, this), inp, state=state)
 

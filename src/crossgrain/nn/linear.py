@@ -1,4 +1,4 @@
-"""Linear: a drop-in for `torch.nn.Linear` whose three GEMMs each run in the format the recipe gives them."""
+"""`Linear`: replaces `torch.nn.Linear`; each of its three GEMMs runs in the formats that the recipe gives it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ParametersSplit = Sequence[str] | Mapping[str, int] | None
 
 
 class SingleLinear(LinearModule):
-    """A module with one linear layer, whose weight may be several parameters."""
+    """Base class of modules with one linear layer, whose weight may consist of several parameters."""
 
     weight: Any  # or parameters of other names, if the weight is split
     bias: Any
@@ -56,7 +56,10 @@ class SingleLinear(LinearModule):
         self.apply_bias = bias and not return_bias
         self.init_method = init_method or default_init
         if len(self._splits) > 1 and self._parameter_init is not None:
-            raise NotImplementedError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
+            raise NotImplementedError(
+                f"{self.layer}: weights that are kept quantized cannot be split into parameters; leave out "
+                "parameters_split"
+            )
         for split, rows in self._splits.items():
             self._add_weight(f"{split}weight", (rows, in_features), self.init_method, factory, mode)
             self._add_bias(f"{split}bias", rows, factory, present=bias, mode=mode)
@@ -77,7 +80,9 @@ class SingleLinear(LinearModule):
             else [QuantizerRole("linear", "grad_output", name), self._grad_input_role]
         )
         if num_quantizers != len(roles):
-            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
+            raise ValueError(
+                f"{self.layer} has {len(roles)} slots for quantizers in this pass, got num_quantizers={num_quantizers}"
+            )
         return roles
 
     def _slot_counts(self) -> Mapping[Mode, int]:
@@ -89,7 +94,7 @@ class SingleLinear(LinearModule):
     def _projected(
         self, x: Tensor, this: ForwardPass | TracedPass, *, quantized_output: bool, quantized_grad_input: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """y, and the bias if it is left to the caller."""
+        """Return y, and the bias, which the caller may have to add."""
         weights = self._parameters_of_weight()
         bias = self._bias()
         y = self._linear(
@@ -112,7 +117,10 @@ class SingleLinear(LinearModule):
             only: Tensor = weights[0] if type(weights[0]) is nn.Parameter else local(weights[0])
             return only
         if any(isinstance(weight, QuantizedTensor) for weight in weights):
-            raise RuntimeError(f"{self.layer}: weights that are kept quantized cannot be split into parameters")
+            raise RuntimeError(
+                f"{self.layer}: weights that are kept quantized cannot be split into parameters; leave out "
+                "parameters_split"
+            )
         return torch.cat([local(weight) for weight in weights])
 
     def _bias(self) -> Tensor | None:
@@ -131,15 +139,29 @@ class SingleLinear(LinearModule):
 class Linear(SingleLinear):
     """``y = x · Wᵀ + b`` for x [..., in_features].
 
-    ``fuse_wgrad_accumulation``  dW is added to ``weight.main_grad``, which the caller provides
-    ``delay_wgrad_compute``      dW is computed by `backward_dw`, not in backward
-    ``save_original_input``      backward quantizes the input again instead of keeping its columnwise plane
-    ``return_bias``              the bias is returned beside y, not added
-    ``parameters_split``         several weights, ``{name: rows}``, that form one GEMM
-    ``name``                     the layer's name for recipes
-    ``parallel_mode``            "column", "row": the ranks of ``tp_group`` share the outputs, the inputs. Sizes are
-                                 given for the whole; ``in_features``, ``out_features`` are those of the rank
-    ``sequence_parallel``        they share the rows of x (column) or of y (row) as well
+    Args:
+        in_features: features of the input, of the whole layer. The attribute is that of this rank.
+        out_features: features of the output, of the whole layer. The attribute is that of this rank.
+        sequence_parallel: each rank has only its part of the rows: of x for "column", of y for "row".
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the caller provides, instead of
+            returning it through autograd.
+        tp_group: process group of the ranks that share the layer.
+        tp_size: number of these ranks, if the group is set later with `set_tensor_parallel_group`.
+        get_rng_state_tracker: returns a tracker of random states for the initialization.
+        rng_tracker_name: name of the random state in that tracker.
+        init_method: initializes the weight in place; by default normal numbers with deviation 0.023.
+        bias: add a bias.
+        return_bias: return the bias as a second result instead of adding it.
+        params_dtype: dtype of the parameters.
+        parallel_mode: "column" to divide the outputs among the ranks of ``tp_group``, "row" to divide the inputs, None
+            for neither.
+        parameters_split: have several weights that form one GEMM: names, or ``{name: rows}``.
+        device: device of the parameters; "meta" to create them later with `reset_parameters`.
+        delay_wgrad_compute: compute the weight gradient not in backward, but when `backward_dw` is called.
+        save_original_input: keep the unquantized input for backward and quantize it again there, instead of keeping its
+            columnwise plane.
+        name: name of the layer, for recipes and messages.
+        **gpu_options: options of GPU communication (``ub_*``); they must be off.
     """
 
     def __init__(
@@ -191,11 +213,17 @@ class Linear(SingleLinear):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
-        """y, or (y, bias) with ``return_bias``.
+        """Compute the layer.
 
-        ``is_first_microbatch``  None: the weight is quantized in every call; True: and kept; False: what was kept
-                                 is used. A weight that changes needs True in the next call.
-        ``fp8_output``           y is returned quantized; ``fp8_grad``: dx is
+        Args:
+            inp: x, [..., in_features], plain or quantized.
+            is_first_microbatch: None to quantize the weight in every call; True to quantize it and keep the result for
+                later calls; False to use the kept one. After the weight has changed, pass True.
+            fp8_output: return y quantized.
+            fp8_grad: return the gradient of ``inp`` quantized.
+
+        Returns:
+            y, or ``(y, bias)`` with ``return_bias``.
         """
         this = self._forward_pass(inp, is_first_microbatch)
         with this.step:
@@ -204,13 +232,16 @@ class Linear(SingleLinear):
 
 
 def _resolved_splits(split: ParametersSplit, out_features: int) -> dict[str, int]:
-    """Parameter prefixes and their rows: ``{"": out_features}`` if there is one weight."""
+    """The prefixes of parameter names and their rows; ``{"": out_features}`` if there is one weight."""
     if not split:
         return {"": out_features}
     if not isinstance(split, Mapping):
         if out_features % len(split):
-            raise ValueError(f"{out_features} rows cannot be split evenly into {list(split)}")
+            raise ValueError(
+                f"parameters_split: {out_features} rows cannot be divided evenly among {list(split)}; pass {{name: "
+                f"rows}}"
+            )
         split = dict.fromkeys(split, out_features // len(split))
     if sum(split.values()) != out_features:
-        raise ValueError(f"the parts {dict(split)} do not add up to {out_features} rows")
+        raise ValueError(f"parameters_split: the rows of {dict(split)} do not add up to {out_features}")
     return {f"{name.removesuffix('_')}_": rows for name, rows in split.items()}

@@ -1,7 +1,7 @@
-"""What modules made of linear layers share: their options, their parameters, and how one of the layers is run.
+"""`LinearModule`: the base class of modules that consist of linear layers.
 
-A module may hold several linear layers (the two of an MLP, the experts of a grouped layer). Each has its
-place among the module's quantizers, `LinearSlots`, and its weight; all run through `linear_function`.
+A module may have several linear layers: two in an MLP, one per expert in a grouped layer. Each has its own weight and
+its own quantizers (`LinearSlots`). All of them run through `crossgrain.linear.function`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ InitMethod = Callable[[Tensor], Any]
 
 
 class LinearSlots(NamedTuple):
-    """Where the quantizers of one linear layer are among those of its module."""
+    """The indices of the quantizers of one linear layer in the lists of its module."""
 
     input: int = 0
     weight: int = 1
@@ -55,7 +55,7 @@ class LinearSlots(NamedTuple):
 
 
 class LinearDetails(NamedTuple):
-    """What a recipe means for a linear layer."""
+    """The quantizers and the padding that a recipe gives a linear layer."""
 
     input: Quantizer
     weight: Quantizer
@@ -64,7 +64,7 @@ class LinearDetails(NamedTuple):
 
 
 class ParameterPlan(NamedTuple):
-    """How a parameter is made, and made again by `reset_parameters`."""
+    """How to create a parameter, and how `reset_parameters` initializes it again."""
 
     shape: tuple[int, ...]
     init: InitMethod
@@ -78,16 +78,7 @@ def default_init(weight: Tensor) -> None:
 
 
 class LinearModule(QuantizedModule):
-    """A module made of linear layers.
-
-    ``fuse_wgrad_accumulation``  dW is added to ``weight.main_grad``, which the caller provides
-    ``delay_wgrad_compute``      dW is computed by `backward_dw`, not in backward
-    ``save_original_input``      backward quantizes the input again instead of keeping its columnwise plane
-    ``get_rng_state_tracker``    whose generator weights are initialised under
-    ``tp_group``, ``tp_size``    the ranks that share the layer, or how many there will be: `set_tensor_parallel_group`
-    ``parallel_mode``            "column": they share the outputs; "row": the inputs
-    ``sequence_parallel``        they share the rows of x (column) or of y (row)
-    """
+    """Base class of modules that consist of linear layers. The options are described in `Linear`."""
 
     def __init__(
         self,
@@ -108,7 +99,7 @@ class LinearModule(QuantizedModule):
         kind = type(self).__name__
         refuse_gpu_options(kind, gpu_options)
         if parallel_mode not in (None, "row", "column"):
-            raise ValueError(f"{kind}: parallel_mode is None, 'row' or 'column', not {parallel_mode!r}")
+            raise ValueError(f"{kind}: parallel_mode must be None, 'row' or 'column', got {parallel_mode!r}")
         self.tp_group, self.tp_size = resolved_group(kind, tp_group, tp_size)
         self.parallel_mode = parallel_mode
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
@@ -130,7 +121,7 @@ class LinearModule(QuantizedModule):
         factory: Mapping[str, Any],
         mode: ParallelMode | None = None,
     ) -> None:
-        """The weight of a GEMM; of this rank's part, if ``mode`` says so."""
+        """Create the weight of a GEMM. With a parallel ``mode`` it is marked as this rank's part."""
         cut = None if mode is None else {"column": 0, "row": 1}[mode]
         self._make_parameter(name, ParameterPlan(shape, init, is_weight=True, cut=cut), factory)
 
@@ -142,7 +133,7 @@ class LinearModule(QuantizedModule):
         present: bool = True,
         mode: ParallelMode | None = None,
     ) -> None:
-        """Zeros; a name without parameter if there is to be none."""
+        """Create a bias of zeros; without ``present``, register None under its name."""
         if not present:
             self.register_parameter(name, None)
             return
@@ -174,10 +165,13 @@ class LinearModule(QuantizedModule):
                     plan.init(value)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters again, in place.
+        """Initialize the parameters again, in place.
 
-        Those on the meta device get memory on the default device, and those that are to be kept quantized are
-        quantized, which needs new parameters.
+        Parameters on the meta device get memory on the default device. Weights that are to be kept quantized are
+        quantized, for which new parameters replace the old ones.
+
+        Args:
+            defer_init: if True, do nothing.
         """
         if defer_init:
             return
@@ -201,9 +195,9 @@ class LinearModule(QuantizedModule):
         return value
 
     def _reset_shard(self, name: str, parameter: Any, plan: ParameterPlan) -> None:
-        """Every rank makes the whole parameter, and keeps its part: the numbers are those of one process."""
+        """Draw the whole parameter on every rank and keep this rank's part: the numbers are those of one process."""
         if parameter.is_meta:
-            raise RuntimeError(f"{self.layer}: {name} is sharded and on the meta device: call model.to_empty() first")
+            raise RuntimeError(f"{self.layer}: {name} is sharded and on the meta device; call model.to_empty() first")
         whole, own = self._new_value(parameter, plan), local_part(parameter)
         value = own_part(whole, parameter.device_mesh, parameter.placements)
         if not isinstance(own, QuantizedTensor):
@@ -226,10 +220,20 @@ class LinearModule(QuantizedModule):
     # ---- tensor parallelism --------------------------------------------------------------------
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share the layer: ``tp_size`` of them."""
+        """Set the process group of the ranks that share the layer.
+
+        Args:
+            tp_group: a group of ``tp_size`` ranks.
+
+        Raises:
+            ValueError: the group has another number of ranks.
+        """
         resolved_group(self.layer, tp_group, self.tp_size)
         if tp_group is not None and self.tp_size == 1 and group_size(tp_group) > 1:
-            raise ValueError(f"{self.layer} was made for one rank, and tp_group has {group_size(tp_group)}")
+            raise ValueError(
+                f"{self.layer} was made for one rank, but tp_group has {group_size(tp_group)}; pass tp_size to the "
+                "constructor"
+            )
         self.tp_group = tp_group
         self._forget_quantizers()  # which know the group
         weights = self._quantized_weights()
@@ -241,7 +245,7 @@ class LinearModule(QuantizedModule):
                 weight._quantizer = sharing.quantizer("weight", quantizer)
 
     def _mode(self, index: int) -> ParallelMode | None:
-        """How ranks share linear layer ``index``."""
+        """How ranks share linear layer ``index``: "column", "row" or None."""
         return self.parallel_mode
 
     def _parallel(self, index: int) -> TensorParallel | None:
@@ -250,7 +254,7 @@ class LinearModule(QuantizedModule):
     def _sharing_of_weight(self, index: int) -> TensorParallel | None:
         group = self.tp_group or AwaitedGroup(
             f"{self.layer}: its weights are kept quantized under scales that tp_size={self.tp_size} ranks have in "
-            "common, and there is no group of them yet. Give tp_group, or make the layer on the meta device, call "
+            "common, but the process group is not set yet. Pass tp_group; or make the layer on the meta device, call "
             "set_tensor_parallel_group and then reset_parameters"
         )
         return shared_by(self.layer, self._mode(index), group, self.tp_size, self.sequence_parallel)
@@ -258,7 +262,7 @@ class LinearModule(QuantizedModule):
     # ---- recipes -------------------------------------------------------------------------------
 
     def _linear_slots(self) -> Sequence[LinearSlots]:
-        """One for each linear layer, in the order of `weight_names`."""
+        """The slots of each linear layer, in the order of `weight_names`."""
         return [LinearSlots()]
 
     def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
@@ -311,13 +315,13 @@ class LinearModule(QuantizedModule):
         quantized_output: bool = False,
         quantized_grad_input: bool = False,
     ) -> Tensor:
-        """Linear layer ``index`` of the module. ``weight`` may be put together from several ``parameters``."""
+        """Run linear layer ``index`` of the module. ``weight`` may consist of several ``parameters``."""
         if isinstance(this, TracedPass):
             return traced_linear(x, weight, bias, this, index)
         call = self._linear_call(index, x, weight, this, parameters)
         if quantized_output or quantized_grad_input:
             if this.recipe is None:
-                raise RuntimeError(f"{self.layer}: a quantized output or gradient needs a recipe, and none is in force")
+                raise RuntimeError(f"{self.layer}: fp8_output and fp8_grad need a recipe, but none is active")
             at = self._linear_slots()[index]
             if not this.calibrates:
                 call.output = this.built.quantizers["scaling_fwd"][at.output] if quantized_output else None
@@ -325,7 +329,7 @@ class LinearModule(QuantizedModule):
         return linear(x, weight, bias, call)
 
     def _traceable(self) -> bool:
-        """Whether the linear layers can be operators in a graph; options with effects of their own break graphs."""
+        """Whether the linear layers can be operators in a compiled graph; options with side effects break graphs."""
         recipe = self._recipe_in_force()
         effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
         if self.tp_size > 1 or effects or self.primary_weights_in_fp8:
@@ -395,11 +399,12 @@ class LinearModule(QuantizedModule):
         return self.weight_names[index]
 
     def _keeps_input(self, index: int, this: ForwardPass) -> bool:
-        """Whether backward may quantize the input again: only if it gets what forward would have kept."""
+        """Whether backward may quantize the input again, which must give the bytes that forward would have kept."""
         assert this.recipe is not None
         if this.recipe.delayed():
             raise ValueError(
-                f"{self.layer}: save_original_input needs a quantizer without history, not delayed scaling"
+                f"{self.layer}: save_original_input=True is not possible with delayed scaling, whose scales change "
+                "before backward quantizes the input again"
             )
         if this.recipe.backward_override == "high_precision":
             return True
@@ -408,8 +413,8 @@ class LinearModule(QuantizedModule):
         if not has_history and can_reconstruct_wgrad_input_from_original(this.built.details[index].input):
             return True
         warnings.warn(
-            f"{self.layer}: Ignoring save_original_input=True, for its input's quantizer would not make the same bytes "
-            "twice",
+            f"{self.layer}: Ignoring save_original_input=True, because the quantizer of the input would not make the "
+            "same bytes a second time",
             stacklevel=3,
         )
         return False
@@ -422,10 +427,10 @@ def _calibrate(details: LinearDetails, x: Tensor, weight: Tensor) -> None:
 
 
 def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:
-    """Whether wgrad's operand may be made from the input in backward, after forward used the rowwise plane.
+    """Whether backward may make the operand of wgrad from the original input, after forward used the rowwise plane.
 
-    In a hybrid, a columnwise plane of the original has nothing to do with the rowwise one; one that is
-    derived from the rowwise plane needs the same rowwise bytes again.
+    In a hybrid, a columnwise plane that is made from the original is independent of the rowwise plane. One that is made
+    from the rowwise plane needs the same rowwise bytes again.
     """
     if isinstance(quantizer, HybridQuantizer):
         row: Quantizer = quantizer.child(Direction.ROWWISE)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with the arithmetic of `crossgrain.norms`."""
+"""`LayerNorm` and `RMSNorm`. The computation is in `crossgrain.gemm.norms`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 def normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, dtype: torch.dtype
 ) -> Tensor:
-    """x [..., K], normalized over the shape of ``weight``, in ``dtype``; without a bias it is RMSNorm."""
+    """Normalize x over its last dimensions, which have the shape of ``weight``. Without a bias it is RMSNorm."""
     if tuple(x.shape[x.dim() - weight.dim() :]) != tuple(weight.shape):
-        raise ValueError(f"the input {list(x.shape)} has to end in {list(weight.shape)} to be normalized")
+        raise ValueError(
+            f"the last dimensions of the input to normalize must be {list(weight.shape)}, got an input of shape "
+            f"{list(x.shape)}"
+        )
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
     result: Tensor = _NormFunction.apply(x.to(dtype), weight, bias, eps, zero_centered_gamma)
@@ -55,11 +58,17 @@ class _NormFunction(torch.autograd.Function):
 
 
 class _Norm(nn.Module):
-    """Over the last dimensions, which have to be ``normalized_shape``.
+    """Base class of norms over the last dimensions.
 
-    ``zero_centered_gamma``  the weight is stored as its difference from one
-    ``sequence_parallel``    marks the parameters, for those who reduce gradients over ranks
-    ``hidden_size``          an older name of ``normalized_shape``
+    Args:
+        normalized_shape: shape of the last dimensions of the input.
+        eps: added to the variance.
+        sequence_parallel: mark the parameters ``sequence_parallel``, for functions that reduce gradients over ranks.
+        params_dtype: dtype of the parameters.
+        zero_centered_gamma: the parameter is the difference of the weight from 1.
+        hidden_size: older name of ``normalized_shape``.
+        device: device of the parameters.
+        dtype: another name of ``params_dtype``.
     """
 
     _has_bias: bool
@@ -78,9 +87,13 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         if (normalized_shape is None) == (hidden_size is None):
-            raise ValueError(f"{type(self).__name__} takes one of normalized_shape and hidden_size")
+            raise ValueError(
+                f"{type(self).__name__} needs one of normalized_shape and hidden_size, not both or neither"
+            )
         if params_dtype is not None and dtype is not None and params_dtype != dtype:
-            raise ValueError(f"params_dtype={params_dtype} and dtype={dtype} say different things")
+            raise ValueError(
+                f"params_dtype={params_dtype} and dtype={dtype} differ; they mean the same, so pass only one"
+            )
         shape = hidden_size if normalized_shape is None else normalized_shape
         self.normalized_shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape or ())
         self.eps = eps
@@ -92,7 +105,7 @@ class _Norm(nn.Module):
         self._initialise()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """A weight that does nothing, and no bias. Parameters on the meta device get memory on the default device."""
+        """Set the weight to 1 and the bias to 0. Parameters on the meta device get memory on the default device."""
         if defer_init:
             return
         for name, parameter in list(self.named_parameters()):
@@ -109,7 +122,7 @@ class _Norm(nn.Module):
             mark_sequence_parallel(self, marked=self.sequence_parallel)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """``inp`` normalized, in its dtype (or that of torch.autocast)."""
+        """Return the normalized input, in its dtype or that of torch.autocast."""
         return normalized(
             inp,
             self.weight,

@@ -1,4 +1,4 @@
-"""What modules that begin with a normalization share: ``layer_norm_weight``, ``layer_norm_bias``, and running it."""
+"""`NormFirst`: the base class of modules that begin with a norm (`LayerNormLinear`, `LayerNormMLP`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .norm import NORMALIZATIONS, normalized
 
 
 class NormFirst(LinearModule):
-    """A module of linear layers, the first of which takes a normalized input."""
+    """Base class of modules whose first linear layer takes a normalized input."""
 
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
@@ -25,7 +25,7 @@ class NormFirst(LinearModule):
         self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, factory: Mapping[str, Any]
     ) -> None:
         if normalization not in NORMALIZATIONS:
-            raise ValueError(f"{self.layer}: normalization is one of {NORMALIZATIONS}, not {normalization!r}")
+            raise ValueError(f"{self.layer}: normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
@@ -39,7 +39,7 @@ class NormFirst(LinearModule):
             self.register_parameter("layer_norm_bias", None)
 
     def _normalized(self, x: Tensor, this: ForwardPass | TracedPass) -> Tensor:
-        """In high precision: the first linear layer quantizes it, in whatever formats it has."""
+        """Return norm(x) in high precision; the first linear layer quantizes it."""
         return normalized(
             x,
             local(self.layer_norm_weight),
@@ -50,7 +50,7 @@ class NormFirst(LinearModule):
         )
 
     def _normalized_for_caller(self, x: Tensor) -> Tensor:
-        """norm(x) as it is returned: of the rows of this rank, or gathered."""
+        """Return norm(x) as the caller gets it: the rows of this rank, or those of all ranks."""
         if self.return_layernorm_output_gathered and self.sequence_parallel:
             return gathered_with_gradient(x, self.tp_group)
         return x

@@ -1,4 +1,4 @@
-"""Parts of a module that are computed again in backward instead of keeping what they computed on the way."""
+"""Recompute a part of a module in backward instead of keeping its intermediate results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ Result = TypeVar("Result")
 def recomputed(
     compute: Callable[..., Result], *args: Any, state: RecipeState | None = None, tracker: Any = None
 ) -> Result:
-    """``compute(*args)``; in backward again, with the random numbers and the scales of the first time.
+    """Return ``compute(*args)``; backward calls it again with the same random numbers and scales.
 
-    ``state`` is what ``compute`` quantizes by, if it does; ``tracker`` has random states beside torch's generator.
+    Args:
+        compute: the function.
+        *args: its arguments.
+        state: state of the recipe that ``compute`` quantizes with, if it does.
+        tracker: tracker of random states besides torch's generator.
     """
 
     def run(*args: Any) -> Result:

@@ -1,4 +1,4 @@
-"""Weights that are kept quantized, converted to the formats of another recipe."""
+"""`requantize_`: convert weights that are kept quantized to the formats of another recipe."""
 
 from __future__ import annotations
 
@@ -18,14 +18,27 @@ from .base import Built, QuantizedModule
 def requantize_(
     model: nn.Module, recipe: Recipe | str, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, nn.Parameter]:
-    """Quantize the weights of ``model`` that are kept quantized anew, for ``recipe``.
+    """Convert the weights of a model that are kept quantized to the formats of ``recipe``.
 
-    They are made from the masters of ``optimizer``, or from what `quantized_model_init` preserved, as long
-    as the weight still stands for it, else from what the weight decodes to. A weight that stays of its class
-    stays the same parameter. One that does not is replaced, with its gradient and its attributes, and in the
-    ``optimizer``, with its state; the result names these new parameters. An optimizer of crossgrain that was
-    not given raises at its next step. Nothing has changed if any weight cannot be converted: quantized
-    parameters of modules that do not build quantizers from recipes themselves are refused.
+    A new weight is made from the master of the optimizer; or from the initial value that `quantized_model_init`
+    preserved, if the weight was not written since; otherwise from the decoded weight.
+
+    If the class of tensor stays the same, the parameter stays the same object. Otherwise a new parameter replaces it in
+    the model, with its gradient and attributes, and in ``optimizer``, with its state. An optimizer of crossgrain that
+    was not passed here raises an error at its next step.
+
+    Args:
+        model: the model to change.
+        recipe: the new recipe.
+        optimizer: the optimizer of the model.
+
+    Returns:
+        The parameters that were replaced, by path.
+
+    Raises:
+        TypeError: a quantized parameter belongs to a module that is not crossgrain's.
+        NotImplementedError: a parameter is sharded.
+        ValueError: a weight cannot be quantized in the new format. In all these cases nothing has changed.
     """
     recipe = as_recipe(recipe)
     _refuse_other_modules(model)
@@ -63,21 +76,23 @@ def requantize_(
 
 
 def _refuse_other_modules(model: nn.Module) -> None:
-    """None is passed over in silence."""
+    """Raise if a quantized parameter could not be converted, so that none is left out silently."""
     for path, module in model.named_modules():
         known = set(module._quantized_weights()) if isinstance(module, QuantizedModule) else set()
         for name, parameter in module.named_parameters(recurse=False):
             if is_sharded(parameter) and isinstance(local_part(parameter), QuantizedTensor):
-                raise NotImplementedError(f"requantize_: {path}.{name} is sharded; requantize the model before it is")
+                raise NotImplementedError(
+                    f"requantize_: {path}.{name} is sharded; call requantize_ before sharding the model"
+                )
             if isinstance(parameter, QuantizedTensor) and name not in known:
                 raise TypeError(
-                    f"requantize_: {path}.{name} is a quantized parameter of a {type(module).__name__}, which is not "
-                    "one of crossgrain's modules of linear layers"
+                    f"requantize_: {path}.{name} is a quantized parameter of a {type(module).__name__}; only those of "
+                    "crossgrain's own modules of linear layers can be requantized"
                 )
 
 
 def _value(weight: QuantizedTensor, optimizer: Any) -> Tensor:
-    """High precision for a weight: its master, or the preserved initial value, unless the weight was written since."""
+    """The high-precision value of a weight: its master, else its preserved initial value, else the decoded weight."""
     if optimizer is not None and "master_param" in optimizer.state.get(weight, {}):
         unscaled = getattr(optimizer, "get_unscaled_state", None)  # masters may be stored in fewer bits
         master: Tensor = unscaled(weight, "master_param") if unscaled else optimizer.state[weight]["master_param"]
@@ -97,7 +112,7 @@ def _successor(old: Any, quantized: QuantizedTensor) -> nn.Parameter:
 
 
 def _hand_over(optimizer: Any, old: Tensor, new: nn.Parameter) -> None:
-    """Put ``new`` where ``old`` is, and everything that is known about it."""
+    """Replace ``old`` by ``new`` in an optimizer, and move its state."""
     for group in optimizer.param_groups:
         group["params"][:] = [new if param is old else param for param in group["params"]]
     for by_parameter in (optimizer.state, getattr(optimizer, "_scales", {})):

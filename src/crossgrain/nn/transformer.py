@@ -1,4 +1,4 @@
-"""TransformerLayer: attention and a feed-forward network, each behind a norm and beside a residual connection."""
+"""`TransformerLayer`: attention and a feed-forward network, each with a norm and a residual connection."""
 
 from __future__ import annotations
 
@@ -20,17 +20,34 @@ from .norm import LayerNorm, Normalization, RMSNorm
 
 
 class TransformerLayer(nn.Module):
-    """``x + attention(norm(x))``, in a decoder ``x + cross_attention(norm(x), encoder_output)``, ``x + mlp(norm(x))``.
+    """A transformer layer: self attention, in a decoder also cross attention, and an MLP.
 
-    ``layer_type``                                "encoder" has self attention only; "decoder" cross attention, too
-    ``apply_residual_connection_post_layernorm``  residuals are what the norms put out, not what they took
-    ``output_layernorm``                          the norm of attention is at the end of the layer instead
-    ``parallel_attention_mlp``                    ``x + attention(norm(x)) + mlp(norm(x))``
-    ``hidden_dropout``                            before each residual connection; ``drop_path_rate``: of whole samples
-    ``attn_input_format``                         "sbhd" [sequence, batch, hidden], "bshd" or "thd"
-    ``set_parallel_mode``                         the ranks of ``tp_group`` share heads and hidden units, and with
-                                                  ``sequence_parallel`` the rows of everything in between
-    ``name``                                      the layer's path for recipes: ``<name>.self_attention.qkv``, ...
+    It computes ``x + attention(norm(x))``, then in a decoder ``x + cross_attention(norm(x), encoder_output)``, then
+    ``x + mlp(norm(x))``. Options that are not listed here are those of `MultiheadAttention` and `LayerNormMLP`.
+
+    Args:
+        hidden_size: features of the input and output.
+        ffn_hidden_size: features between the two layers of the MLP.
+        num_attention_heads: number of heads.
+        num_gqa_groups: number of heads of keys and values; by default as many as there are heads.
+        layernorm_epsilon: epsilon of the norms.
+        hidden_dropout: probability of dropout before each residual connection.
+        attention_dropout: probability of dropout on the softmax.
+        layer_number: number of the layer in the model, for the cache of keys and values.
+        self_attn_mask_type: mask of self attention, see `DotProductAttention`.
+        window_size: window of self attention.
+        enc_dec_attn_mask_type: mask of cross attention.
+        enc_dec_window_size: window of cross attention.
+        apply_residual_connection_post_layernorm: residual connections start from the outputs of the norms, not from
+            their inputs.
+        output_layernorm: put the norm at the end of the layer instead of before self attention.
+        parallel_attention_mlp: compute ``x + attention(norm(x)) + mlp(norm(x))``.
+        layer_type: "encoder" has self attention only; "decoder" has cross attention too.
+        drop_path_rate: probability that a part of the layer is skipped for a whole sample.
+        set_parallel_mode: divide heads and hidden units among the ranks of ``tp_group``; with ``sequence_parallel``,
+            also the rows of everything in between.
+        attn_input_format: layout of the input: "sbhd" [sequence, batch, hidden], "bshd" or "thd".
+        name: name of the layer for recipes; parts are named ``<name>.self_attention.qkv`` and so on.
     """
 
     def __init__(
@@ -89,8 +106,8 @@ class TransformerLayer(nn.Module):
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
         ):
             raise ValueError(
-                "parallel_attention_mlp is for encoders with neither apply_residual_connection_post_layernorm nor "
-                "output_layernorm"
+                "parallel_attention_mlp=True works only for layer_type='encoder', without "
+                "apply_residual_connection_post_layernorm and output_layernorm"
             )
         self.name = name
         self.layer_type = layer_type
@@ -180,7 +197,7 @@ class TransformerLayer(nn.Module):
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share the layer."""
+        """Set the process group of the ranks that share the layer."""
         for module in self.children():
             if isinstance(module, MultiheadAttention | LayerNormMLP):
                 module.set_tensor_parallel_group(tp_group)
@@ -188,11 +205,14 @@ class TransformerLayer(nn.Module):
     @staticmethod
     def _check(layer_type: str, attn_input_format: str, drop_path_rate: float) -> None:
         if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type is 'encoder' or 'decoder', not {layer_type!r}")
+            raise ValueError(f"layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
         if attn_input_format not in FORMATS:
-            raise ValueError(f"attn_input_format is one of {', '.join(FORMATS)}, not {attn_input_format!r}")
+            raise ValueError(f"attn_input_format must be one of {', '.join(FORMATS)}, got {attn_input_format!r}")
         if drop_path_rate and attn_input_format == "thd":
-            raise NotImplementedError("drop_path_rate needs samples, which thd does not show: use sbhd or bshd")
+            raise NotImplementedError(
+                "drop_path_rate is not supported with attn_input_format='thd', which has no dimension of samples: use "
+                "sbhd or bshd"
+            )
 
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"
@@ -215,13 +235,27 @@ class TransformerLayer(nn.Module):
         rotary_pos_emb: RotaryAngles | None = None,
         **core_options: Any,
     ) -> Tensor:
-        """[sequence, batch, hidden], or in the order of ``attn_input_format``.
+        """Compute the layer. Options that are not listed here are those of `MultiheadAttention.forward`.
 
-        ``enc_dec_*``     the mask of a decoder's attention on ``encoder_output``
-        ``core_options``  further ones of `DotProductAttention.forward` for self attention
+        Args:
+            hidden_states: [sequence, batch, hidden], or in the order of ``attn_input_format``.
+            attention_mask: mask of self attention.
+            self_attn_mask_type: type of that mask.
+            window_size: window of self attention.
+            encoder_output: output of the encoder; only for decoders, which need it.
+            enc_dec_attn_mask: mask of cross attention.
+            enc_dec_attn_mask_type: type of that mask.
+            enc_dec_window_size: window of cross attention.
+            **core_options: further options of `DotProductAttention.forward` for self attention.
+
+        Returns:
+            A tensor of the shape of ``hidden_states``.
         """
         if (encoder_output is None) == (self.layer_type == "decoder"):
-            raise ValueError(f"this layer is a {self.layer_type}: encoder_output is {type(encoder_output).__name__}")
+            raise ValueError(
+                f"this layer is a {self.layer_type}; a decoder needs encoder_output and an encoder takes none, got "
+                f"{type(encoder_output).__name__}"
+            )
         common: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -255,7 +289,7 @@ class TransformerLayer(nn.Module):
         return self.layernorm(x) if self.output_layernorm else x
 
     def _joined(self, outputs: Any, x: Tensor, normalized_residual: bool) -> Tensor:
-        """The output and bias of a part of the layer, beside its input or its normalized input."""
+        """Add the output and bias of a part of the layer to its input, or to its normalized input."""
         output, bias, *normalized = outputs
         return self._added(output, bias, normalized[0] if normalized_residual else x)
 

@@ -1,4 +1,8 @@
-"""Saved tensors in host memory or on disk between forward and backward."""
+"""Move the tensors that autograd saves to host memory or to disk between forward and backward.
+
+Use `offload` as a context manager around the forward pass. `get_cpu_offload_context` does the same layer by layer, with
+the arguments of Transformer Engine.
+"""
 
 from .context import Offload, OffloadStats, offload
 from .errors import OffloadError, OverLimitError

@@ -1,4 +1,4 @@
-"""The context in which tensors that autograd saves are stored elsewhere until backward asks for them."""
+"""`offload`: a context manager that stores what autograd saves elsewhere until backward needs it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .store import DirectoryStore, HostStore, Store
 
 
 class OffloadStats(NamedTuple):
-    """Bytes of the tensors packed so far, and what the store takes now.
+    """Counts of bytes, see `Offload.stats`.
 
-    ``stored``  of tensors that went to the store
-    ``shared``  of tensors that were there already, saved by another operation
-    ``kept``    of tensors that stay in memory as too small, or beyond the limit
-    ``used``    by the store, at the moment
+    Attributes:
+        stored: bytes of all tensors that were moved to the store so far.
+        shared: bytes of tensors that were not stored again because another operation had already saved them.
+        kept: bytes of tensors that stayed in memory because they are too small or exceed the limit.
+        used: bytes that the store occupies now.
     """
 
     stored: int
@@ -28,7 +29,10 @@ class OffloadStats(NamedTuple):
 
 
 class Offload:
-    """Made by `offload`. May be entered again, also inside itself, and outlives its graphs."""
+    """The context manager that `offload` returns.
+
+    It can be entered again in every step, and inside itself. Several graphs may wait for their backward at a time.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -49,12 +53,16 @@ class Offload:
             self._engine.raise_failure()
 
     def wait(self) -> None:
-        """Until all that was saved is stored; raises if something could not be."""
+        """Wait until all saved tensors are written.
+
+        Raises:
+            OffloadError: a tensor could not be written.
+        """
         self._engine.wait()
 
     @property
     def stats(self) -> OffloadStats:
-        """How much went where."""
+        """How many bytes were stored, shared and kept so far, and how many the store uses now."""
         engine = self._engine
         return OffloadStats(engine.stored_bytes, engine.shared_bytes, engine.kept_bytes, engine.store.used)
 
@@ -68,25 +76,35 @@ def offload(
     prefetch: int = 4,
     pending: int = 4,
 ) -> Offload:
-    """Store what autograd saves in this context in host memory, or in a file in the directory ``where``.
+    """Store the tensors that autograd saves in host memory or in a file, until backward needs them.
 
     >>> with crossgrain.offload("/scratch", limit_bytes=50 * 2**30):
     ...     loss = model(x).square().mean()
     >>> loss.backward()
 
-    ``min_bytes``    smaller tensors stay in memory
-    ``limit_bytes``  of host memory or of the file; what to do beyond is ``over_limit``: raise `OffloadError`, or keep
-                     the tensor in memory
-    ``prefetch``     tensors that are read ahead in backward
-    ``pending``      tensors that may wait to be written
+    Args:
+        where: "host" for host memory, or an existing directory in which an unnamed file is created.
+        min_bytes: tensors smaller than this stay in memory.
+        limit_bytes: the most bytes of host memory, or of the file, that may be used; None for no limit.
+        over_limit: what to do with a tensor that would exceed the limit: "raise" an `OffloadError`, or "keep" the
+            tensor in memory.
+        prefetch: how many tensors are read ahead in backward.
+        pending: how many tensors may wait to be written; the forward pass waits when there are more.
+
+    Returns:
+        A context manager; enter it around the forward pass.
+
+    Raises:
+        ValueError: an option is out of range.
+        NotADirectoryError: ``where`` is not an existing directory.
     """
     for name, value, least in (("min_bytes", min_bytes, 0), ("prefetch", prefetch, 0), ("pending", pending, 1)):
         if value < least:
-            raise ValueError(f"offload: {name} is at least {least}, not {value}")
+            raise ValueError(f"offload: {name} must be >= {least}, got {value}")
     if limit_bytes is not None and limit_bytes < 0:
-        raise ValueError(f"offload: limit_bytes is at least 0, not {limit_bytes}")
+        raise ValueError(f"offload: limit_bytes must be >= 0, got {limit_bytes}")
     if over_limit not in ("raise", "keep"):
-        raise ValueError(f"offload: over_limit is 'raise' or 'keep', not {over_limit!r}")
+        raise ValueError(f"offload: over_limit must be 'raise' or 'keep', got {over_limit!r}")
     store: Store = HostStore(limit_bytes) if where == "host" else DirectoryStore(where, limit_bytes)
     engine = Engine(
         store, min_bytes=min_bytes, prefetch=prefetch, pending=pending, keep_over_limit=over_limit == "keep"

@@ -1,4 +1,4 @@
-"""Packs tensors into records and unpacks them; a thread writes, and reads ahead in the order of backward."""
+"""The saved-tensor hooks of offloading. A background thread writes tensors, and reads them ahead in backward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from .store import Store
 
 
 class Engine:
-    """Hooks for saved tensors over a store.
+    """Moves saved tensors to a store and back.
 
-    ``min_bytes``        smaller tensors stay in memory
-    ``prefetch``         how many records are read ahead
-    ``pending``          how many tensors may wait to be written; the next one waits for the first of them
-    ``keep_over_limit``  what is too much for the store stays in memory, instead of raising
+    Args:
+        store: where bytes go.
+        min_bytes: smaller tensors stay in memory.
+        prefetch: how many records are read ahead in backward.
+        pending: how many tensors may wait to be written; packing another one waits for the first of them.
+        keep_over_limit: keep a tensor in memory, instead of raising, when the store has no room for it.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="crossgrain-offload")
 
     def hooks(self, pack: Callable[[Tensor], Packed] | None = None) -> saved_tensors_hooks:
-        """For what is saved from now on; with another function to pack by, if there is one."""
+        """The saved-tensor hooks to enter; ``pack`` replaces the function that packs a tensor."""
         both = (pack or self.pack, self.unpack)
         if "torch._dynamo" in sys.modules:  # which would trace hooks that a compiled function calls
             both = (torch.compiler.disable(both[0]), torch.compiler.disable(both[1]))
@@ -57,7 +59,10 @@ class Engine:
     # ---- packing -------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor | QuantizedTensorStorage, *, now: bool = True) -> Packed:
-        """What to hold in the place of the tensor. Not ``now``: `start` begins to write, `release` lets memory go."""
+        """Return what the graph holds instead of the tensor.
+
+        With ``now=False`` nothing is written yet: `start` begins to write, and `release` frees the memory.
+        """
         self.store.check_process()
         self.raise_failure()
         with torch.no_grad():
@@ -106,7 +111,7 @@ class Engine:
     # ---- moving bytes --------------------------------------------------------------------------
 
     def start(self, records: Iterable[Record]) -> None:
-        """Begin to write."""
+        """Start writing these records in the background."""
         for record in records:
             if record.writing is not None:
                 continue
@@ -116,7 +121,7 @@ class Engine:
             self._waiting.append(record.writing)
 
     def release(self, records: Iterable[Record]) -> None:
-        """Wait for the writes and let the memory go."""
+        """Wait until these records are written, and free their memory."""
         for record in records:
             if record.writing is not None:
                 record.writing.result()
@@ -124,19 +129,19 @@ class Engine:
                 record.source = None
 
     def start_reading(self, record: Record) -> None:
-        """Begin to read, unless the tensor is in memory."""
+        """Start reading a record in the background, unless its bytes are still in memory."""
         with self._lock:
             if record.source is None and record.reading is None:
                 record.reading = self._worker.submit(_read, weakref.ref(record))
 
     def wait(self) -> None:
-        """Until everything is written and the worker holds nothing; raises what went wrong."""
+        """Wait until everything is written; raise `OffloadError` if a write failed."""
         self._waiting.clear()
         self._worker.submit(int).result()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """What went wrong in the worker, once, in this thread."""
+        """Raise an error of the background thread in this thread, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise _afresh(failure)
@@ -144,7 +149,7 @@ class Engine:
     # ---- unpacking -----------------------------------------------------------------------------
 
     def unpack(self, packed: Packed) -> Any:
-        """The tensor; any number of times."""
+        """Return the tensor. May be called any number of times."""
         with torch.no_grad():
             return self._unpacked(packed)
 
@@ -181,7 +186,7 @@ class Engine:
 
 
 def _write(record_reference: weakref.ref[Record], engine_reference: weakref.ref[Engine]) -> None:
-    """In the worker. A tensor that nobody waits for any more is not written."""
+    """Write a record; runs in the background thread. A record whose graph is gone is not written."""
     record = record_reference()
     if record is None:
         return
@@ -189,7 +194,11 @@ def _write(record_reference: weakref.ref[Record], engine_reference: weakref.ref[
         with torch.no_grad():
             record.write()
     except Exception as error:
-        failure = error if isinstance(error, OffloadError) else OffloadError(f"{record.nbytes} bytes: {error!r}")
+        failure = (
+            error
+            if isinstance(error, OffloadError)
+            else OffloadError(f"a tensor of {record.nbytes} bytes could not be stored: {error!r}")
+        )
         for one in (error, error.__cause__):
             if one is not None:
                 one.__traceback__ = None  # its frames hold the record
@@ -200,14 +209,14 @@ def _write(record_reference: weakref.ref[Record], engine_reference: weakref.ref[
 
 
 def _afresh(failure: OffloadError) -> OffloadError:
-    """To be raised: the traceback belongs to whoever raises it, and is not kept."""
+    """A copy of the error without its traceback, whose frames would keep tensors alive."""
     new = OffloadError(*failure.args)
     new.__cause__ = failure.__cause__
     return new
 
 
 def _read(record_reference: weakref.ref[Record]) -> Tensor | None:
-    """In the worker."""
+    """Read a record; runs in the background thread."""
     record = record_reference()
     return None if record is None else record.read()
 
@@ -217,7 +226,7 @@ def _is_wrapper(tensor: Any) -> bool:
 
 
 def _has_plain_bytes(tensor: Tensor) -> bool:
-    """Neither empty, nor a fake, nor a view that changes signs when it is read, nor something else altogether."""
+    """Whether the tensor is an ordinary non-empty strided tensor whose bytes in memory are its values."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided

@@ -1,9 +1,9 @@
-"""What goes wrong in offloading."""
+"""The exceptions of offloading."""
 
 
 class OffloadError(RuntimeError):
-    """Bytes could not be stored or read. Its cause is the error of the operating system, if there was one."""
+    """A tensor could not be stored or read back. ``__cause__`` is the operating system's error, if any."""
 
 
 class OverLimitError(OffloadError):
-    """More than ``limit_bytes``."""
+    """Storing a tensor would use more than ``limit_bytes``."""

@@ -1,4 +1,4 @@
-"""Which parts of a file are in use."""
+"""Keep track of which parts of a file are in use, and reuse the free ones."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import bisect
 
 
 class Extents:
-    """Hands out parts of a file that grows at its end, and takes them back. ``end`` is where the last one ends."""
+    """Allocates parts of a file that grows at its end. ``end`` is the offset where the last used part ends."""
 
     def __init__(self) -> None:
         self.end = 0
         self._free: list[tuple[int, int]] = []  # offset and size, in order, never adjacent, never at the end
 
     def take(self, size: int) -> int:
-        """The offset of a free part, the first that is large enough."""
+        """Allocate ``size`` bytes and return their offset. The first free part that is large enough is used."""
         for at, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._free[at : at + 1] = [(offset + size, free - size)] if free > size else []
@@ -22,7 +22,7 @@ class Extents:
         return offset
 
     def give_back(self, offset: int, size: int) -> None:
-        """A part that `take` has handed out."""
+        """Free a part that `take` has allocated."""
         at = bisect.bisect(self._free, (offset, size))
         if at < len(self._free) and self._free[at][0] == offset + size:
             size += self._free.pop(at)[1]

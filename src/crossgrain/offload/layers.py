@@ -1,6 +1,7 @@
-"""Offloading layer by layer, under the names of Transformer Engine.
+"""Offload layer by layer, with the names and arguments of Transformer Engine.
 
-Copies are made by a thread: streams are taken and not used, and reading ahead is what double buffering is there.
+Copies are made by a background thread. CUDA streams are accepted as arguments and ignored. Reading ahead is always on;
+it does what double buffering does in Transformer Engine.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ _MIB = 2**20
 
 
 def start_offload(*tensors: Tensor, offload_base_tensor: bool = False) -> None:
-    """Say that these tensors have their values. They have them as soon as they exist here: there is no stream."""
+    """Declare that these tensors are computed. Accepted for compatibility: here nothing has to wait for a stream.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+    """
     for tensor in tensors:
         if not isinstance(tensor, (Tensor, QuantizedTensorStorage)):
-            raise TypeError(f"start_offload takes tensors, not {type(tensor).__name__}")
+            raise TypeError(f"start_offload takes tensors, got {type(tensor).__name__}")
 
 
 def _engine(retain: bool, pending: int, min_bytes: int = MIN_BYTES) -> Engine:
@@ -37,10 +42,15 @@ def _engine(retain: bool, pending: int, min_bytes: int = MIN_BYTES) -> Engine:
 
 
 class OffloadableLayerState:
-    """The tensors of one layer: pushed, written, let go, read again and popped, when the caller says so.
+    """Offloads the tensors of one layer, step by step, when the caller asks for it.
 
-    Without `start_offload`, or before memory is let go, tensors are popped from memory. ``min_bytes``: smaller
-    ones are always kept there.
+    The steps are `push_tensor`, `start_offload`, `release_activation_forward_gpu_memory`, `start_reload`, `pop_tensor`.
+    A tensor that was not written, or whose memory was not freed yet, is popped from memory.
+
+    Args:
+        offload_stream: accepted and ignored.
+        retain_pinned_cpu_buffers: keep host buffers and reuse them.
+        min_bytes: smaller tensors always stay in memory.
     """
 
     def __init__(
@@ -50,35 +60,35 @@ class OffloadableLayerState:
         self._pushed: list[Packed] = []
 
     def push_tensor(self, tensor: Tensor | QuantizedTensorStorage) -> int:
-        """A number to pop the tensor by. The tensor itself is left as it is."""
+        """Add a tensor, and return the number to pass to `pop_tensor`. The tensor itself is not changed."""
         if not isinstance(tensor, (Tensor, QuantizedTensorStorage)):
-            raise TypeError(f"push_tensor takes tensors, not {type(tensor).__name__}")
+            raise TypeError(f"push_tensor takes tensors, got {type(tensor).__name__}")
         self._pushed.append(self._engine.pack(tensor, now=False))
         return len(self._pushed) - 1
 
     def start_offload(self) -> None:
-        """Begin to write all that was pushed."""
+        """Start writing all pushed tensors in the background."""
         self._engine.start(self._records())
 
     def release_activation_forward_gpu_memory(self) -> None:
-        """Let go of the memory of what was written."""
+        """Wait until the tensors are written, and free their memory."""
         self._engine.release(self._records())
 
     def start_reload(self) -> None:
-        """Begin to read all of it, the last first."""
+        """Start reading all tensors back, the last one first."""
         for record in reversed(self._records()):
             self._engine.start_reading(record)
 
     def pop_tensor(self, number: int) -> Any:
-        """The tensor, as it was pushed."""
+        """Return the tensor that was pushed as ``number``."""
         return self._engine.unpack(self._pushed[number])
 
     def release_all_memory(self) -> None:
-        """Forget all tensors."""
+        """Drop all pushed tensors."""
         self._pushed.clear()
 
     def get_offloaded_total_size_mb(self) -> float:
-        """MiB in the store."""
+        """Size of the tensors that are written or being written, in MiB."""
         return sum(record.nbytes for record in self._records() if record.writing is not None) / _MIB
 
     def _records(self) -> list[Record]:
@@ -87,7 +97,9 @@ class OffloadableLayerState:
 
 
 class DefaultOffloadSynchronizer:
-    """A context for each layer of ``model_layers``; the first ``num_layers`` are offloaded, backward needs them last.
+    """A context manager to enter for each layer. The first ``num_layers`` of ``model_layers`` layers are offloaded.
+
+    The first layers are chosen because backward needs them last.
 
     >>> context, synchronize = get_cpu_offload_context(enabled=True, num_layers=2, model_layers=3)
     >>> for layer in layers:
@@ -98,7 +110,7 @@ class DefaultOffloadSynchronizer:
 
     def __init__(self, num_layers: int, model_layers: int, retain_pinned_cpu_buffers: bool = False) -> None:
         if not 0 <= num_layers <= model_layers:
-            raise ValueError(f"num_layers is between 0 and model_layers, {model_layers}, not {num_layers}")
+            raise ValueError(f"num_layers must be between 0 and model_layers = {model_layers}, got {num_layers}")
         self.num_layers, self.model_layers = num_layers, model_layers
         self._layer = 0
         self._entered: saved_tensors_hooks | None = None
@@ -115,7 +127,9 @@ class DefaultOffloadSynchronizer:
 
     def __enter__(self) -> None:
         if self._entered is not None:
-            raise RuntimeError("the offload context of a layer is entered already")
+            raise RuntimeError(
+                "the offload context is already entered: leave it after each layer, before entering it for the next one"
+            )
         if self._offloads():
             self._entered = self._engine.hooks(self._pack)
             self._entered.__enter__()
@@ -132,13 +146,13 @@ class DefaultOffloadSynchronizer:
             self._engine.raise_failure()
 
     def synchronize(self, tensor: Tensor) -> Tensor:
-        """The end of a layer."""
+        """Call this on the output of each layer: it ends the layer and returns ``tensor`` unchanged."""
         self._layer = (self._layer + 1) % self.model_layers
         return tensor
 
 
 class ManualOffloadSynchronizer(DefaultOffloadSynchronizer):
-    """The caller says when a layer is written, let go and read again, by its number."""
+    """Like `DefaultOffloadSynchronizer`, but the caller decides when a layer, given by its number, is moved."""
 
     def __init__(self, num_layers: int, model_layers: int, retain_pinned_cpu_buffers: bool = False) -> None:
         super().__init__(num_layers, model_layers, retain_pinned_cpu_buffers)
@@ -161,21 +175,21 @@ class ManualOffloadSynchronizer(DefaultOffloadSynchronizer):
         return packed
 
     def start_offload_layer(self, layer_id: int) -> None:
-        """Begin to write what the layer saved."""
+        """Start writing what the layer saved."""
         self._engine.start(self._of(layer_id))
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Let go of the memory of what was written."""
+        """Wait until the tensors are written, and free their memory."""
         self._engine.release(self._of(layer_id))
 
     def start_reload_layer(self, layer_id: int) -> None:
-        """Begin to read it again, the last first."""
+        """Start reading the tensors of the layer back, the last one first."""
         for record in reversed(self._of(layer_id)):
             self._engine.start_reading(record)
 
     def _of(self, layer_id: int) -> list[Record]:
         if not 0 <= layer_id < self.model_layers:
-            raise ValueError(f"there are {self.model_layers} layers, and no layer {layer_id}")
+            raise ValueError(f"layer_id must be between 0 and {self.model_layers - 1}, got {layer_id}")
         return [record for reference in self._records[layer_id] if (record := reference()) is not None]
 
 
@@ -196,16 +210,36 @@ def get_cpu_offload_context(
     tuple[AbstractContextManager[None], Synchronize]
     | tuple[AbstractContextManager[None], Synchronize, ManualOffloadSynchronizer | None]
 ):
-    """A context for the forward of each layer, and a function to call on each layer's output.
+    """Create a context for the forward pass of each layer, and a function to call on the output of each layer.
 
-    With ``manual_synchronization`` also the synchronizer by which the caller moves layers, None if not ``enabled``.
+    Args:
+        enabled: if False, the context and the function do nothing.
+        num_layers: how many layers to offload, counted from the first.
+        model_layers: how many layers the model has.
+        offload_activations: must be True.
+        offload_weights: deprecated, no effect.
+        double_buffering: accepted and ignored; tensors are always read ahead.
+        manual_synchronization: return a `ManualOffloadSynchronizer` as well, with which the caller moves layers.
+        retain_pinned_cpu_buffers: keep host buffers and reuse them.
+        offload_stream: accepted and ignored.
+
+    Returns:
+        ``(context, synchronize)``, or with ``manual_synchronization`` ``(context, synchronize, synchronizer)``, where
+        the synchronizer is None if not ``enabled``.
+
+    Raises:
+        ValueError: ``offload_activations`` is False, or ``num_layers`` is not between 0 and ``model_layers``.
     """
     if not enabled:
         return (nullcontext(), _unchanged, None) if manual_synchronization else (nullcontext(), _unchanged)
     if not offload_activations:
-        raise ValueError("get_cpu_offload_context offloads activations: offload_activations has to be True")
+        raise ValueError("get_cpu_offload_context can only offload activations: offload_activations must be True")
     if offload_weights:
-        warnings.warn("offload_weights has no effect: modules hold their weights", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "offload_weights has no effect: weights stay in memory because their modules hold them",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     if manual_synchronization:
         manual = ManualOffloadSynchronizer(num_layers, model_layers, retain_pinned_cpu_buffers)
         return manual, manual.synchronize, manual

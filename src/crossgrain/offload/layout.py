@@ -1,6 +1,6 @@
-"""The bytes of a strided tensor, each once, and the tensor again, with the strides it had.
+"""Convert a strided tensor to its bytes, each once, and back to a tensor with the same strides.
 
-Strides are part of the value here: a matrix product may sum in another order for another layout.
+Strides are restored because they can change results: a matrix product may sum in another order for another layout.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """How the bytes are to be read.
+    """How to make a tensor from its bytes.
 
-    ``distinct``  the shape without repetitions: 1 where the stride is 0
-    ``span``      elements from the first to the last, in memory
-    ``gaps``      other elements lie between those of the tensor: these are left out
+    Attributes:
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        stride: strides of the tensor.
+        distinct: the shape without repetitions: 1 where the stride is 0.
+        span: number of elements from the first to the last in memory.
+        gaps: whether elements that are not part of the tensor lie between its own; they are not stored.
     """
 
     dtype: torch.dtype
@@ -28,7 +32,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Layout:
-        """Of a tensor with at least one element."""
+        """The layout of a tensor with at least one element."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         distinct = tuple(size if step else 1 for size, step in zip(shape, stride, strict=True))
         span = 1 + sum((size - 1) * step for size, step in zip(distinct, stride, strict=True))
@@ -40,13 +44,13 @@ class Layout(NamedTuple):
         return (_product(self.distinct) if self.gaps else self.span) * self.dtype.itemsize
 
     def where(self, tensor: Tensor) -> Any:
-        """What tells the memory of the tensor from other memory; views of the same bytes agree."""
+        """A key for the memory of the tensor; views of the same bytes have the same key."""
         start = tensor.storage_offset() * self.dtype.itemsize
         gaps = (self.distinct, self.stride, self.dtype.itemsize) if self.gaps else None
         return tensor.untyped_storage()._cdata, start, self.nbytes, gaps
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        """uint8 [nbytes]: the memory of the tensor itself, or a copy if it has gaps."""
+        """The bytes as uint8 [nbytes]: the memory of the tensor itself, or a copy if it has gaps."""
         if self.gaps:
             tensor = tensor.as_strided(self.distinct, self.stride).contiguous()
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -54,7 +58,7 @@ class Layout(NamedTuple):
         return memory.set_(tensor.untyped_storage(), start, (self.nbytes,), (1,))
 
     def tensor_of(self, stored: Tensor) -> Tensor:
-        """The tensor; without gaps it lies in the memory of ``stored``."""
+        """The tensor with these bytes. It shares the memory of ``stored`` unless it has gaps."""
         elements = torch.empty(0, dtype=self.dtype, device=stored.device)
         memory, start = stored.untyped_storage(), stored.storage_offset() // self.dtype.itemsize
         if not self.gaps:

@@ -1,4 +1,4 @@
-"""What a graph holds in the place of a tensor."""
+"""What an autograd graph holds instead of a saved tensor that was offloaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .store import Place
 
 
 class Watch:
-    """Notices writes to a tensor without holding its memory: an empty alias that shares the version counter.
+    """Detects writes to a tensor without keeping its memory: an empty alias that shares its version counter.
 
-    Autograd does not check tensors that come from hooks.
+    This is needed because autograd does not check the versions of tensors that come from hooks.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -32,9 +32,10 @@ class Watch:
 
 
 class Record:
-    """Bytes that are in memory (``source``), in their place, or both, while they are being written.
+    """The bytes of a tensor: in memory (``source``), in the store, or in both while they are being written.
 
-    ``releases``  whether memory is let go as soon as the bytes are written, or on request
+    Args:
+        releases: free the memory as soon as the bytes are written; otherwise on request.
     """
 
     def __init__(self, tensor: Tensor, source: Tensor, place: Place, index: int, releases: bool) -> None:
@@ -48,7 +49,7 @@ class Record:
         self.failure: OffloadError | None = None
 
     def write(self) -> None:
-        """Store the bytes; runs in the worker."""
+        """Store the bytes; runs in the background thread."""
         source = self.source
         if source is None:
             return
@@ -57,26 +58,26 @@ class Record:
             self.source = None
 
     def read(self) -> Tensor:
-        """The bytes again; runs in the worker."""
+        """Read the bytes back; runs in the background thread."""
         return self.place.store.read(self.place, self.nbytes).to(self.device)
 
 
 class Stored(NamedTuple):
-    """A tensor whose bytes are in a record, perhaps with those of other views of them."""
+    """A tensor whose bytes are in a record, which other views of the same bytes may share."""
 
     record: Record
     layout: Layout
 
 
 class Kept(NamedTuple):
-    """A tensor that stays in memory; without its history, which would be a cycle."""
+    """A tensor that stays in memory, detached: its history would be a reference cycle."""
 
     tensor: Tensor
     version: int | None
 
 
 class Wrapped(NamedTuple):
-    """A tensor of some other library that is a wrapper around tensors."""
+    """A wrapper tensor subclass of another library; the tensors inside are packed."""
 
     kind: type[Any]
     parts: dict[str, Any]
@@ -96,7 +97,7 @@ class Wrapped(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """A quantized tensor: without its buffers, and these in the order in which it has them."""
+    """A quantized tensor without its buffers, and the packed buffers in their order."""
 
     hollow: QuantizedTensorStorage
     parts: list[Any]
@@ -120,7 +121,7 @@ Packed = Stored | Kept | Wrapped | Planes
 
 
 def records_of(packed: Packed) -> list[Record]:
-    """All records in it."""
+    """All records inside ``packed``."""
     if isinstance(packed, (Wrapped, Planes)):
         parts = packed.parts.values() if isinstance(packed, Wrapped) else packed.parts
         return [record for part in parts for record in records_of(part)]
@@ -128,7 +129,7 @@ def records_of(packed: Packed) -> list[Record]:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """None: nobody counts."""
+    """The version of a tensor, which in-place writes increase; None for inference tensors, which have no version."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -136,6 +137,6 @@ def check_version(counter: Tensor, seen: int | None, shape: Any) -> None:
     """Raise as autograd does if a saved tensor was written to."""
     if seen is not None and counter._version != seen:
         raise RuntimeError(
-            f"a tensor {list(shape)} that was saved for backward has been modified by an inplace operation: it is at "
-            f"version {counter._version} and was saved at version {seen}"
+            f"a tensor of shape {list(shape)} that was saved for backward has been modified by an inplace operation: "
+            f"it is at version {counter._version} and was saved at version {seen}"
         )

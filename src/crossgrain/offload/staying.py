@@ -1,4 +1,4 @@
-"""Tensors that stay in memory because others hold them anyway, known by their storage: aliases count."""
+"""Decide which tensors stay in memory because something else holds them anyway, such as parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ _purge_at = 1024
 
 
 def mark_not_offload(*tensors: Any) -> None:
-    """Never offload these tensors, plain or quantized, nor any alias of them."""
+    """Exclude tensors, and everything that shares their memory, from offloading.
+
+    Args:
+        *tensors: plain or quantized tensors; None is ignored.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+    """
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):
             mark_not_offload(*(buffer for _, buffer in tensor._buffers()))
@@ -23,14 +30,14 @@ def mark_not_offload(*tensors: Any) -> None:
             reference = StorageWeakRef(tensor.untyped_storage())
             _marked[reference.cdata] = reference
         elif tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"mark_not_offload takes tensors, not {type(tensor).__name__}")
+            raise TypeError(f"mark_not_offload takes tensors, got {type(tensor).__name__}")
     _purge()
 
 
 def stays_in_memory(tensor: Any) -> bool:
-    """Whether storing the tensor would free nothing.
+    """Whether offloading the tensor would free no memory.
 
-    The graph itself holds leaves that want a gradient, where it adds to it; modules hold parameters.
+    Modules hold their parameters, and the graph holds the leaves that require a gradient.
     """
     if not isinstance(tensor, Tensor):
         return False
@@ -41,7 +48,7 @@ def stays_in_memory(tensor: Any) -> bool:
 
 
 def _purge() -> None:
-    """Forget the dead ones now and then: the dictionary stays of the size of what lives."""
+    """From time to time, remove the entries of tensors that no longer exist."""
     global _purge_at
     if len(_marked) < _purge_at:
         return

@@ -1,7 +1,7 @@
-"""Where bytes go: host memory, or a file in a directory.
+"""The stores of offloading: host memory, or a file in a directory.
 
-A store hands out places. A place is given back by nobody referring to it any more, be it a graph that was used
-up, one that was dropped, or one that an exception or Ctrl-C left behind: there is no list of things to clean up.
+A store reserves places for bytes. A place is freed when nothing refers to it any more: after the backward pass, or when
+the graph is dropped, also because of an exception or Ctrl-C. So there is nothing to clean up explicitly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .extents import Extents
 
 
 class Place:
-    """Room for some bytes in a store."""
+    """Reserved space for some bytes in a store."""
 
     def __init__(self, store: Store, offset: int, room: int) -> None:
         self.store, self.offset, self.room = store, offset, room
@@ -35,7 +35,7 @@ class Place:
 
 
 class Store:
-    """Places for bytes, ``limit`` bytes at most."""
+    """Base class: a store of at most ``limit`` bytes."""
 
     name: str
 
@@ -47,11 +47,11 @@ class Store:
 
     @property
     def used(self) -> int:
-        """Bytes that the store takes now."""
+        """The number of bytes that the store occupies now."""
         raise NotImplementedError
 
     def reserve(self, nbytes: int) -> Place:
-        """A place, or `OffloadError` and nothing changed."""
+        """Reserve space for ``nbytes`` bytes, or raise `OffloadError` without changing anything."""
         self.check_process()
         with self._lock:
             room = self._room(nbytes)
@@ -60,27 +60,32 @@ class Store:
         return place
 
     def write(self, place: Place, source: Tensor) -> None:
-        """Fill the place with the bytes of ``source``, uint8."""
+        """Write the bytes of ``source`` (uint8) to the place."""
         raise NotImplementedError
 
     def read(self, place: Place, nbytes: int) -> Tensor:
-        """The bytes of the place, uint8, in memory of their own."""
+        """Read the bytes of the place as uint8, in new memory."""
         raise NotImplementedError
 
     def check_process(self) -> None:
-        """A child of a fork has neither the thread nor a file of its own."""
+        """Raise in a forked child process, which has neither the background thread nor its own file."""
         if os.getpid() != self._process:
-            raise OffloadError(f"{self.name} belongs to process {self._process}, of which this is a fork")
+            raise OffloadError(
+                f"{self.name} was set up in process {self._process} and cannot be used in its forked child "
+                f"{os.getpid()}; call crossgrain.offload in the child"
+            )
 
     def _over_limit(self, nbytes: int) -> OverLimitError:
         return OverLimitError(
-            f"{self.name}: {nbytes} bytes more would pass the limit of {self._limit} bytes, {self.used} are in use"
+            f"{self.name}: storing {nbytes} bytes more would exceed the limit of {self._limit} bytes ({self.used} are "
+            "in use). Raise limit_bytes, or pass over_limit='keep' to keep such tensors in memory"
         )
 
     def _settle(self) -> None:
-        """Take back what was given back.
+        """Reclaim the places that were freed.
 
-        Places die anywhere, even while this thread holds the lock: then whoever holds it does this next.
+        A place can be freed at any moment, even while this thread holds the lock. Then the holder of the lock reclaims
+        it.
         """
         while self._given_back and self._lock.acquire(blocking=False):
             try:
@@ -102,7 +107,7 @@ class Store:
 
 
 class HostStore(Store):
-    """Host memory, pinned where there is CUDA. ``retain``: buffers are kept and used again."""
+    """Stores bytes in host memory, pinned if CUDA is available. With ``retain``, buffers are kept and reused."""
 
     def __init__(self, limit: int | None = None, *, retain: bool = False) -> None:
         super().__init__(limit)
@@ -141,16 +146,16 @@ class HostStore(Store):
 
 
 class _Mapping(mmap.mmap):
-    """A private mapping, which keeps its place: the file is not used for anything else underneath."""
+    """A private mapping of a place. It keeps the place reserved while the mapping is in use."""
 
     place: Place
 
 
 class DirectoryStore(Store):
-    """A file without a name in a directory.
+    """Stores bytes in a file without a name in a directory.
 
-    The system removes it with the last process that has it open, however that ends. Bytes are reserved before they
-    are written, and written with errors: a disk that is full is noticed in the call that asks for room.
+    The operating system removes the file when the process ends, however it ends. Space is reserved before bytes are
+    written, so that a full disk is noticed in the call that reserves.
     """
 
     def __init__(self, directory: str | os.PathLike[str], limit: int | None = None) -> None:
@@ -158,7 +163,7 @@ class DirectoryStore(Store):
         self._directory = Path(directory)
         self.name = f"offload to {self._directory}"
         if not self._directory.is_dir():
-            raise NotADirectoryError(f"{self.name}: there is no such directory")
+            raise NotADirectoryError(f"{self.name}: this directory does not exist")
         self._extents = Extents()
         self._file: Any = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
@@ -219,4 +224,4 @@ class DirectoryStore(Store):
             os.ftruncate(self._file.fileno(), self._extents.end)
 
     def _failed(self, nbytes: int, used: int, error: OSError) -> OffloadError:
-        return OffloadError(f"{self.name}: {nbytes} bytes could not be stored, {used} are in use: {error.strerror}")
+        return OffloadError(f"{self.name}: {nbytes} bytes could not be stored ({used} are in use): {error.strerror}")

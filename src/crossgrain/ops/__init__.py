@@ -1,4 +1,7 @@
-"""Fusible operations: sequences of primitives that run as one autograd function."""
+"""Fusible operations: small building blocks (GEMM, bias, activation, norm) that run as one autograd function.
+
+Put operations into a `Sequential`. Neighbouring operations are fused where that saves work; results stay the same.
+"""
 
 from . import basic, fused
 from .basic import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Where the extra tensors of a sequence come from and go to: the caller, or a channel between its operations."""
+"""Connect the extra inputs and outputs of a sequence to the caller, or to each other through named channels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .op import BasicOperation
 
 
 class Port(NamedTuple):
-    """An extra input or output: its channel, if any, and whether the caller sees it."""
+    """An extra input or output: its channel, if any, and whether the caller provides or gets it."""
 
     channel: str | None
     public: bool
 
 
 class Wiring:
-    """The extra inputs and outputs of a sequence of basic operations."""
+    """The extra inputs and outputs of all basic operations of a sequence."""
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self.inputs = [[_input_port(op, i) for i in range(op.num_extra_inputs)] for op in ops]
@@ -27,7 +27,7 @@ class Wiring:
         self.num_public_inputs = sum(port.public for ports in self.inputs for port in ports)
 
     def _check(self, ops: Sequence[BasicOperation]) -> None:
-        """Every channel has one source, which comes before those who read it."""
+        """Raise unless every channel has one operation that writes it, before all operations that read it."""
         known: set[str] = set()
         for index, op in enumerate(ops):
             for port in self.inputs[index]:
@@ -39,15 +39,15 @@ class Wiring:
             for port in self.outputs[index]:
                 if port.channel is not None and port.channel in known:
                     raise ValueError(
-                        f"{type(op).__name__} at position {index} writes to the channel {port.channel!r}, which has a "
-                        "source already"
+                        f"{type(op).__name__} at position {index} writes to the channel {port.channel!r}, but an "
+                        "earlier operation of the sequence writes to it already"
                     )
                 known |= {port.channel} if port.channel is not None else set()
 
     def public_inputs(self, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
-        """The caller's extra inputs by operation; None where a channel provides one."""
+        """The extra inputs of the caller, for each operation; None for those that come from a channel."""
         if len(tensors) != self.num_public_inputs:
-            raise ValueError(f"the sequence takes {self.num_public_inputs} extra inputs, and {len(tensors)} were given")
+            raise ValueError(f"the sequence takes {self.num_public_inputs} extra inputs, but {len(tensors)} were given")
         given = iter(tensors)
         return [[next(given) if port.public else None for port in ports] for ports in self.inputs]
 

@@ -1,4 +1,4 @@
-"""What an operation keeps between its forward and its backward."""
+"""`OperationContext`: what an operation keeps between forward and backward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from ..tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_sa
 
 
 class OperationContext:
-    """To an operation in a sequence what ``ctx`` is to an autograd function: any attribute may be set.
+    """Keeps data of an operation from forward to backward, like ``ctx`` of an autograd function.
 
-    ``requires_grad``         whether the operation's backward will run
-    ``input_requires_grad``   whether anyone wants the gradient of its input
-    ``grad_input_quantizer``  how that gradient is best handed on, by the operation before; None: as it is
+    An operation may set any attribute.
+
+    Attributes:
+        requires_grad: whether the backward of the operation will run.
+        input_requires_grad: whether the gradient of its input is needed.
+        grad_input_quantizer: quantizer for the gradient of its input, which the operation before can use; None to pass
+            the gradient on unquantized.
     """
 
     def __init__(self) -> None:
@@ -31,18 +35,18 @@ class OperationContext:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Tensors, quantized tensors and None. Autograd guards them until backward."""
+        """Save tensors, quantized tensors or None for backward. Autograd checks that they are not modified."""
         self._saved = tensors
         plain = [tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_inference()]
         self._versions = [(tensor, tensor._version) for tensor in plain]
 
     def _check_unchanged(self) -> None:
-        """Autograd takes over when the sequence has run; until then an operation may have written to a tensor."""
+        """Raise if a saved tensor was modified since. Autograd itself checks only after the whole sequence has run."""
         for tensor, version in self._versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"a tensor {list(tensor.shape)} that one operation of the sequence needs for backward was changed "
-                    "in place by a later one: do not use in_place there"
+                    f"a tensor of shape {list(tensor.shape)} that one operation of the sequence needs for backward was "
+                    "changed in place by a later one: do not use in_place there"
                 )
         self._versions = []
 
@@ -52,9 +56,9 @@ class OperationContext:
 
 
 class SavedTensors:
-    """The tensors of many contexts as one flat list of plain tensors for autograd, and the way back.
+    """Converts the saved tensors of many contexts to one flat list of plain tensors for autograd, and back.
 
-    A graph that is kept runs backward again, so nothing here is used up.
+    It can be used several times, because a graph may be kept and run backward again.
     """
 
     def __init__(self, contexts: list[OperationContext]) -> None:
@@ -68,18 +72,18 @@ class SavedTensors:
             context._saved = ()
 
     def handed_over(self) -> list[Tensor | None]:
-        """All of them, once: from here on autograd alone holds them, and hooks may take them elsewhere."""
+        """Return the flat list, once. From then on only autograd holds the tensors, so hooks may move them."""
         flat, self._flat = self._flat, []
         return flat
 
     def restore(self, flat: tuple[Tensor | None, ...]) -> None:
-        """Give every context its tensors."""
+        """Give each context its tensors back."""
         tensors = iter(restore_from_saved(self._objects, flat))
         for context, count in zip(self._contexts, self._counts, strict=True):
             context._saved = tuple(next(tensors) for _ in range(count))
 
     def release(self) -> None:
-        """After backward: hold no memory that autograd may free."""
+        """Drop all references to the tensors after backward, so that autograd can free them."""
         for context in self._contexts:
             context._saved = ()
         for holder in self._objects:
@@ -88,5 +92,5 @@ class SavedTensors:
 
 
 def _unshared(tensor: Any) -> Any:
-    """Saving empties what is saved: others may still use the object."""
+    """A copy of a quantized tensor with the same buffers, because saving removes the buffers from the object."""
     return tensor._rewrap() if isinstance(tensor, QuantizedTensorStorage) else tensor

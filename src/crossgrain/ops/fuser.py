@@ -1,8 +1,8 @@
-"""Runs a sequence of operations as one autograd function.
+"""`OperationFuser`: runs a sequence of operations as one autograd function.
 
-Forward goes through a list of operations in which neighbours may have been fused, backward through
-another such list. Both cover the same basic operations, each of which has its own context, so what was
-fused in one pass need not be fused in the other.
+Forward and backward have separate lists of operations, in which neighbours may have been fused. Both lists consist of
+the same basic operations, each of which has its own context. So operations that are fused in one pass need not be fused
+in the other.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ Placed = list[tuple[FusibleOperation, list[int]]]  # operations, and the positio
 
 
 class OperationFuser:
-    """``OperationFuser(ops)(input, *extra_inputs)``: the output, and extra outputs as a tuple's tail.
+    """Runs operations: ``OperationFuser(ops)(input, *extra_inputs)``.
 
-    The class attributes are the fusions, in the order they are tried.
+    A call returns the output, or a tuple of the output and the extra outputs. The class attributes are the lists of
+    fusions, in the order in which they are applied.
+
+    Args:
+        ops: the operations, in the order of forward.
     """
 
     forward_backward_fusion_functions: ClassVar[list[FusionFunction]] = []
@@ -50,7 +54,7 @@ class OperationFuser:
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many the caller provides."""
+        """How many extra inputs the caller has to provide."""
         return Wiring(self._basic_ops).num_public_inputs
 
     @eager_only("crossgrain: fused operations are chosen anew in every call, and run in eager")
@@ -59,7 +63,10 @@ class OperationFuser:
     ) -> Tensor | tuple[Tensor, ...]:
         kwargs = [{}] * self.num_basic_ops if basic_op_kwargs is None else list(basic_op_kwargs)
         if len(kwargs) != self.num_basic_ops:
-            raise ValueError(f"keyword arguments are for {len(kwargs)} operations, and there are {self.num_basic_ops}")
+            raise ValueError(
+                f"basic_op_kwargs has keyword arguments for {len(kwargs)} operations, but there are "
+                f"{self.num_basic_ops}"
+            )
         wiring = Wiring(self._basic_ops)
         extras = wiring.public_inputs(extra_inputs)
         if not self._ran_before:
@@ -100,7 +107,10 @@ class OperationFuser:
             op.reset_recipe_state(recipe=recipe)
             state = op._built.states.get("forward") if recipe is not None else None
             if state is not None and state.delayed is not None and active().step is None:
-                raise RuntimeError(f"{op.layer}: delayed scaling is updated when an autocast ends, and there is none")
+                raise RuntimeError(
+                    f"{op.layer}: delayed scaling updates its scales at the end of an autocast, but no autocast is "
+                    "active; run the operation inside crossgrain.autocast"
+                )
         return recipes[0] if recipes else None
 
     def _first_op_requiring_backward(self, input: Tensor, extras: list[list[Tensor | None]]) -> int:
@@ -128,7 +138,7 @@ class OperationFuser:
     # ---- fusing --------------------------------------------------------------------------------
 
     def maybe_fuse_ops(self, recipe: Recipe | None, first_op_requiring_backward: int = 0) -> None:
-        """Fuse, unless what is fused already is still right."""
+        """Apply all fusions, unless the result of the last time is still valid."""
         functions = (
             tuple(self.forward_backward_fusion_functions),
             tuple(self.forward_fusion_functions),
@@ -161,13 +171,13 @@ class OperationFuser:
 
 
 def _snapshot(quantizer: Quantizer | None) -> Quantizer | None:
-    """With the usages of now: another forward pass may change them before backward runs."""
+    """A copy with the present usages, which another forward pass may change before backward runs."""
     return None if quantizer is None else quantizer.copy()
 
 
 @dataclass
 class _Run:
-    """One pass through the sequence, forward and, maybe several times, backward."""
+    """One forward pass through the sequence, and its backward passes."""
 
     fuser: OperationFuser
     wiring: Wiring
@@ -187,7 +197,7 @@ class _Run:
         self.backward_notes = [backward_note(state) for state in delayed]
 
     def forward(self, x: Tensor, extras: list[list[Tensor | None]]) -> tuple[Tensor, ...]:
-        """The output and the extra outputs that the caller sees."""
+        """Return the output and the extra outputs for the caller."""
         placed = self.fuser._forward_ops
         channels: dict[str, Tensor] = {}
         seen: list[Tensor] = []
@@ -210,7 +220,7 @@ class _Run:
         return (x, *seen)
 
     def backward(self, dy: Tensor, grad_extras: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the input, of all parameters and of the caller's extra inputs."""
+        """Return the gradients of the input, of all parameters and of the caller's extra inputs."""
         self._note_delayed_scaling()
         given = iter(grad_extras)
         public = [[next(given) if port.public else None for port in ports] for ports in self.wiring.outputs]
@@ -245,7 +255,7 @@ class _Run:
         return [dx, *(grad for grads in grad_params for grad in grads), *of_caller]
 
     def _note_delayed_scaling(self) -> None:
-        """All at once: an operation's gradient may be quantized by the one after it."""
+        """Notify all operations first, because the gradient of one may be quantized by the operation after it."""
         for note in self.backward_notes:
             note()
 
@@ -256,7 +266,7 @@ def _filled(ports: list[Port], given: list[Tensor | None], channels: dict[str, T
 
 
 def _summed(ports: list[Port], given: list[Tensor | None], channels: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of an operation's extra outputs: from the caller, from those who read the channel, or both."""
+    """The gradients of an operation's extra outputs: from the caller, from readers of the channel, or their sum."""
     total: list[Tensor | None] = []
     for port, grad in zip(ports, given, strict=True):
         inner = channels.get(port.channel) if port.channel else None
@@ -266,7 +276,7 @@ def _summed(ports: list[Port], given: list[Tensor | None], channels: dict[str, T
 
 def _check_count(op: FusibleOperation, what: str, count: int, wanted: int) -> None:
     if count != wanted:
-        raise RuntimeError(f"{type(op).__name__} returned {count} {what}, and {wanted} were expected")
+        raise RuntimeError(f"{type(op).__name__} returned {count} {what}, but {wanted} were expected")
 
 
 class _FuserFunction(torch.autograd.Function):
@@ -294,7 +304,7 @@ class _FuserFunction(torch.autograd.Function):
 
 
 def _told_apart(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Autograd knows tensors by their identity: what is an input too, or is returned twice, gets another wrapper."""
+    """Give an output that is also an input, or occurs twice, a new tensor object, as autograd needs."""
     known = {id(tensor) for tensor in inputs}
     apart = []
     for out in outputs:
@@ -306,17 +316,28 @@ def _told_apart(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tupl
 
 
 def register_forward_fusion(function: FusionFunction, prepend: bool = False) -> None:
-    """Try ``fn(ops, *, recipe) -> ops`` on the operations of forward passes, after (or before) those known."""
+    """Register a fusion for forward passes.
+
+    Args:
+        function: ``fn(ops, *, recipe) -> ops``, which replaces neighbouring operations by fused ones.
+        prepend: apply it before all registered fusions instead of after them.
+    """
     _register(OperationFuser.forward_fusion_functions, function, prepend)
 
 
 def register_backward_fusion(function: FusionFunction, prepend: bool = False) -> None:
-    """The same for backward passes. Operations are in the order of forward there, too."""
+    """Register a fusion for backward passes; see `register_forward_fusion`.
+
+    The function gets the operations in the order of forward here too.
+    """
     _register(OperationFuser.backward_fusion_functions, function, prepend)
 
 
 def register_forward_backward_fusion(function: FusionFunction, prepend: bool = False) -> None:
-    """For fused operations that have both passes; tried before the others."""
+    """Register a fusion for both passes; see `register_forward_fusion`.
+
+    Its fused operations must define both passes. These fusions are applied before all others.
+    """
     _register(OperationFuser.forward_backward_fusion_functions, function, prepend)
 
 

@@ -1,7 +1,7 @@
-"""Which neighbours are fused: an ordered list of functions for each pass.
+"""Apply fusions to a list of operations.
 
-A fusion is a function ``fn(ops, *, recipe) -> ops``. It gets the operations in the order of forward and
-returns them with some neighbours replaced by a `FusedOperation`.
+A fusion is a function ``fn(ops, *, recipe) -> ops``. It gets the operations in the order of forward, and returns them
+with some neighbouring operations replaced by a `FusedOperation`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ FusionFunction = Callable[..., list[FusibleOperation]]
 def apply_fusions(
     functions: Sequence[FusionFunction], ops: list[FusibleOperation], recipe: Recipe | None
 ) -> list[FusibleOperation]:
-    """``ops`` after all fusions, which are checked to stand for the same basic operations."""
+    """Apply all fusions, in order.
+
+    Raises:
+        RuntimeError: a fusion changed the list of basic operations or their order.
+    """
     before = [basic for op in ops for basic in op.as_basic_ops()]
     for function in functions:
         ops = list(function(ops, recipe=recipe))
@@ -25,8 +29,8 @@ def apply_fusions(
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
             name = getattr(function, "__name__", repr(function))
             raise RuntimeError(
-                f"the fusion {name} turned [{_names(before)}] into [{_names(ops)}], which stands for "
-                f"[{_names(after)}]: a fusion replaces neighbours and keeps their order"
+                f"the fusion {name} turned [{_names(before)}] into [{_names(ops)}], which consists of the basic "
+                f"operations [{_names(after)}]. A fusion must keep all basic operations and their order"
             )
     return ops
 
@@ -38,7 +42,7 @@ def _names(ops: Sequence[FusibleOperation]) -> str:
 def fuse_windows(
     ops: list[FusibleOperation], width: int, fused: Callable[[list[FusibleOperation]], FusedOperation | None]
 ) -> list[FusibleOperation]:
-    """Slide a window of ``width`` neighbours over ``ops``; where ``fused(window)`` is not None, it replaces them."""
+    """Replace ``width`` neighbouring operations by ``fused(them)`` wherever that is not None."""
     result: list[FusibleOperation] = []
     start = 0
     while start < len(ops):

@@ -1,7 +1,7 @@
-"""Tensors that go from one operation to the next: quantized where the next one can use them as they are.
+"""Pass a tensor from one operation to the next, quantized if the next one can use it quantized.
 
-An operation that quantizes its input says so with its input quantizer. The operation before makes that
-tensor right away, and the high-precision one need not live on. The bytes are the same either way.
+An operation that quantizes its input announces its input quantizer. The operation before it then quantizes the tensor
+at once, so that the high-precision tensor can be freed. The bytes are the same as without this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..tensor import QuantizedTensor
 
 
 def handed_on(tensor: Tensor, quantizer: Quantizer | None) -> Tensor:
-    """``tensor`` as the next operation wants it, or as it is if the next operation could not use that."""
+    """Return ``tensor`` quantized for the next operation, or unchanged if the next operation could not use that."""
     if quantizer is None or isinstance(tensor, QuantizedTensor) or not _can_be_handed_on(quantizer, tensor):
         return tensor
     made: Tensor = quantizer(tensor.detach())
@@ -34,7 +34,7 @@ def _can_be_handed_on(quantizer: Quantizer, tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``tensor`` in high precision."""
+    """Return ``tensor`` in high precision."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.dequantize(dtype=dtype).detach()
     return tensor if dtype is None else tensor.to(dtype)

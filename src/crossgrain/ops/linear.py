@@ -1,4 +1,4 @@
-"""Linear as an operation: `BasicLinear` and `Bias` under the parameters' names of the module."""
+"""`Linear` as an operation: a `BasicLinear` and a `Bias`, with the parameter names of `torch.nn.Linear`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,23 @@ from .op import BasicOperation, FusedOperation
 
 
 class Linear(FusedOperation):
-    """``y = x · Wᵀ + b``, bit for bit that of `crossgrain.nn.Linear`.
+    """``y = x · Wᵀ + b``. Results are those of `crossgrain.nn.Linear`, bit for bit.
 
-    Its state dict is that of `crossgrain.nn.Linear` and of `torch.nn.Linear`.
+    Its state dict has the names of `crossgrain.nn.Linear` and `torch.nn.Linear`.
+
+    Args:
+        in_features: features of the input, of the whole layer.
+        out_features: features of the output, of the whole layer.
+        bias: add a bias.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        tensor_parallel_mode: "column" to divide the outputs among ranks, "row" to divide the inputs, None for neither.
+        tensor_parallel_group: the process group; None for all ranks.
+        sequence_parallel: each rank has only its part of the rows of x ("column") or of y ("row").
+        rng_state_tracker_function: returns a tracker of random states for the initialization.
+        accumulate_into_main_grad: add the weight gradient to ``weight.main_grad``, which the caller provides.
+        userbuffers_options: not supported; must be None.
+        name: name of the layer, for recipes and messages.
     """
 
     weight: nn.Parameter
@@ -74,7 +88,7 @@ class Linear(FusedOperation):
         # Not as submodules, whose parameters would be listed again under other names.
         self.basic_ops = tuple(basic_ops)
 
-    # ---- one parameter under two roofs ---------------------------------------------------------
+    # ---- parameters that are shared with the basic operations ----------------------------------
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -91,7 +105,7 @@ class Linear(FusedOperation):
         return self
 
     def _share_parameters(self) -> None:
-        """The basic operations use the parameters that are registered here."""
+        """Let the basic operations use the parameters that are registered here."""
         for op, name in zip(self.basic_ops, ("weight", "bias"), strict=False):
             parameter = self._parameters.get(name)
             if parameter is not None and parameter is not op._parameters[name]:
@@ -103,7 +117,7 @@ class Linear(FusedOperation):
         self._take_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters again."""
+        """Initialize the parameters again."""
         for op in self.basic_ops:
             op.reset_parameters()  # type: ignore[operator]
         self._take_parameters()
@@ -124,7 +138,7 @@ class Linear(FusedOperation):
 
     @property
     def bound_recipe(self) -> Recipe | None:
-        """Used where no autocast says otherwise, by all that the layer is made of."""
+        """The recipe that the layer uses when no autocast is active."""
         return self.basic_ops[0].bound_recipe
 
     @bound_recipe.setter

@@ -1,11 +1,11 @@
-"""What a fusible operation is.
+"""The base classes of fusible operations.
 
-A `BasicOperation` is one primitive: a GEMM, a bias, an activation. It says how to run forward and
-backward by hand, without autograd, so that an `OperationFuser` can run a whole sequence of them as one
-autograd function and can replace neighbours by a `FusedOperation` that does the work of several.
+A `BasicOperation` is one primitive: a GEMM, a bias, an activation. It defines forward and backward explicitly, without
+autograd. So an `OperationFuser` can run a whole sequence of them as one autograd function, and can replace neighbouring
+operations by a `FusedOperation` that does the work of several.
 
-Neighbours may hand on quantized tensors: the output quantizer of an operation is the input quantizer of
-the next, and its grad-input quantizer the grad-output quantizer of the one before.
+An operation may pass a quantized tensor to the next one. In forward it uses the input quantizer of the operation after
+it; in backward it uses the grad-output quantizer of the operation before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BackwardResult = tuple[Tensor | None, list[Sequence[Tensor | None]], list[Sequen
 
 
 class FusibleOperation(nn.Module):
-    """An operation that can be part of a sequence that runs as one autograd function."""
+    """Base class of all operations that can be part of a sequence which runs as one autograd function."""
 
     @property
     def is_fused_op(self) -> bool:
@@ -45,19 +45,19 @@ class FusibleOperation(nn.Module):
         return isinstance(self, FusedOperation)
 
     def as_basic_ops(self) -> list[BasicOperation]:
-        """The basic operations it stands for, in the order of forward."""
+        """The basic operations that it consists of, in the order of forward."""
         raise NotImplementedError
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """What makes of the input the tensor the operation works with; None: it takes high precision."""
+        """The quantizer of the input; None if the operation needs its input in high precision."""
         return None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The same for the gradient of the output."""
+        """The quantizer of the output gradient; None if the operation needs it in high precision."""
         return None
 
     def pre_first_fuser_forward(self) -> None:
-        """Called once before the first forward."""
+        """Called once, before the first forward."""
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before each forward, before any operation of the sequence runs."""
@@ -72,8 +72,10 @@ class FusibleOperation(nn.Module):
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: list[Kwargs],
     ) -> ForwardResult:
-        """The output, and the extra outputs of each basic operation."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward pass of its own")
+        """Run forward. Return the output, and the extra outputs of each basic operation."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward pass of its own; it replaces operations only in backward"
+        )
 
     def fuser_backward(
         self,
@@ -82,11 +84,19 @@ class FusibleOperation(nn.Module):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> BackwardResult:
-        """The gradient of the input, and for each basic operation those of its parameters and extra inputs."""
-        raise NotImplementedError(f"{type(self).__name__} has no backward pass of its own")
+        """Run backward. Return the gradient of the input, and of each basic operation's parameters and extra inputs."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no backward pass of its own; it replaces operations only in forward"
+        )
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """The operation on its own; ``kwargs`` go to the first basic operation."""
+        """Run the operation alone.
+
+        Args:
+            input: the input.
+            *extra_inputs: extra inputs, if the operation has any.
+            **kwargs: keyword arguments of its first basic operation.
+        """
         from .fuser import OperationFuser  # fusers are made of operations
 
         fuser = OperationFuser([self])
@@ -94,7 +104,11 @@ class FusibleOperation(nn.Module):
 
 
 class BasicOperation(QuantizedModule, FusibleOperation):
-    """One primitive. Subclasses provide `op_forward` and `op_backward`, or, with extra tensors, the fuser's forms."""
+    """Base class of single operations.
+
+    A subclass defines `op_forward` and `op_backward`. If it has extra inputs or outputs, it defines `fuser_forward` and
+    `fuser_backward` instead.
+    """
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -120,12 +134,12 @@ class BasicOperation(QuantizedModule, FusibleOperation):
         next_op_input_quantizer: Quantizer | None,
         **kwargs: Any,
     ) -> Tensor:
-        """The output, for an operation without extra tensors."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward pass")
+        """Run forward, for an operation without extra inputs and outputs. Return the output."""
+        raise NotImplementedError(f"{type(self).__name__} does not define op_forward")
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """The gradients of the input and of the parameters, in the order of ``parameters()``."""
-        raise NotImplementedError(f"{type(self).__name__} has no backward pass")
+        """Run backward. Return the gradients of the input and of the parameters, in the order of ``parameters()``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define op_backward")
 
     def fuser_forward(
         self,
@@ -161,41 +175,51 @@ class BasicOperation(QuantizedModule, FusibleOperation):
     def _refuse_extras(self) -> None:
         if self.num_extra_inputs or self.num_extra_outputs:
             raise NotImplementedError(
-                f"{type(self).__name__} has extra inputs or outputs, so it has to provide fuser_forward and "
-                "fuser_backward"
+                f"{type(self).__name__} has extra inputs or outputs, so it must define fuser_forward and fuser_backward"
             )
 
     # ---- channels ------------------------------------------------------------------------------
 
     def set_extra_input_channel(self, index: int, channel: str) -> None:
-        """Take an extra input from an extra output of an earlier operation in the sequence, not from the caller."""
+        """Take an extra input from an earlier operation of the sequence instead of from the caller.
+
+        Args:
+            index: index of the extra input.
+            channel: name of the channel, which an earlier operation writes to.
+        """
         self._check_index("input", index, self.num_extra_inputs)
         self._extra_input_channels[index] = channel
 
     def set_extra_output_channel(self, index: int, channel: str, *, output_to_caller: bool = True) -> None:
-        """Give an extra output to later operations in the sequence, and to the caller if wanted."""
+        """Pass an extra output to later operations of the sequence.
+
+        Args:
+            index: index of the extra output.
+            channel: name of the channel, which later operations read.
+            output_to_caller: return the extra output to the caller too.
+        """
         self._check_index("output", index, self.num_extra_outputs)
         self._extra_output_channels[index] = (channel, output_to_caller)
 
     def _check_index(self, kind: str, index: int, count: int) -> None:
         if not 0 <= index < count:
-            raise ValueError(f"{type(self).__name__} has {count} extra {kind}s, and none of index {index}")
+            raise ValueError(f"{type(self).__name__} has {count} extra {kind}s, so there is no index {index}")
 
     # ---- quantizers ----------------------------------------------------------------------------
 
     def num_quantizers(self, mode: Mode) -> int:
-        """How many tensors the operation quantizes in a pass."""
+        """How many tensors the operation quantizes in the forward or backward pass."""
         return 0
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole | None]:  # type: ignore[override]
-        """The role of each of them."""
+        """The role of each tensor that the operation quantizes."""
         return [None] * self.num_quantizers(mode)
 
     def get_quantizer(self, mode: Mode, index: int) -> Quantizer | None:
-        """A quantizer of the recipe in force; None without a recipe."""
+        """A quantizer of the current recipe; None without a recipe."""
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
-            raise ValueError(f"{type(self).__name__} has {count} {mode} quantizers, and none of index {index}")
+            raise ValueError(f"{type(self).__name__} has {count} {mode} quantizers, so there is no index {index}")
         if self._recipe is None:
             return None
         return self.quantizers["scaling_fwd" if mode == "forward" else "scaling_bwd"][index]
@@ -207,9 +231,9 @@ class BasicOperation(QuantizedModule, FusibleOperation):
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Have quantizers for ``recipe``; new ones only if those at hand are not the ones it asks for.
+        """Make the quantizers for ``recipe``, unless the present ones fit.
 
-        A weight that is kept quantized is written by the new quantizer from then on. Its bytes stay.
+        A weight that is kept quantized keeps its bytes, and uses the new quantizer when it is written next.
         """
         if recipe is not None and any(self._slot_counts().values()):
             self._build_quantizers(recipe)
@@ -218,7 +242,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
 
     @property
     def _calibrates(self) -> bool:
-        """Whether statistics are taken instead of quantizing."""
+        """Whether tensors are only measured, not quantized (calibration)."""
         return self._recipe is not None and active().calibrating and not active().enabled
 
     def _slot_counts(self) -> Mapping[Mode, int]:
@@ -236,7 +260,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """Does the work of several basic operations, in forward, in backward or in both."""
+    """Base class of operations that do the work of several basic operations, in forward, in backward or in both."""
 
     basic_ops: Sequence[BasicOperation]
 

@@ -1,4 +1,4 @@
-"""A sequence of modules in which neighbouring fusible operations run as one."""
+"""`Sequential`: a sequence of modules in which neighbouring fusible operations run as one autograd function."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from .op import FusibleOperation, Kwargs
 
 
 class Sequential(nn.Module):
-    """Like `torch.nn.Sequential`, with more of a list's methods.
+    """Like `torch.nn.Sequential`, but neighbouring operations are fused, and it has more methods of a list.
 
         block = Sequential(LayerNorm(64), Linear(64, 256), GELU(), Linear(256, 64))
         y = block(x)
 
-    Extra inputs of operations follow the input, in the order of the operations; extra outputs follow the
-    output in a tuple.
+    Extra inputs of operations are passed after the input, in the order of the operations. Extra outputs are returned
+    after the output, in a tuple.
+
+    Args:
+        *modules: modules or operations, or one mapping from names to modules.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -94,7 +97,7 @@ class Sequential(nn.Module):
 
     @property
     def _module_groups(self) -> list[OperationFuser | nn.Module]:
-        """Neighbouring operations under one fuser each; other modules as they are."""
+        """One fuser for each run of neighbouring operations; other modules unchanged."""
         modules = tuple(self._list())
         unchanged = len(modules) == len(self._grouped_modules) and all(
             now is before for now, before in zip(modules, self._grouped_modules, strict=True)
@@ -109,9 +112,15 @@ class Sequential(nn.Module):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[Any, Kwargs] | None = None,
     ) -> Any:
-        """The output, or a tuple of it and the extra outputs.
+        """Run all modules.
 
-        ``op_kwargs``  keyword arguments by operation, or by its position
+        Args:
+            input: the input of the first module.
+            *extra_inputs: extra inputs of operations, in the order of the operations.
+            op_kwargs: keyword arguments for operations; the key is an operation or its position.
+
+        Returns:
+            The output, or a tuple of the output and the extra outputs.
         """
         x: Any = input
         rest = list(extra_inputs)
@@ -120,7 +129,7 @@ class Sequential(nn.Module):
         groups = self._module_groups
         counts = [group.num_extra_inputs if isinstance(group, OperationFuser) else 0 for group in groups]
         if sum(counts) != len(rest):
-            raise ValueError(f"the sequence takes {sum(counts)} extra inputs, and {len(rest)} were given")
+            raise ValueError(f"the sequence takes {sum(counts)} extra inputs, but {len(rest)} were given")
         for group, count in zip(groups, counts, strict=True):
             if not isinstance(group, OperationFuser):
                 x = group(x)
@@ -132,13 +141,13 @@ class Sequential(nn.Module):
         return (x, *outputs) if outputs else x
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles group their modules themselves."""
+        """Leave out the groups of modules, which copies and unpickled objects make themselves."""
         return {**self.__dict__, "_groups": [], "_grouped_modules": ()}
 
 
 def _checked(module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"a Sequential is made of modules, and {type(module).__name__} is none")
+        raise TypeError(f"a Sequential takes modules (torch.nn.Module), got {type(module).__name__}")
     return module
 
 
@@ -158,11 +167,13 @@ def _grouped(modules: tuple[nn.Module, ...]) -> list[OperationFuser | nn.Module]
 
 
 def _by_basic_op(modules: list[nn.Module], op_kwargs: Mapping[Any, Kwargs]) -> dict[int, Kwargs]:
-    """By the id of the basic operation that they are for: the first one of an operation that has several."""
+    """Keyword arguments by the id of the basic operation they are for, the first one of an operation with several."""
     kwargs: dict[int, Kwargs] = {}
     for key, options in op_kwargs.items():
         op = modules[key] if isinstance(key, int) else key
         if not isinstance(op, FusibleOperation) or not any(op is module for module in modules):
-            raise ValueError(f"op_kwargs are for operations of this sequence, and {key!r} is none")
+            raise ValueError(
+                f"the keys of op_kwargs must be operations of this sequence or their positions, got {key!r}"
+            )
         kwargs[id(op.as_basic_ops()[0])] = options
     return kwargs

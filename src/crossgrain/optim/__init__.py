@@ -1,4 +1,8 @@
-"""Optimizers that keep float32 masters of quantized parameters."""
+"""Optimizers for quantized parameters. They keep a float32 master copy of each parameter and update that.
+
+- `FusedAdam` and `FusedSGD` use torch's fused kernels.
+- `with_masters` adds master weights to any torch optimizer.
+"""
 
 from .fused_adam import FusedAdam
 from .fused_sgd import FusedSGD

@@ -1,8 +1,8 @@
-"""What the fused optimizers have in common: masters, stored states, checkpoints and one torch kernel per batch.
+"""The base class of the fused optimizers: master weights, stored states, checkpoints, and the step.
 
-A step gathers float32 masters, gradients and moments of many parameters, hands them to one of torch's fused
-kernels, which update them in place, and stores what is kept in fewer bits. Parameters are then written
-from their masters, every plane together.
+A step collects the float32 masters, gradients and moments of many parameters and passes them to one of torch's fused
+kernels, which updates them in place. Then states that are kept in fewer bits are stored, and the parameters are written
+from their masters, all planes together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BATCH = 1 << 24  # elements whose float32 copies may exist at a time
 
 
 class FusedOptimizer(Optimizer):
-    """Subclasses give the names and dtypes of their moments and `_update`, the kernel."""
+    """Base class. A subclass gives the names and dtypes of its moments, and `_update`, which calls the kernel."""
 
     # What copies and pickles carry beside torch's own; subclasses add theirs.
     _travelling: ClassVar[tuple[str, ...]] = (
@@ -64,12 +64,18 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         name = type(self).__name__
         if master_weight_dtype not in (torch.float32, torch.float16):
-            raise RuntimeError(f"{name}: master weights are float32 or float16, not {master_weight_dtype}")
+            raise RuntimeError(
+                f"{name}: master_weight_dtype must be torch.float32 or torch.float16, got {master_weight_dtype}"
+            )
         for moment, dtype in moment_dtypes.items():
             if dtype not in STATE_DTYPES:
-                raise RuntimeError(f"{name}: {moment} is stored as float32, bfloat16, float16 or uint8, not {dtype}")
+                raise RuntimeError(
+                    f"{name}: {moment}_dtype must be torch.float32, bfloat16, float16 or uint8, got {dtype}"
+                )
         if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
-            raise RuntimeError(f"{name}: store_param_remainders needs master_weights=True in float32")
+            raise RuntimeError(
+                f"{name}: store_param_remainders=True needs master_weights=True and master_weight_dtype=torch.float32"
+            )
         super().__init__(params, defaults)
         self.master_weights = master_weights
         self.master_weight_dtype = master_weight_dtype
@@ -90,7 +96,7 @@ class FusedOptimizer(Optimizer):
         moments: list[list[Tensor]],
         first: bool,
     ) -> None:
-        """Update float32 tensors in place; ``first``: the moments are new."""
+        """Update float32 tensors in place. ``first`` tells that the moments are new, that is zero."""
         raise NotImplementedError
 
     def _begin(self, group: dict[str, Any]) -> None:
@@ -100,10 +106,18 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """Update all parameters that have a gradient; returns what ``closure`` returned.
+        """Update all parameters that have a gradient.
 
-        A ``grad_scaler`` unscales the gradients first and skips the step where they overflowed, as
-        ``grad_scaler.step(optimizer)`` does.
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scaler: unscales the gradients first, and skips the step if they overflowed, as
+                ``grad_scaler.step(optimizer)`` does.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: a parameter cannot be updated; then none has changed.
         """
         loss = None
         if closure is not None:
@@ -111,7 +125,10 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         if grad_scaler is not None:
             if self.use_decoupled_grad:
-                raise ValueError("a GradScaler unscales .grad; decoupled gradients have to be unscaled by the caller")
+                raise ValueError(
+                    "grad_scaler cannot be used with use_decoupled_grad=True: a GradScaler unscales .grad only. "
+                    "Unscale param.decoupled_grad yourself"
+                )
             grad_scaler.step(self)
             return loss
         check_in_use(self.param_groups)
@@ -132,7 +149,7 @@ class FusedOptimizer(Optimizer):
         return [param for param in group["params"] if self._grad(param) is not None]
 
     def _is_new(self, param: Tensor) -> bool:
-        """Whether it has no moments yet."""
+        """Whether the parameter has no moments yet."""
         state = self.state.get(param, {})
         return any(name not in state for name in self._moments)
 
@@ -141,12 +158,12 @@ class FusedOptimizer(Optimizer):
         return grad
 
     def _check(self, params: Iterable[Tensor]) -> None:
-        """Before anything changes."""
+        """Raise, before anything changes, if a parameter cannot be updated."""
         for param in params:
             grad = self._grad(param)
             assert grad is not None
             if grad.is_sparse:
-                raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
             own = local_part(param)
             if isinstance(own, QuantizedTensor):
                 if is_sharded(param):
@@ -160,11 +177,11 @@ class FusedOptimizer(Optimizer):
         if not isinstance(param._get_quantizer(), Float8Quantizer):
             raise RuntimeError(
                 f"{type(self).__name__}: a {type(param).__name__} of shape {list(param.shape)} needs "
-                "master_weights=True; updates of it alone would round away"
+                "master_weights=True; without masters, rounding would lose most updates"
             )
         warnings.warn(
-            f"{type(self).__name__} updates FP8 parameters without master weights: changes smaller than half a step "
-            "of FP8 vanish. Pass master_weights=True.",
+            f"{type(self).__name__} updates FP8 parameters without master weights: changes smaller than half the "
+            "distance between FP8 numbers are lost. Pass master_weights=True.",
             stacklevel=4,
         )
 
@@ -181,7 +198,7 @@ class FusedOptimizer(Optimizer):
         self._store_masters(params, masters)
 
     def _working_master(self, param: Tensor) -> Tensor:
-        """What the kernel updates in place: float32 and contiguous."""
+        """The tensor that the kernel updates in place: float32 and contiguous."""
         if MASTER in self.state[param]:
             return self.get_unscaled_state(param, MASTER)
         return as_plain(param).to(torch.float32).contiguous()
@@ -206,7 +223,7 @@ class FusedOptimizer(Optimizer):
         return state is not None and state.dtype == torch.int16
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Make the states of ``param`` that do not exist yet: zero moments, and a master if it needs one."""
+        """Create the states of ``param`` that do not exist yet: zero moments, and a master if it needs one."""
         for name in self._moments:
             if name not in self.state[param]:
                 self._add_state(param, name, self._zero_state(param, name))
@@ -236,19 +253,24 @@ class FusedOptimizer(Optimizer):
         return self._scales.get(param, {}).get(name)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state in float32, whatever it is stored as: the state itself if that is float32."""
+        """Return a state in float32. It is the state itself if that is stored as float32, otherwise a copy."""
         state = self.state[param][state_name]
         if state_name == MASTER and self._keeps_remainder(param):
             return join_master(local_part(param).detach(), state)
         return unscaled(state, self._scale(param, state_name)).view(local_part(param).shape)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Store a float32 value as the state of that name.
+        """Store a float32 value as a state, in the dtype that this optimizer stores it in.
 
-        A master that is kept as a remainder writes its upper half to the parameter.
+        If masters are kept as remainders (``store_param_remainders``), storing a master also writes the parameter.
+
+        Args:
+            param: the parameter.
+            state_name: name of the state, such as "exp_avg" or "master_param".
+            unscaled_state: the value, float32.
         """
         if unscaled_state.dtype != torch.float32:
-            raise RuntimeError(f"an unscaled state is float32, not {unscaled_state.dtype}")
+            raise RuntimeError(f"set_scaled_state: unscaled_state must be float32, got {unscaled_state.dtype}")
         self.initialize_state(param, self.store_param_remainders)
         if state_name not in self.state[param]:
             self._add_state(param, state_name, self._zero_state(param, state_name))
@@ -271,9 +293,10 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._travelling}}
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any torch optimizer, with all states in unscaled float32; FP8 ones add their scale.
+        """Return the state dict in torch's layout, with all states in float32, however they are stored.
 
-        Those of sharded parameters are sharded.
+        States that are stored in FP8 add their scale, as ``<name>_scale_inv``. States of sharded parameters are
+        sharded like them.
         """
         packed = super().state_dict()
         params = self._all_params()
@@ -288,7 +311,11 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes float32 states of `state_dict`; they are stored as this optimizer stores them."""
+        """Load a state dict of `state_dict`. States are stored in the dtypes of this optimizer.
+
+        Raises:
+            ValueError: a state has another shape than its parameter.
+        """
         states = state_dict["state"]
         check_shapes(self, state_dict, self.name_to_dtype_map)
         # torch would cast states to the dtype of their parameter.
@@ -308,7 +335,11 @@ class FusedOptimizer(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget (or zero) gradients, decoupled ones too."""
+        """Reset all gradients, also ``decoupled_grad``.
+
+        Args:
+            set_to_none: set gradients to None instead of zero; by default as ``set_grad_none`` says.
+        """
         forget = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=forget)
         for param in self._all_params():
@@ -323,13 +354,13 @@ def _as_float32(grad: Tensor | None) -> Tensor:
 
 
 def _is_same(param: Tensor, master: Tensor) -> bool:
-    """Whether the kernel worked on the parameter itself."""
+    """Whether ``master`` is the memory of the parameter itself."""
     own = local_part(param)
     return not isinstance(own, QuantizedTensor) and own.data_ptr() == master.data_ptr()
 
 
 def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """``params`` of one device at a time, in lists of not much more than `_BATCH` elements."""
+    """Split ``params`` into lists on one device each, of about `_BATCH` elements in total."""
     for device in dict.fromkeys(param.device for param in params):
         batch: list[Tensor] = []
         size = 0

@@ -1,4 +1,4 @@
-"""Adam and AdamW on float32 masters, through torch's fused kernels."""
+"""`FusedAdam`: Adam and AdamW with float32 master weights, using torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,32 @@ from .base import FusedOptimizer
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam (``adam_w_mode=False``: with L2 regularisation) for quantized and ordinary parameters.
+    """Adam and AdamW for quantized and ordinary parameters.
 
-    ``master_weights``          keep float32 masters of parameters that are not float32; quantized ones need it
-    ``exp_avg_dtype``, ``exp_avg_sq_dtype``   float32, bfloat16, float16 or uint8 (see `stored_state`)
-    ``store_param_remainders``  bfloat16 parameters: keep only the 16 bits of the master that they lack
-    ``use_decoupled_grad``      read ``param.decoupled_grad`` instead of ``param.grad``
-    ``capturable``              keep the step count in a tensor
+    On plain float32 parameters the results are those of torch's ``AdamW(fused=True)``, bit for bit. All parameters of a
+    group share one step count.
 
-    One count of steps serves a whole group.
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: weight decay.
+        amsgrad: not supported; must be False.
+        bias_correction: correct the moments for the first steps.
+        adam_w_mode: decay the weights themselves (AdamW); otherwise add the decay to the gradient (L2 regularisation).
+        capturable: keep the step count in a tensor.
+        master_weights: keep masters of parameters that are not float32. Quantized parameters need it.
+        master_weight_dtype: ``torch.float32`` or ``torch.float16``.
+        exp_avg_dtype: dtype that the first moment is stored in: float32, bfloat16, float16, or uint8 for FP8.
+        exp_avg_sq_dtype: the same for the second moment.
+        use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
+        store_param_remainders: for plain bfloat16 parameters, store only the 16 bits of the master that the parameter
+            does not have.
+        set_grad_none: whether `zero_grad` sets gradients to None; True by default.
+
+    Raises:
+        RuntimeError: options are not supported, or do not fit together.
     """
 
     _travelling = (*FusedOptimizer._travelling, "adam_w_mode", "capturable")
@@ -45,7 +62,7 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         if amsgrad:
-            raise RuntimeError("FusedAdam has no AMSGrad variant")
+            raise RuntimeError("FusedAdam does not support amsgrad=True")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -1,4 +1,4 @@
-"""SGD with momentum on float32 masters, through torch's fused kernel."""
+"""`FusedSGD`: SGD with momentum and float32 master weights, using torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from .masters import is_quantized
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD for quantized and ordinary parameters; quantized ones always have float32 masters.
+    """SGD for quantized and ordinary parameters. Quantized parameters always have float32 masters.
 
-    ``wd_after_momentum``        decay the weight itself instead of adding to the gradient
-    ``master_weights``           keep masters of 16-bit parameters too
-    ``materialize_master_grads`` accepted: gradients are always taken to float32
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        momentum: factor of the momentum; 0 for none.
+        dampening: dampening of the momentum.
+        weight_decay: weight decay.
+        nesterov: use Nesterov momentum, which needs a momentum and no dampening.
+        wd_after_momentum: decay the weight itself, instead of adding the decay to the gradient.
+        materialize_master_grads: accepted and ignored; gradients are always converted to float32.
+        master_weights: keep masters of 16-bit parameters too.
+        set_grad_none: whether `zero_grad` sets gradients to None; True by default.
+
+    Raises:
+        ValueError: ``nesterov`` without momentum or with dampening.
     """
 
     _travelling = (*FusedOptimizer._travelling, "wd_after_momentum", "_masters_of_plain")
@@ -36,7 +47,10 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("Nesterov momentum needs a momentum and no dampening")
+            raise ValueError(
+                f"Nesterov momentum needs momentum > 0 and dampening = 0, got momentum={momentum} and "
+                f"dampening={dampening}"
+            )
         defaults = {
             "lr": lr,
             "momentum": momentum,

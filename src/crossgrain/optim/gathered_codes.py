@@ -1,4 +1,4 @@
-"""Planes of a weight that follow from its rows, when the codes of the rows come from several ranks."""
+"""Make the planes of a weight that follow from its rows, after the codes of the rows were gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..tensor.storage import copy_plane
 
 
 def columns_made_from_rows(weight: Any) -> QuantizedTensorStorage | None:
-    """The columnwise child of a hybrid that is made from its rowwise child."""
+    """The columnwise child of a hybrid if it is made from the rowwise child; otherwise None."""
     if not isinstance(weight, HybridQuantizedTensorStorage):
         return None
     quantizer, children = weight._get_quantizer(), weight._children()
@@ -26,14 +26,14 @@ def columns_made_from_rows(weight: Any) -> QuantizedTensorStorage | None:
 
 
 def make_columns_from_rows(weight: Any, columns: QuantizedTensorStorage) -> None:
-    """Write them from what the rowwise child decodes to."""
+    """Quantize the columns from the decoded rowwise child."""
     quantizer = weight._get_quantizer()
     rows = weight._children()[ROWWISE]._decoded(weight.dtype, None)
     quantizer._write_together(rows.reshape(weight.shape), {COLUMNWISE: columns})
 
 
 def _transposed_columns(weight: QuantizedTensorStorage) -> Plane | None:
-    """The columnwise plane that holds the same codes as the rowwise one."""
+    """The columnwise plane if it holds the same codes as the rowwise plane; otherwise None."""
     planes = {plane.direction: plane for plane in weight.planes()}
     row, column = planes.get(ROWWISE), planes.get(COLUMNWISE)
     if isinstance(weight, HybridQuantizedTensorStorage) or row is None or column is None:
@@ -42,7 +42,7 @@ def _transposed_columns(weight: QuantizedTensorStorage) -> Plane | None:
 
 
 def leave_for_processing(weight: QuantizedTensor, manual: bool) -> None:
-    """Codes of other ranks will come into the rows behind our back: no old columns may be read."""
+    """Mark or drop old columns, because codes of other ranks will be gathered into the rows later."""
     if _transposed_columns(weight) is None:
         return
     if manual:
@@ -55,20 +55,21 @@ _places = itertools.count(1)
 
 
 def note_place(weight: QuantizedTensorStorage) -> None:
-    """To be called for the same weights in the same order on all ranks."""
+    """Number the weights. Must be called for the same weights in the same order on all ranks."""
     if not weight._place:
         weight._place = next(_places)
 
 
 def post_all_gather_processing(model_weights: Any) -> None:
-    """Make what follows from the rows, after codes of all ranks have been gathered into them.
+    """Update columnwise planes that follow from the rows. Call it after gathering the codes of all ranks.
 
-    Weights may come in any order, as from a set: amaxes are reduced over tensor parallel ranks in the order in which
-    `replace_raw_data` and `quantize_master_weights` have seen them.
+    Columns that have the same codes as the rows are transposed from them. Columns of hybrids with
+    ``columnwise_source="rowwise_dequantized"`` are quantized from the decoded rows; if they round stochastically, ranks
+    get the same result only if their random states are equal. Other weights are not changed.
 
-    Columns with the same codes as the rows are transposed, columns of hybrids with
-    ``columnwise_source="rowwise_dequantized"`` are quantized again: if they round stochastically, ranks agree
-    only where their random states do. Other weights are left alone.
+    Args:
+        model_weights: a weight, or an iterable of weights in any order, even a set. Amaxes are reduced over
+            tensor-parallel ranks in the order of the earlier calls of `replace_raw_data` and `quantize_master_weights`.
     """
     several = isinstance(model_weights, Iterable) and not isinstance(model_weights, Tensor)
     weights = [w for w in (model_weights if several else [model_weights]) if isinstance(w, QuantizedTensorStorage)]
@@ -95,11 +96,20 @@ def _process(weight: QuantizedTensorStorage) -> None:
 
 
 def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: Tensor) -> None:
-    """Move the codes of ``tensor`` into ``new_raw_data``, which it uses from now on: the rows if it has any.
+    """Move the codes of a quantized tensor into another buffer, which it uses from now on.
 
-    ``new_raw_data`` is as large as these codes, or has a byte for each number of ``tensor``. Codes of 4 bits do not
-    fit into the latter; they stay where they are. What other ranks write arrives by this buffer alone, so
-    `quantize_master_weights` writes all of a weight whose other planes do not follow from it (`is_written_whole`).
+    The rowwise codes are moved, or the columnwise codes if there are no rows. Optimizers use it to gather codes in a
+    buffer of their own. Since only this buffer is gathered, `quantize_master_weights` writes a weight completely on
+    every rank if its other planes do not follow from it (`is_written_whole`).
+
+    Args:
+        tensor: the quantized tensor.
+        new_raw_data: a buffer of the dtype and shape of the codes, or uint8 with one byte for each number of
+            ``tensor``. Codes of 4 bits are not moved to the latter; they stay where they are.
+
+    Raises:
+        ValueError: the buffer has neither of these sizes.
+        TypeError: the tensor has no planes.
     """
     holder = _holder_of_rows(tensor)
     plane = holder.planes()[0]
@@ -110,7 +120,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: Tensor) -> No
     elif new_raw_data.shape != tensor.shape or new_raw_data.dtype != torch.uint8:
         raise ValueError(
             f"replace_raw_data: the {plane.direction.value} codes of a {type(tensor).__name__} of shape "
-            f"{list(tensor.shape)} are {plane.data.dtype} {list(plane.data.shape)}, the new buffer is "
+            f"{list(tensor.shape)} are {plane.data.dtype} {list(plane.data.shape)}, but the new buffer is "
             f"{new_raw_data.dtype} {list(new_raw_data.shape)}"
         )
     tensor._raw_data = new_raw_data
@@ -118,16 +128,16 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: Tensor) -> No
 
 
 def _holder_of_rows(tensor: QuantizedTensorStorage) -> QuantizedTensorStorage:
-    """Of a hybrid, its rowwise child; its columnwise one if that is all it has."""
+    """The tensor that holds the rows: of a hybrid its rowwise child, or its columnwise child if it has no other."""
     if isinstance(tensor, HybridQuantizedTensorStorage):
         tensor = next(iter(tensor._children().values()), tensor)
     if not isinstance(tensor, QuantizedTensorStorage) or not tensor._plane_buffers or not tensor.planes():
-        raise TypeError(f"replace_raw_data: a {type(tensor).__name__} has no plane of its own")
+        raise TypeError(f"replace_raw_data: a {type(tensor).__name__} has no planes, so it has no codes to move")
     return tensor
 
 
 def is_written_whole(weight: QuantizedTensorStorage) -> bool:
-    """Whether codes of other ranks do not arrive in all planes: `replace_raw_data` was given a buffer of some."""
+    """Whether gathering the buffer of `replace_raw_data` would not update all planes, so that each rank writes all."""
     if weight._raw_data is None:
         return False
     first, *others = weight.planes()

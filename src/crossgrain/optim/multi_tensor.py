@@ -1,9 +1,9 @@
-"""Operations on lists of tensors, called in the way the field calls them.
+"""Operations on lists of tensors, with the calling convention of Transformer Engine and Apex:
 
     norm, _ = multi_tensor_applier(multi_tensor_l2norm, flag, [gradients], False)
 
-Each takes a chunk size, which has no meaning here, a flag that is set where numbers are not finite, and lists of
-tensors of which one or more are written.
+Each takes a chunk size, which is ignored, a flag that is set to 1 if numbers are not finite, and lists of tensors. The
+docstring of each function says which lists it writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TensorLists = Sequence[Sequence[Tensor]]
 
 
 class MultiTensorApply:
-    """Calls an operation with a chunk size."""
+    """Calls an operation with its chunk size."""
 
     available = True
 
@@ -33,7 +33,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """``out = inp · scale`` for ``[inputs, outputs]``; the flag is set if an input is not finite."""
+    """Write ``input · scale`` to each output, for ``[inputs, outputs]``. The flag is set if an input is not finite."""
     inputs, outputs = _checked("multi_tensor_scale", tensor_lists, 2)
     for source, destination in zip(inputs, outputs, strict=True):
         _note_unless_finite(source, noop_flag)
@@ -43,14 +43,14 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm [1] of all tensors together in float32, and of each, if asked."""
+    """Return the norm [1] of all tensors together in float32, and with ``per_tensor`` the norm of each."""
     return _norms(tensor_lists[0], noop_flag, per_tensor, 1.0)
 
 
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same of ``tensors · inv_scale``."""
+    """Like `multi_tensor_l2norm`, for ``tensors · inv_scale``."""
     return _norms(tensor_lists[0], noop_flag, per_tensor, float(inv_scale))
 
 
@@ -67,10 +67,10 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step for ``[gradients, parameters, exp_avgs, exp_avg_sqs]``, in float32.
+    """Do one step of Adam in float32 for ``[gradients, parameters, exp_avgs, exp_avg_sqs]``.
 
-    With a fifth list, of masters, these are stepped, and parameters are copies of them. ``mode`` 1 decays the weights
-    themselves (AdamW), 0 adds the decay to the gradient.
+    Nothing is done if the flag is set. A fifth list has master weights: these are updated, and the parameters become
+    copies of them. ``mode`` 1 decays the weights themselves (AdamW); ``mode`` 0 adds the decay to the gradient.
     """
     _checked("multi_tensor_adam", tensor_lists, 4, 5)
     if bool(noop_flag.any()):
@@ -107,7 +107,10 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """One step for ``[gradients, parameters, momenta]``, and copies of the parameters if there is a fourth list."""
+    """Do one step of SGD for ``[gradients, parameters, momenta]``. Nothing is done if the flag is set.
+
+    A fourth list gets copies of the parameters.
+    """
     _checked("multi_tensor_sgd", tensor_lists, 3, 4)
     if bool(noop_flag.any()):
         return
@@ -128,12 +131,12 @@ def multi_tensor_sgd(
 
 
 def _checked(name: str, lists: TensorLists, *counts: int) -> TensorLists:
-    """As many lists as there may be, with tensors of the same shapes: nothing is broadcast, or left half written."""
+    """Raise unless there are as many lists as allowed, with tensors of the same shapes."""
     if len(lists) not in counts:
-        raise ValueError(f"{name} takes {' or '.join(map(str, counts))} lists of tensors, not {len(lists)}")
+        raise ValueError(f"{name} takes {' or '.join(map(str, counts))} lists of tensors, got {len(lists)}")
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in lists]
     if any(own != shapes[0] for own in shapes):
-        raise ValueError(f"{name}: tensors of its lists differ in number or shape: {shapes}")
+        raise ValueError(f"{name}: the tensors of the lists differ in number or shape: {shapes}")
     return lists
 
 

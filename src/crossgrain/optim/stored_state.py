@@ -1,11 +1,11 @@
-"""Optimizer states in fewer bits.
+"""Store optimizer states in fewer bits. The dtype says how:
 
-float32   as they are
-bfloat16  rounded
-float16   divided by a scale of their own, so that the largest magnitude is half of float16's maximum
-uint8     FP8 (E4M3) with a scale per tensor: a `Float8Tensor`
+    float32    unchanged
+    bfloat16   rounded
+    float16    divided by a scale for each tensor, so that the largest magnitude is half of float16's maximum
+    uint8      FP8 (E4M3) with a scale for each tensor, as a `Float8Tensor`
 
-A scale is that of the whole state, of which ranks may have parts: ``groups`` connect them.
+If ranks have shards of a state, the scale is that of the whole state. ``groups`` are the process groups of these ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOAT16_RANGE = torch.finfo(torch.float16).max / 2
 
 
 def zero_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A state of zeros that is stored as ``dtype``."""
+    """Return a state of zeros, stored as ``dtype``."""
     if dtype != torch.uint8:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, columnwise=False)
@@ -38,14 +38,14 @@ def zero_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
-    """The state in float32: itself, if that is how it is stored."""
+    """Return the state in float32. It is the state itself if that is float32."""
     if isinstance(state, QuantizedTensor):
         return state.dequantize(dtype=torch.float32)
     return state.to(torch.float32) if scale is None else state.to(torch.float32).mul_(scale)
 
 
 def store(value: Tensor, state: Tensor, scale: Tensor | None, groups: Any = None) -> None:
-    """Write a float32 ``value`` to ``state``, and its scale if it has one."""
+    """Write a float32 ``value`` to ``state``, and its scale to ``scale`` if there is one."""
     if isinstance(state, QuantizedTensor):
         if groups is not None:
             reduce_over(state._get_quantizer(), groups)  # which copies do not have
@@ -61,11 +61,11 @@ def store(value: Tensor, state: Tensor, scale: Tensor | None, groups: Any = None
 
 
 def own_scale(state: Tensor) -> Tensor | None:
-    """The scale that the numbers of an FP8 state alone do not tell to the last bit."""
+    """The scale of an FP8 state, which cannot be computed exactly from its numbers; None for other states."""
     return state._scale_inv.clone() if isinstance(state, Float8Tensor) and state._scale_inv is not None else None
 
 
 def take_scale(state: Tensor, scale: Tensor) -> None:
-    """Give an FP8 state that was just stored the scale that its numbers had, for the same bytes."""
+    """Set the saved scale of an FP8 state after storing it, so that it has the same bytes as before."""
     if isinstance(state, Float8Tensor) and state._scale_inv is not None:
         state._scale_inv.copy_(scale)

@@ -1,8 +1,8 @@
-"""From master weights to quantized weights when each rank has a piece of the master.
+"""`quantize_master_weights`: update quantized weights when each rank has only a piece of each master.
 
-A distributed optimizer cuts the flattened masters of all weights into pieces, one per rank, wherever the cut
-falls: through rows, blocks and bytes. Each rank writes the codes of its own pieces into its copy of the
-quantized weight, under scales that come from the whole weight, and then the codes are gathered.
+A distributed optimizer cuts the flattened masters of all weights into pieces, one per rank. A cut may go through a row,
+a block or a byte. Each rank writes the codes of its own pieces into its copy of the quantized weight, with scales that
+are computed from the whole weight. Then the codes are gathered.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Shard = Tensor | Sequence[Tensor | None] | None
 
 @dataclass
 class _Weight:
-    """A weight and the pieces of its master that this rank has."""
+    """A weight, and the pieces of its master that this rank has."""
 
     weight: QuantizedTensor
     spans: list[Span] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Weight:
     shard: Shard = None
 
     def matrix(self) -> Tensor:
-        """The master [M, K] in the weight's dtype, zero where it is not known."""
+        """The master [M, K] in the weight's dtype, zero where this rank does not have it."""
         weight = self.weight
         flat = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
         for (start, end), piece in zip(self.spans, self.pieces, strict=True):
@@ -66,7 +66,7 @@ class _Weight:
         return flat.view(weight._matrix)
 
     def is_complete(self) -> bool:
-        """Whether the pieces cover the weight."""
+        """Whether the pieces cover the whole weight."""
         covered = 0
         for start, end in sorted(self.spans):
             if start > covered:
@@ -75,9 +75,9 @@ class _Weight:
         return covered >= self.weight.numel() and self.shard is None
 
     def holders(self) -> list[tuple[Quantizer, QuantizedTensorStorage]]:
-        """What is written from the master itself, with the quantizer that writes it.
+        """The tensors that are written from the master itself, with their quantizers.
 
-        Not a column that is made from the rows.
+        Columns that are made from the rows are not included.
         """
         weight: QuantizedTensorStorage = self.weight
         quantizer: Any = weight._get_quantizer()
@@ -92,7 +92,7 @@ class _Weight:
         ]
 
     def described(self) -> str:
-        """What has to be the same on all ranks."""
+        """A description of the weight that must be the same on all ranks."""
         planes = ", ".join(f"{plane.direction.value} {plane.format.name}" for plane in self.weight.planes())
         return f"{type(self.weight).__name__} {list(self.weight.shape)} of {planes}"
 
@@ -100,19 +100,19 @@ class _Weight:
         return self.weight._get_quantizer().derives_columns
 
     def lacks_rows(self) -> bool:
-        """Whether columns are made from rows that are not kept."""
+        """Whether the columns are made from rows that the weight does not keep."""
         usages = self.weight.get_usages()
         return self.derives_columns() and usages["columnwise"] and not usages["rowwise"]
 
     def needs_whole(self) -> bool:
-        """Whether its codes need the numbers of other ranks, not just their amaxes."""
+        """Whether its codes depend on the numbers of other ranks, not only on their amaxes."""
         planes = [(quantizer, plane) for quantizer, storage in self.holders() for plane in storage.planes()]
         return self.lacks_rows() or any(needs_neighbours(q.encoding(plane.direction)) for q, plane in planes)
 
 
 @dataclass
 class _Part:
-    """A plane to write, and what its scales follow from."""
+    """A plane to write, and the amaxes for its scales."""
 
     storage: QuantizedTensorStorage
     target: Target
@@ -129,27 +129,33 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[Shard] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Write pieces of float32 masters into quantized weights, of any format and any hybrid.
+    """Write pieces of float32 masters into quantized weights of any format, also hybrids.
 
-    ``master_weights[i]`` is the piece ``[start, start + n)`` of the flattened master of ``model_weights[i]``
-    that this rank has, or None; a weight may be listed several times with several pieces. ``group`` is who
-    has the others; None or a group of one: nobody. Every rank lists the same weights in the same order. What
-    several ranks have has to be the same on all of them.
+    Pieces are cast to the weight's dtype. Scales are computed from the whole master over all ranks. Scales, and the
+    codes of this rank's pieces in every plane, are bit for bit what ``weight.quantize_(master)`` would give. All other
+    codes are unchanged. Numbers that no rank has count as zero. Preserved initial values are dropped.
 
-    Pieces are cast to the weight's dtype. Scales are those of the whole master, the same on every rank:
-    bitwise what ``weight.quantize_(master)`` would give; so are the codes of this rank's pieces, in every
-    plane. All other codes stay as they are. What no rank has counts as zero.
+    With several ranks, a weight is complete only after its codes have been gathered. Then call
+    `post_all_gather_processing`, which makes the planes that follow from the rows: columns of formats with a scale for
+    the whole tensor or with square tiles, and columns of hybrids with ``columnwise_source="rowwise_dequantized"``.
+    Until then, reading these planes is an error; or, for the former without ``manual_post_all_gather_processing``, they
+    are dropped and made when they are needed next. A weight that is only partly gathered, because `replace_raw_data`
+    has moved only some of its codes, is written completely on every rank.
 
-    With several ranks the weight is whole only when codes have been gathered. Planes that follow from the
-    rows - columns of formats with whole-tensor scales or square tiles, and of hybrids with
-    ``columnwise_source="rowwise_dequantized"`` - are made by `post_all_gather_processing`; until then
-    reading them is an error, or, for the former and without ``manual_post_all_gather_processing``, they are
-    dropped and made when they are next needed. A weight whose codes will not all be gathered, because
-    `replace_raw_data` has put only some of them where they are, is written whole on every rank.
+    Args:
+        model_weights: the quantized weights. Every rank must list the same weights in the same order. A weight may be
+            listed several times, with different pieces.
+        master_weights: for each weight, the piece of its flattened master that this rank has, or None. Where several
+            ranks have the same numbers, these must be equal.
+        start_offsets: for each piece, where it begins in the flattened master, or None.
+        group: the ranks that have the other pieces; None if this process has everything.
+        fsdp_shard_model_weights: for each weight, where to write the codes of the piece instead of the weight's own
+            buffer: a tensor, or one for each plane.
+        manual_post_all_gather_processing: the caller calls `post_all_gather_processing` for all weights.
 
-    ``fsdp_shard_model_weights[i]`` takes the codes of the piece instead of the weight's own buffer: a tensor,
-    or one for each plane. Everything is checked before anything is written, on all ranks; preserved initial
-    values are let go.
+    Raises:
+        TypeError, ValueError, NotImplementedError: a weight or a piece is invalid or not supported. All ranks raise,
+            and nothing is written.
     """
     ranks = 1 if group is None else torch.distributed.get_world_size(group)
     problem: Exception | None = None
@@ -180,30 +186,33 @@ def _checked(
     starts: Sequence[int | None],
     shards: Sequence[Shard] | None,
 ) -> list[_Weight]:
-    """The weights, each once, or an error that says what is wrong."""
+    """Return the weights, each once; raise if an argument is wrong."""
     shards = [None] * len(weights) if shards is None else shards
     if not len(weights) == len(masters) == len(starts) == len(shards):
         raise ValueError(
-            f"quantize_master_weights: {len(weights)} weights, {len(masters)} masters, {len(starts)} offsets and "
-            f"{len(shards)} shards do not go together"
+            f"quantize_master_weights needs lists of the same length, got {len(weights)} weights, {len(masters)} "
+            f"masters, {len(starts)} offsets and {len(shards)} shards"
         )
     found: dict[int, _Weight] = {}
     for index, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards, strict=True)):
         where = f"quantize_master_weights: weight {index}"
         if not isinstance(weight, QuantizedTensor):
-            raise TypeError(f"{where} is a {type(weight).__name__}, not a quantized tensor")
+            raise TypeError(f"{where} must be a quantized tensor, got a {type(weight).__name__}")
         item = found.setdefault(id(weight), _Weight(weight))
         if not item.spans:
             _check_weight(weight, where)
         if (master is None) != (start is None):
-            raise ValueError(f"{where}: a master and its offset are given together, or neither is")
+            raise ValueError(f"{where}: a master and its offset must both be given, or both be None")
         if master is None or start is None:
             continue
         end = start + master.numel()
         if start < 0 or end > weight.numel():
             raise ValueError(f"{where} has {weight.numel()} elements; [{start}, {end}) is not a piece of it")
         if not master.is_floating_point() or master.device != weight.device:
-            raise ValueError(f"{where} on {weight.device} cannot take a master of {master.dtype} on {master.device}")
+            raise ValueError(
+                f"{where} on {weight.device} needs a floating-point master on the same device, got {master.dtype} on "
+                f"{master.device}"
+            )
         item.spans.append((start, end))
         item.pieces.append(master.detach().reshape(-1))
         if shard is not None:
@@ -220,28 +229,32 @@ def _check_weight(weight: QuantizedTensor, where: str) -> None:
             "columnwise are absent"
         )
     if not weight.planes() or (isinstance(weight, HybridQuantizedTensorStorage) and _has_custom_child(weight)):
-        raise NotImplementedError(f"{where}: {type(weight).__name__} is not made of planes")
+        raise NotImplementedError(
+            f"{where}: a {type(weight).__name__} has no planes of crossgrain's formats, so no master can be written to "
+            "it"
+        )
     if settings.strict and isinstance(weight, HybridQuantizedTensorStorage):
         _refuse_block_children(weight, where)
     weight._get_quantizer().check_writable(weight)
 
 
 def _refuse_block_children(weight: HybridQuantizedTensorStorage, where: str) -> None:
-    """Transformer Engine casts masters only into children with a scale for the whole tensor."""
+    """In strict mode, refuse children with block scales in a hybrid, as Transformer Engine does."""
     for direction, child in weight._children().items():
         if any(plane.format.block is not None for plane in child.planes()):
             raise NotImplementedError(
-                f"{where}: {type(child._get_quantizer()).__name__} {direction.value} in a hybrid of shape "
-                f"{list(weight.shape)} takes no master where settings.strict is set"
+                f"{where}: settings.strict refuses to write a master to the {direction.value} child of a hybrid of "
+                f"shape {list(weight.shape)} that has block scales ({type(child._get_quantizer()).__name__})"
             )
 
 
 def _check_memory(item: _Weight, where: str) -> None:
-    """Wrappers that shard let go of the memory of whole weights, but not of the tensors."""
+    """Raise if a sharding wrapper has freed the memory of a weight while its tensors still exist."""
     for plane in item.weight.planes():
         if plane.data.numel() and not plane.data.untyped_storage().nbytes():
             raise ValueError(
-                f"{where}: the memory of its {plane.direction.value} codes was freed, and no shard is given"
+                f"{where}: the memory of its {plane.direction.value} codes was freed, and no shard is given; pass "
+                "fsdp_shard_model_weights"
             )
 
 
@@ -250,8 +263,9 @@ def _refuse_unshared_randomness(weights: Sequence[_Weight]) -> None:
         quantizer: Any = item.weight._get_quantizer()
         if item.lacks_rows() and quantizer._quantizer_of(ROWWISE).encoding(ROWWISE).stochastic:
             raise NotImplementedError(
-                f"the columns of this {type(item.weight).__name__} are made from stochastically rounded rows that it "
-                "does not keep; each rank would round in its own way"
+                f"quantize_master_weights: the columns of this {type(item.weight).__name__} are made from "
+                "stochastically rounded rows that it does not keep, so each rank would round differently; keep the "
+                "rows, or round them to nearest"
             )
 
 
@@ -263,35 +277,42 @@ def _checked_shard(item: _Weight, shard: Shard, where: str) -> Shard:
     planes = [plane for _, storage in item.holders() for plane in storage.planes()]
     shards = (shard,) if shard is None or isinstance(shard, Tensor) else tuple(shard)
     if len(item.spans) > 1 or len(shards) != len(planes):
-        raise ValueError(f"{where} has {len(planes)} planes to write and {len(shards)} shards for one piece of each")
+        raise ValueError(
+            f"{where}: fsdp_shard_model_weights needs one piece and one shard per plane, got {len(item.spans)} pieces "
+            f"and {len(shards)} shards for {len(planes)} planes"
+        )
     size = item.pieces[0].numel()
     for plane, own in zip(planes, shards, strict=True):
         if plane.format.element is not None and plane.format.element.bits != 8:
             raise NotImplementedError(
-                f"{where}: pieces of {plane.format.name} are not whole bytes; they have no shards"
+                f"{where}: fsdp_shard_model_weights does not support {plane.format.name}, whose pieces may end inside "
+                "a byte"
             )
         if own is not None and (own.numel() != size or own.dtype != plane.data.dtype):
             raise ValueError(
-                f"{where}: a shard of its {plane.direction.value} plane is {size} of {plane.data.dtype}, not "
-                f"{own.numel()} of {own.dtype}"
+                f"{where}: the shard of its {plane.direction.value} plane must have {size} elements of "
+                f"{plane.data.dtype}, got {own.numel()} of {own.dtype}"
             )
     return shards
 
 
 def _raise_together(problem: Exception | None, weights: Sequence[_Weight], group: Any, ranks: int) -> None:
-    """Raise on all ranks if one has a problem or lists other weights: their amaxes would be mixed up."""
+    """Raise on all ranks if one has a problem or lists other weights; otherwise amaxes would be mixed up."""
     listed = [item.described() for item in weights]
     mine = [problem is not None, zlib.crc32(str(listed).encode())]
     found = exchanged(mine, group, ranks, torch.device("cpu"))
     if problem is not None:
         raise problem
     if any(refused for refused, _ in found):
-        raise RuntimeError("quantize_master_weights: another rank refused its weights; nothing was written")
+        raise RuntimeError(
+            "quantize_master_weights: another rank raised an error about its weights; nothing was written"
+        )
     others = [rank for rank, (_, other) in enumerate(found) if other != found[0][1]]
     if others:
         raise ValueError(
-            f"quantize_master_weights: ranks {others} of the group list other weights than rank 0, or in another "
-            f"order; here: {len(listed)}, the first of them {'; '.join(listed[:3])}. Nothing was written."
+            f"quantize_master_weights: all ranks must list the same weights in the same order, but ranks {others} of "
+            f"the group differ from rank 0. This rank lists {len(listed)}, beginning with {'; '.join(listed[:3])}. "
+            "Nothing was written."
         )
 
 
@@ -322,7 +343,7 @@ def _write(weights: Sequence[_Weight], group: Any, ranks: int) -> None:
 
 
 def _assembled(item: _Weight, group: Any, ranks: int) -> Tensor:
-    """The matrix that codes are made from, known to all ranks: who does not know a number has bytes of zero."""
+    """The whole matrix, put together from all ranks. Bytes that a rank does not have are zero there."""
     x = item.matrix()
     if ranks > 1:
         torch.distributed.all_reduce(x.view(torch.uint8), op=torch.distributed.ReduceOp.MAX, group=group)
@@ -335,7 +356,7 @@ def _assembled(item: _Weight, group: Any, ranks: int) -> Tensor:
 
 
 def _parts(item: _Weight, x: Tensor) -> list[_Part]:
-    """What to write, with the amaxes of ``x``."""
+    """The planes to write, with the amaxes of ``x``."""
     shards = iter(item.shard if isinstance(item.shard, tuple) else ())
     parts = []
     for quantizer, storage in item.holders():
@@ -348,7 +369,7 @@ def _parts(item: _Weight, x: Tensor) -> list[_Part]:
 
 
 def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
-    """Maximise all amaxes over the ranks, in one collective."""
+    """Take the maximum of all amaxes over the ranks, in one collective."""
     amaxes = [amax for part in parts for amax in (part.target.amax, part.block_max) if amax is not None]
     if ranks == 1:
         return
@@ -361,7 +382,7 @@ def _reduce(parts: Sequence[_Part], group: Any, ranks: int) -> None:
 
 
 def _reduce_overall(parts: Sequence[_Part], group: Any) -> None:
-    """Maximise amaxes of weights of which each tensor parallel rank has a part over these ranks, too."""
+    """Take the maximum of amaxes over tensor-parallel ranks too, which have other parts of the same weight."""
     by_groups: dict[Any, list[_Part]] = {}
     for part in parts:
         others = without_group(part.groups, group)

@@ -1,9 +1,9 @@
-"""Any torch optimizer on quantized parameters: it updates float32 masters, and parameters follow.
+"""`with_masters`: use any torch optimizer on quantized parameters. It updates float32 masters.
 
     optimizer = with_masters(torch.optim.AdamW, model.parameters(), lr=1e-3)
 
-To everybody else - schedulers, gradient clipping, GradScaler, checkpoints - the parameters are those of the
-model. Only while a step runs are they exchanged for their masters.
+Schedulers, gradient clipping, GradScaler and checkpoints see the parameters of the model as usual. Only while a step
+runs are they replaced by their masters.
 """
 
 from __future__ import annotations
@@ -26,11 +26,20 @@ SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 
 def with_masters(optimizer: type[SomeOptimizer], params: Any, *args: Any, **options: Any) -> SomeOptimizer:
-    """``optimizer(params, *args, **options)`` that keeps float32 masters of quantized and 16-bit parameters.
+    """Create a torch optimizer that keeps float32 masters of quantized and 16-bit parameters.
 
-    The result is an instance of ``optimizer``. Masters are in the state of their parameters, as
-    ``"master_param"``, and in the state dict. They start from the preserved initial values of
-    `quantized_model_init`, where there are such, which are then let go.
+    Masters are in the state of their parameters, as ``"master_param"``, and in the state dict. They start from the
+    initial values that `quantized_model_init` has preserved, which are then dropped, or else from the decoded
+    parameters.
+
+    Args:
+        optimizer: a class of torch optimizer, such as ``torch.optim.AdamW``.
+        params: parameters or parameter groups.
+        *args: further arguments of ``optimizer``.
+        **options: further options of ``optimizer``.
+
+    Returns:
+        An instance of ``optimizer``.
     """
     return cast(SomeOptimizer, _class_with_masters(cast(Any, optimizer))(params, *args, **options))
 
@@ -41,13 +50,13 @@ def _class_with_masters(optimizer: type[Optimizer]) -> type[Optimizer]:
 
 
 def _blank_with_masters(optimizer: type[Optimizer]) -> Optimizer:
-    """What a pickle fills."""
+    """An empty instance, which unpickling fills."""
     cls: Any = _class_with_masters(cast(Any, optimizer))
     return cast(Optimizer, cls.__new__(cls))
 
 
 class _WithMasters(Optimizer):
-    """Goes before the class of a torch optimizer."""
+    """The base class that adds masters to a torch optimizer, before it in the order of base classes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -76,7 +85,7 @@ class _WithMasters(Optimizer):
 
     @contextmanager
     def _masters_in_place(self) -> Iterator[list[Pair]]:
-        """Parameters and their masters, while groups and states have the masters for the parameters."""
+        """Context manager: inside, groups and states have the masters in place of the parameters. Yields the pairs."""
         pairs = []
         for param in [param for group in self.param_groups for param in group["params"]]:
             if self._wants_master(param):
@@ -102,13 +111,13 @@ class _WithMasters(Optimizer):
                 self.state[param] = {**state, MASTER: master}
 
     def _exchange(self, pairs: Sequence[Pair]) -> None:
-        """Put the second of each pair in the place of the first."""
+        """Replace the first of each pair by the second in all groups."""
         other = {id(first): second for first, second in pairs}
         for group in self.param_groups:
             group["params"][:] = [other.get(id(param), param) for param in group["params"]]
 
     def _on_parameters(self, closure: Callable[[], Any], pairs: Sequence[Pair]) -> Callable[[], Any]:
-        """``closure`` for an optimizer that updates masters: it runs on parameters that follow them."""
+        """Wrap ``closure`` so that it runs on the parameters, which are written from the masters first."""
 
         def evaluate() -> Any:
             with torch.no_grad():
@@ -125,7 +134,7 @@ class _WithMasters(Optimizer):
 
 
 def _in_float32(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """A state with what was made in the dtype of ``param``."""
+    """The state with tensors in the dtype of ``param`` converted to float32."""
     return {
         name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == param.dtype else value
         for name, value in state.items()
@@ -133,7 +142,7 @@ def _in_float32(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def _apart(pairs: Sequence[Pair]) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that take part in a step, and their masters."""
+    """The parameters that have a gradient, and their masters."""
     active = [(param, master) for param, master in pairs if param.grad is not None]
     return [param for param, _ in active], [master for _, master in active]
 
@@ -145,11 +154,11 @@ def _hand_gradients(pairs: Sequence[Pair]) -> None:
 
 
 def _unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The torch optimizer's own step without the hooks that torch wraps it in: ours is wrapped already."""
+    """The step of the torch optimizer without the hooks that torch adds, because ours has them already."""
     step: Any = _made_from(cls).step
     return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def _made_from(cls: type[Optimizer]) -> type[Optimizer]:
-    """The torch optimizer under the masters."""
+    """The class of torch optimizer that masters were added to."""
     return cls.__mro__[cls.__mro__.index(_WithMasters) + 1]

@@ -1,1 +1,1 @@
-"""``python -m crossgrain.te script.py``: a script that imports Transformer Engine, run by crossgrain."""
+"""``python -m crossgrain.te script.py``: run a script that imports Transformer Engine with crossgrain."""

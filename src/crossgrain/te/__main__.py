@@ -1,4 +1,4 @@
-"""Run a script or a module with crossgrain in the place of Transformer Engine.
+"""Run a script or a module with crossgrain instead of Transformer Engine.
 
 python -m crossgrain.te [--replace] script.py arguments...
 python -m crossgrain.te [--replace] -m package.module arguments...
@@ -22,7 +22,7 @@ USAGE = "usage: python -m crossgrain.te [--replace] (script.py | -m module) [arg
 
 
 def main(arguments: list[str]) -> None:
-    """Run what ``arguments`` name as ``__main__``, as Python itself would."""
+    """Run the script or module that ``arguments`` name as ``__main__``, as Python itself would."""
     replace = arguments[:1] == ["--replace"]
     rest = arguments[1:] if replace else arguments
     if not rest or rest[0] in ("-h", "--help") or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) == 1)):
@@ -58,10 +58,10 @@ def _run_script(script: str, argv: list[str]) -> None:
 
 
 def _run_module(name: str, argv: list[str]) -> None:
-    """A module, or the ``__main__`` of a package."""
+    """Run a module, or the ``__main__`` of a package."""
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:  # a parent that is none
+    except (ImportError, ValueError) as error:  # its parent is not a package
         raise SystemExit(f"crossgrain.te: cannot run {name}: {error}") from error
     if spec is None:
         raise SystemExit(f"crossgrain.te: No module named {name}")
@@ -71,13 +71,13 @@ def _run_module(name: str, argv: list[str]) -> None:
     loader: Any = spec.loader
     code = loader.get_code(name)
     if code is None:
-        raise SystemExit(f"crossgrain.te: {name} has no Python code")
+        raise SystemExit(f"crossgrain.te: cannot run {name}: it has no Python code")
     sys.argv = [spec.origin or name, *argv[1:]]
     _run_as_main(code, __file__=spec.origin, __loader__=loader, __package__=spec.parent, __spec__=spec)
 
 
 def _run_as_main(code: CodeType, **facts: Any) -> None:
-    """In a module that stays ``__main__``: threads, exit handlers and their pickles outlive the last line."""
+    """Run code in a module that stays ``__main__``, because threads and exit handlers may outlive the last line."""
     module = ModuleType("__main__")
     vars(module).update(facts, __builtins__=builtins)
     sys.modules["__main__"] = module

@@ -185,11 +185,11 @@ def test_recomputation_is_bitwise_the_same(tracked):
         ({"cp_group": object()}, NotImplementedError, "cp_group"),
         ({"softmax_type": "learnable"}, NotImplementedError, "softmax_type"),
         ({"tp_size": 3}, ValueError, "tp_size"),
-        ({"attn_mask_type": "casual"}, ValueError, "attn_mask_type is one of"),
-        ({"qkv_format": "bhsd"}, ValueError, "qkv_format is one of"),
+        ({"attn_mask_type": "casual"}, ValueError, "attn_mask_type must be one of"),
+        ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be one of"),
         ({"num_gqa_groups": 3}, ValueError, "evenly"),
         ({"window_size": (2, 2)}, ValueError, "to the right"),
-        ({"window_size": (-2, 0)}, ValueError, "window_size"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size must be"),
     ],
 )
 def test_refused_options(options, error, words):
@@ -203,7 +203,7 @@ def test_refused_calls():
     for option in ({"alibi_slopes": torch.ones(4)}, {"core_attention_bias_type": "alibi"}, {"fp8_output": True}):
         with pytest.raises(NotImplementedError):
             layer(q, k, v, **option)
-    with pytest.raises(ValueError, match="keys are bshd with 2 heads of 8"):
+    with pytest.raises(ValueError, match="keys must be bshd with 2 heads of 8"):
         layer(q, q, v)
     with pytest.raises(ValueError, match="needs an attention_mask, or cu_seqlens"):
         layer(q, k, v, attn_mask_type="padding")
@@ -214,7 +214,7 @@ def test_refused_calls():
     with pytest.raises(ValueError, match="cu_seqlens"):
         layer(q[0], k[0], v[0], qkv_format="thd", attn_mask_type="padding")
     cu = torch.tensor([0, 9])
-    with pytest.raises(ValueError, match="behind the last"):
+    with pytest.raises(ValueError, match="goes beyond the last"):
         layer(q[0], k[0], v[0], qkv_format="thd", attn_mask_type="padding", cu_seqlens_q=cu, cu_seqlens_kv=cu)
 
 
@@ -222,7 +222,7 @@ def test_lengths_that_do_not_fit_the_batch_are_refused():
     q, k, v = sequences(2, 5, 5)
     for lengths in ([5], [5, 6]):
         cu = offsets(lengths)
-        with pytest.raises(ValueError, match="in a batch of 2 times 5 tokens"):
+        with pytest.raises(ValueError, match="do not fit a batch of 2 sequences of at most 5 tokens"):
             core()(q, k, v, attn_mask_type="padding", cu_seqlens_q=cu, cu_seqlens_kv=cu)
 
 

@@ -143,13 +143,13 @@ def test_errors():
         core(q, k.requires_grad_(), k, inference_params=params)
     with torch.no_grad(), pytest.raises(NotImplementedError, match="arbitrary"):
         core(q, k, k, torch.zeros(2, 2), attn_mask_type="arbitrary", inference_params=params)
-    with torch.no_grad(), pytest.raises(ValueError, match="the cache is for 2 of 4"):
+    with torch.no_grad(), pytest.raises(ValueError, match="but the cache is for 2 heads of 4"):
         cg.DotProductAttention(4, 4, qkv_format="bshd")(q, q, q, inference_params=params)
-    with torch.no_grad(), pytest.raises(ValueError, match="in a step of"):
+    with torch.no_grad(), pytest.raises(ValueError, match="do not fit this step, in which the sequences get"):
         core(q[:, :1], k[:, :1], k[:, :1], inference_params=params)
     with pytest.raises(ValueError, match="sequence 0 has 2 tokens and cannot get 11 more"):
         params.pre_step({0: 11})
-    with pytest.raises(ValueError, match="4 sequences in a cache for 3"):
+    with pytest.raises(ValueError, match="the step has 4 sequences, but the cache has room for max_batch_size=3"):
         params.pre_step(dict.fromkeys(range(4), 1))
     with pytest.raises(NotImplementedError, match="pages"):
         cache(is_paged=True)

@@ -105,7 +105,7 @@ def test_what_is_returned(normalization):
     assert bias is mha.proj.bias
     torch.testing.assert_close(normalized, exact_normalized)
     torch.testing.assert_close(y, exact)
-    with pytest.raises(ValueError, match="input_layernorm"):
+    with pytest.raises(ValueError, match="needs input_layernorm=True"):
         layer(return_layernorm_output=True)
 
 
@@ -166,11 +166,11 @@ def test_padding_and_microbatches():
 
 def test_errors():
     x = torch.randn(2, 5, 16, dtype=F64)
-    with pytest.raises(ValueError, match="self attention with encoder_output"):
+    with pytest.raises(ValueError, match="self attention was called with encoder_output"):
         layer()(x, encoder_output=x)
-    with pytest.raises(ValueError, match="cross attention without encoder_output"):
+    with pytest.raises(ValueError, match="cross attention was called without encoder_output"):
         layer(attention_type="cross")(x)
-    with pytest.raises(ValueError, match="qk_norm_type"):
+    with pytest.raises(ValueError, match="qk_norm_type must be"):
         layer(qk_norm_type="BatchNorm")
     with pytest.raises(ValueError, match="evenly"):
         cg.MultiheadAttention(16, 3)

@@ -237,7 +237,7 @@ def test_roles():
     layer.output_quantizer_role = layer.grad_input_quantizer_role = mine
     assert layer.get_quantizer_roles(fwd=True, num_quantizers=9)[3:6] == [mine] * 3
     assert layer.get_quantizer_roles(fwd=False, num_quantizers=6)[:2] == [mine] * 2
-    with pytest.raises(ValueError, match="9 slots"):
+    with pytest.raises(ValueError, match="has 9 slots for quantizers"):
         layer.get_quantizer_roles(fwd=True, num_quantizers=3)
 
 

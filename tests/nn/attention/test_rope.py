@@ -98,7 +98,7 @@ def test_dtypes_and_errors():
     assert apply_rotary_pos_emb(torch.randn(2, 1, 1, 8, dtype=torch.bfloat16), freqs).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="position 4 has no angle"):
         apply_rotary_pos_emb(torch.randn(5, 1, 1, 8), freqs[:4])
-    with pytest.raises(ValueError, match="even"):
+    with pytest.raises(ValueError, match="must be even"):
         cg.RotaryPositionEmbedding(7)
     with pytest.raises(ValueError, match="cu_seqlens"):
         apply_rotary_pos_emb(torch.randn(5, 1, 8), freqs, "thd")

@@ -77,7 +77,7 @@ def test_maps_of_indices():
     dropped, places = moe_permute(x, chosen, num_out_tokens=4, map_type="index")
     assert torch.equal(dropped, rows[:4])
     torch.testing.assert_close(moe_unpermute(dropped, places), x * torch.tensor([[2.0], [1.0], [1.0]]))
-    with pytest.raises(ValueError, match="'mask' or 'index'"):
+    with pytest.raises(ValueError, match="map_type must be 'mask' or 'index'"):
         moe_permute(x, chosen, map_type="other")
 
 
@@ -115,7 +115,7 @@ def test_chunks_are_sorted():
     assert torch.equal(moe_sort_chunks_by_index(x, sizes, order), x[expected])
     rows, permuted = moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
     assert torch.equal(rows, x[expected]) and torch.equal(permuted, probs[expected])
-    with pytest.raises(ValueError, match="do not make up 6 rows"):
+    with pytest.raises(ValueError, match="do not add up to the 6 rows"):
         moe_sort_chunks_by_index(x, sizes + 1, order)
 
 
@@ -123,9 +123,9 @@ def test_what_does_not_fit_is_refused():
     mask, probs = routed()
     x = torch.randn(TOKENS, WIDTH)
     rows, places = moe_permute(x, mask)
-    with pytest.raises(ValueError, match=f"has {len(rows)} rows, num_out_tokens says 1"):
+    with pytest.raises(ValueError, match=f"has {len(rows)} rows, but num_out_tokens is 1"):
         moe_permute(x, mask, num_out_tokens=1)
-    with pytest.raises(ValueError, match="for 7 tokens, the input has 6"):
+    with pytest.raises(ValueError, match="for 7 tokens, but the input has 6"):
         moe_permute(x[:-1], mask)
     with pytest.raises(ValueError, match=r"merging_probs \[7, 3\]"):
         moe_unpermute(rows, places, merging_probs=probs[:, :3])
@@ -200,7 +200,7 @@ def test_low_precision_logits_are_routed_in_float32():
     assert probs.dtype == torch.bfloat16 and torch.equal(probs, wide.to(torch.bfloat16)) and torch.equal(chosen, same)
     with pytest.raises(ValueError, match="sigmoid and sqrtsoftplus"):
         route(logits, bias=torch.zeros(EXPERTS))
-    with pytest.raises(ValueError, match="softmax, sigmoid and sqrtsoftplus, not 'tanh'"):
+    with pytest.raises(ValueError, match="softmax, sigmoid and sqrtsoftplus, got 'tanh'"):
         route(logits, score="tanh")
 
 

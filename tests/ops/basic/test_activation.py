@@ -110,7 +110,7 @@ def test_scaled_by_rows(name: str) -> None:
 
 
 def test_scales_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match="a scale for each row"):
+    with pytest.raises(ValueError, match="needs a scale for each row"):
         ops.ScaledSwiGLU()(_input(), torch.ones(8))
 
 

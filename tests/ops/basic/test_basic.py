@@ -44,7 +44,7 @@ def test_norms_start_without_effect() -> None:
     for zero_centered in (False, True):
         op = ops.LayerNorm(32, zero_centered_gamma=zero_centered, device="meta")
         assert_close([op(x)], [torch.nn.functional.layer_norm(x, (32,))], torch.float32)
-    with pytest.raises(ValueError, match="has to end in .32."):
+    with pytest.raises(ValueError, match="last dimensions of the input must be .32."):
         ops.RMSNorm(32)(torch.randn(4, 31))
 
 

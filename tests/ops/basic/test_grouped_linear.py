@@ -173,7 +173,7 @@ def test_state_dict_and_meta() -> None:
 
 @pytest.mark.parametrize("sizes", [[96], [32, 32, 31], [-32, 64, 64]])
 def test_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="3 groups need as many sizes that add up to 96 rows"):
+    with pytest.raises(ValueError, match="must be 3 numbers >= 0 that add up to 96 rows"):
         _op()(torch.randn(96, 64), _sizes(sizes))
 
 

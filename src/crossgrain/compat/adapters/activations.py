@@ -1,4 +1,4 @@
-"""Gated activations whose halves alternate."""
+"""Convert between the two layouts of a gated activation: halves one after the other, or interleaved."""
 
 from ...gemm.activations import deinterleaved as deinterleave_glu_tensor
 from ...gemm.activations import interleaved as interleave_glu_tensor

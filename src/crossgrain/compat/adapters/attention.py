@@ -1,4 +1,4 @@
-"""Which way attention is computed, of which there is one."""
+"""Attention functions and the selection of attention backends; there is only one backend here, unfused."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _attention_backends: dict[str, Any] = {
     "use_unfused_attention": True,
     "backend_selection_requires_update": False,
 }
-"""What was chosen last; it is never anything else."""
+"""The selected backend, as Transformer Engine stores it. It is always unfused."""
 
 
 class FusedAttnBackend(enum.IntEnum):
-    """Kernels that a GPU may have."""
+    """Names of fused attention kernels of GPUs; none of them is available here."""
 
     F16_max512_seqlen = 0
     F16_arbitrary_seqlen = 1
@@ -38,11 +38,11 @@ class FusedAttnBackend(enum.IntEnum):
 
 
 class AttentionParams(SimpleNamespace):
-    """What a choice would depend on, by any name."""
+    """Parameters for the selection of a backend; any attribute is accepted."""
 
 
 class AttentionLogging:
-    """Messages about the choice."""
+    """Settings of messages about the selection; nothing is logged here."""
 
     _log_level = logging.WARNING
     _is_logging_setup = False
@@ -53,7 +53,7 @@ class AttentionLogging:
 
 
 class FlashAttentionUtils:
-    """There is no flash-attn."""
+    """Reports that flash-attn is not installed."""
 
     is_installed: ClassVar[bool] = False
     v3_is_installed: ClassVar[bool] = False
@@ -61,7 +61,11 @@ class FlashAttentionUtils:
 
 
 def get_attention_backend(attention_params: AttentionParams | None = None) -> tuple[Any, ...]:
-    """Flash and which, fused and which, unfused, and all three as a list: unfused."""
+    """Return the selected backend, which is always unfused.
+
+    Returns:
+        ``(use_flash, flash_backend, use_fused, fused_backend, use_unfused, available)``.
+    """
     return False, None, False, None, True, [False, False, True]
 
 
@@ -77,7 +81,7 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``qkv`` [..., groups, q + k + v channels] divided into heads, with queries and keys turned by their angles."""
+    """Split ``qkv`` [..., groups, q + k + v channels] into heads, and apply rotary positions to queries and keys."""
     q, k, v = qkv.split(list(qkv_split_arg_list), dim=-1)
     channels = k.shape[-1]
     q = q.reshape(*q.shape[:-2], -1, channels)

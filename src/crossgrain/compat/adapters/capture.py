@@ -1,4 +1,4 @@
-"""Graphs and exports that are never under way here."""
+"""Questions about CUDA graphs and ONNX export, which never run here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def is_in_onnx_export_mode() -> bool:
 
 
 def assert_warmed_up(module: Any) -> None:
-    """Modules need no run before they are exported."""
+    """Do nothing: modules need no warm-up before an export."""
 
 
 def no_torch_dynamo(recursive: bool = True) -> Callable[[Any], Any]:
-    """A decorator that keeps torch.compile out."""
+    """A decorator that excludes a function from torch.compile."""
     return lambda function: torch.compiler.disable(function, recursive=recursive)

@@ -1,4 +1,4 @@
-"""Names of numbers."""
+"""Constants of Transformer Engine: block sizes, names of masks and modes, indices of tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ dist_group_type = dist.ProcessGroup
 
 
 class FP8FwdTensorIdx(enum.IntEnum):
-    """Places of forward tensors in the lists of a module: three for each GEMM."""
+    """Indices of forward tensors in the lists of a module: three for each GEMM."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -52,7 +52,7 @@ class FP8FwdTensorIdx(enum.IntEnum):
 
 
 class FP8BwdTensorIdx(enum.IntEnum):
-    """Places of backward tensors: two for each GEMM."""
+    """Indices of backward tensors in the lists of a module: two for each GEMM."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1

@@ -1,4 +1,4 @@
-"""Debug features, of which there are none: only what resets them."""
+"""The state of debug features. crossgrain has none; this exists for clients that reset it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TEDebugState:
 
     @classmethod
     def get_layer_count(cls) -> int:
-        """The next number."""
+        """Return the next layer number."""
         number = cls.layer_count
         cls.layer_count += 1
         return number

@@ -1,4 +1,4 @@
-"""Random states and recomputation, as clients handle them."""
+"""Functions for recomputation, random states and FSDP that clients call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _tracked: dict[str, Any] = {}
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """Around both passes of a client's own checkpoint.
+    """A context that clients enter around both passes of their own checkpoint function. It does nothing.
 
-    What may be recomputed by it needs nothing that is noted here; delayed scaling, which does, refuses to run in
-    backward outside of checkpoints that are known.
+    Recipes without histories need nothing from it. Delayed scaling raises if it runs in backward outside of a
+    checkpoint of torch or crossgrain.
     """
     yield
 
 
 def get_all_rng_states() -> dict[str, Any]:
-    """States of trackers that graphs capture."""
+    """The states that `set_all_rng_states` was given."""
     return dict(_tracked)
 
 
@@ -33,14 +33,18 @@ def set_all_rng_states(states: dict[str, Any]) -> None:
 
 
 def graph_safe_rng_available() -> bool:
-    """There are no graphs."""
+    """Always False: there are no CUDA graphs."""
     return False
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: nn.Module) -> None:
-    """With FSDP2 there is nothing to prepare: weights, gathered or not, are quantized where they are used."""
+    """Check that the model is sharded with FSDP2, which needs no preparation.
+
+    Raises:
+        TypeError: no module is sharded with ``fully_shard``.
+    """
     if not any(isinstance(module, FSDPModule) for module in fsdp_root.modules()):
         raise TypeError(
             f"prepare_te_modules_for_fsdp: {type(fsdp_root).__name__} has no module that fully_shard has sharded; "
-            "FullyShardedDataParallel is not supported"
+            "crossgrain supports FSDP2 (fully_shard), not FullyShardedDataParallel"
         )

@@ -1,4 +1,4 @@
-"""Functions of the compiled extension, over crossgrain's own."""
+"""The functions of Transformer Engine's compiled extension, implemented with crossgrain's own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
 
 
 class FP8TensorMeta:
-    """Scales and histories of delayed scaling, by attribute."""
+    """Scales and histories of delayed scaling."""
 
     scale: Tensor
     scale_inv: Tensor
@@ -67,7 +67,7 @@ class FP8TensorMeta:
 
 
 class Float8BlockScaleTensorFormat(enum.IntEnum):
-    """How scales of blocks lie in memory: always compact here."""
+    """Memory layouts of block scales; here they are always compact."""
 
     GEMM_READY = 0
     COMPACT = 1
@@ -77,21 +77,21 @@ class Float8BlockScaleTensorFormat(enum.IntEnum):
 
 
 def quantize(tensor: Tensor, quantizer: Quantizer, out: Any = None, noop: Tensor | None = None) -> Any:
-    """Into new memory, or into ``out`` unless ``noop`` is not zero."""
+    """Quantize into new memory, or into ``out``; nothing is written if ``noop`` is not zero."""
     if out is not None:
         return quantizer.update_quantized(tensor, out, noop_flag=noop)
     return quantizer.quantize(tensor)
 
 
 def dequantize(tensor: QuantizedTensorStorage, dtype: DType | torch.dtype | None = None) -> Tensor:
-    """The numbers, in the dtype that the tensor stands for or another."""
+    """Decode a quantized tensor, to its nominal dtype or to ``dtype``."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return tensor.dequantize(dtype=dtype)
     return tensor.dequantize(dtype=TE_DType_To_Torch[DType.cast(dtype)])
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
-    """The sum over rows, which is the gradient of a bias, and the quantized tensor."""
+    """Return the sum over rows, which is the gradient of a bias, and the quantized tensor."""
     sums = tensor.reshape(-1, tensor.shape[-1]).to(torch.float32).sum(0).to(tensor.dtype)
     return sums, quantizer.quantize(tensor)
 
@@ -99,26 +99,26 @@ def bgrad_quantize(tensor: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
 def group_quantize(
     tensor: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None = None, **offsets: Any
 ) -> GroupedTensor:
-    """Rows in groups, each quantized alone, in one memory; where they begin follows from their sizes."""
+    """Quantize groups of rows separately into one memory. Offsets are computed from the sizes of the groups."""
     return quantized_group(tensor, quantizer, num_tensors, first_dims)
 
 
 def group_dequantize(tensor: GroupedTensor, dtype: DType | None = None) -> GroupedTensor:
-    """The numbers, as a group."""
+    """Decode all tensors of a group."""
     return tensor.dequantize(None if dtype is None else TE_DType_To_Torch[DType.cast(dtype)])
 
 
 def bgrad_group_quantize(
     tensor: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None = None, **offsets: Any
 ) -> tuple[GroupedTensor, Tensor]:
-    """`group_quantize`, and the sum of each group over its rows [groups, K]."""
+    """Return what `group_quantize` makes, and the sum of each group over its rows [groups, K]."""
     group = quantized_group(tensor, quantizer, num_tensors, first_dims)
     parts = tensor.split([first for first, _ in group.tensor_shapes])
     return group, torch.stack([part.to(torch.float32).sum(0) for part in parts]).to(tensor.dtype)
 
 
 def splits_to_offsets(first_dims: Tensor, last_dim: int) -> Tensor:
-    """Where groups of so many rows of ``last_dim`` numbers begin, and where the last one ends."""
+    """The offsets where groups of ``first_dims`` rows of ``last_dim`` numbers begin, and where the last one ends."""
     ends = torch.cumsum(first_dims.to(torch.int64), 0) * last_dim
     return torch.cat((ends.new_zeros(1), ends))
 
@@ -131,7 +131,7 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The sizes as int64, and the same for several sizes of rows, with or without the first 0."""
+    """The sizes as int64, and offsets like `splits_to_offsets` for several row lengths, with or without the first 0."""
     sizes = split_sizes.to(device=resolved_device(device), dtype=torch.int64)
     offsets = [
         splits_to_offsets(sizes, stride)[0 if leading else 1 :].to(dtype)
@@ -148,7 +148,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: DType,
     margin: float,
 ) -> None:
-    """One step of delayed scaling for all histories, whose newest rows lie in one buffer."""
+    """Do one step of delayed scaling for all histories. Their newest rows are in one buffer."""
     largest = DType.cast(fp8_dtype).element.max
     start = 0
     for history, scale in zip(amax_histories, scales, strict=True):
@@ -187,7 +187,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """`general_gemm` with transpositions in place of a layout."""
+    """Like `general_gemm`, but with transposition flags instead of a layout."""
     return list(
         general_gemm(
             A,
@@ -222,7 +222,7 @@ def layernorm_fwd(
     sm_margin: int = 0,
     zero_centered_gamma: bool = False,
 ) -> tuple[Any, Tensor | None, Tensor]:
-    """The result, quantized if there is a quantizer, and the mean and the reciprocal deviation [rows]."""
+    """Return the result, quantized if there is a quantizer, and the mean and the reciprocal deviation [rows]."""
     made = layer_norm(input, weight, bias, eps, zero_centered_gamma)
     assert made.mean is not None
     return _delivered(made.y, ln_out, quantizer, otype), made.mean.flatten(), made.rstd.flatten()
@@ -238,7 +238,7 @@ def rmsnorm_fwd(
     sm_margin: int = 0,
     zero_centered_gamma: bool = False,
 ) -> tuple[Any, None, Tensor]:
-    """The same without a mean."""
+    """Return the result, quantized if there is a quantizer, None, and the reciprocal deviation [rows]."""
     made = rms_norm(input, weight, eps, zero_centered_gamma)
     return _delivered(made.y, ln_out, quantizer, otype), None, made.rstd.flatten()
 
@@ -252,7 +252,7 @@ def layernorm_bwd(
     sm_margin: int = 0,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias."""
+    """Return the gradients of input, weight and bias."""
     by_row = (*x.shape[:-1], 1)
     return norm_backward(dz, x, gamma, mu.view(by_row), rsigma.view(by_row), zero_centered_gamma)
 
@@ -260,7 +260,7 @@ def layernorm_bwd(
 def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int = 0, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight."""
+    """Return the gradients of input and weight."""
     return norm_backward(dz, x, gamma, None, rsigma.view(*x.shape[:-1], 1), zero_centered_gamma)[:2]
 
 
@@ -272,7 +272,7 @@ def _delivered(y: Tensor, out: Any, quantizer: Quantizer | None, dtype: DType) -
 
 
 def _pair(name: str) -> tuple[Any, Any]:
-    """An activation and its gradient, both quantized if there is a quantizer."""
+    """Functions for an activation and its gradient; they quantize the result if a quantizer is given."""
 
     def forward(input: Tensor, quantizer: Quantizer | None = None, *options: float) -> Any:
         y = _function(name, options).forward(input)
@@ -304,5 +304,5 @@ clamped_swiglu, clamped_dswiglu = _pair("clamped_swiglu")
 
 
 def get_cublasLt_version() -> int:
-    """One that has every format: there is no cuBLAS that could lack any."""
+    """A version number that has every format, since cuBLAS is not used here."""
     return 130100

@@ -1,9 +1,9 @@
-"""GEMMs by layout: ``TN`` is fprop, ``NN`` is dgrad and ``NT`` is wgrad of a linear layer.
+"""Matrix products with Transformer Engine's arguments. The layout chooses which GEMM of a linear layer is computed.
 
-layout   A             B                  result
-TN       weight        input              B · Aᵀ
-NN       weight        output gradient    B · A
-NT       input         output gradient    Bᵀ · A
+layout   GEMM    A        B                 result
+TN       fprop   weight   input             B · Aᵀ
+NN       dgrad   weight   output gradient   B · A
+NT       wgrad   input    output gradient   Bᵀ · A
 """
 
 from __future__ import annotations
@@ -66,15 +66,37 @@ def general_gemm(
     bulk_overlap: bool = False,
     workspace: Tensor | None = None,
 ) -> Results:
-    """``(out, bias gradient, input of gelu, extra output)``.
+    """Multiply A and B.
 
-    ``bias``       is added; with ``grad`` its gradient, the sum of B over rows, is returned instead
-    ``gelu``       is applied to the sum, which is returned as well; with ``grad`` the result is multiplied by its
-                   derivative at ``gelu_in``
-    ``workspace``  has no meaning here
+    Args:
+        A: first operand, plain or quantized.
+        B: second operand, plain or quantized.
+        out_dtype: dtype of the result; by default that of ``out`` or of A.
+        quantization_params: quantizer for the result.
+        gelu: apply gelu to the result, and return its input as well; with ``grad``, multiply the result by the
+            derivative of gelu at ``gelu_in``.
+        gelu_in: input of gelu in forward; needed with ``gelu`` and ``grad``.
+        alpha: factor of the product.
+        beta: factor of what is in ``out``; only with ``accumulate``.
+        accumulate: add the product to ``out``.
+        layout: "TN", "NN" or "NT", see above.
+        out: tensor to write the result to.
+        bias: added to the result; with ``grad``, its gradient is returned instead, the sum of B over rows.
+        use_split_accumulator: ignored.
+        grad: the product belongs to a backward pass.
+        ub: overlap with communication; not supported.
+        ub_type: not supported.
+        extra_output: not supported.
+        bulk_overlap: not supported.
+        workspace: ignored.
+
+    Returns:
+        ``(out, bias gradient, input of gelu, extra output)``; what does not apply is None.
     """
     if ub is not None or ub_type is not None or extra_output is not None or bulk_overlap:
-        raise NeedsCudaError("general_gemm: overlap with communication needs CUDA")
+        raise NeedsCudaError(
+            "general_gemm: overlap with communication (ub, ub_type, extra_output, bulk_overlap) needs CUDA"
+        )
     _validate_native_gemm_output_quantizer(quantization_params)
     _check_arguments(out_dtype, out, quantization_params, gelu, accumulate, beta)
     forward_bias = None if grad else bias
@@ -97,7 +119,7 @@ def general_gemm(
     before_gelu: Tensor | None = None
     if gelu and grad:
         if gelu_in is None:
-            raise ValueError("general_gemm: the derivative of gelu is taken at gelu_in, which is missing")
+            raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, which is missing")
         result = activation("gelu").backward(result, gelu_in.view(shape).to(torch.float32))
     elif gelu:
         before_gelu = result.to(dtype)
@@ -138,14 +160,19 @@ def general_grouped_gemm(
     single_output: bool = False,
     workspaces: Any = None,
 ) -> tuple[Any, list[Tensor | None], list[Tensor | None]]:
-    """`general_gemm` for each group: ``(out, bias gradients, inputs of gelu)``.
+    """Call `general_gemm` for each group.
 
-    ``single_output``  all results are written one after the other to ``out[0]``, in parts of ``m_splits`` rows
+    Args:
+        m_splits: rows of each group; needed with ``single_output``.
+        single_output: write all results one after the other to ``out[0]``, in parts of ``m_splits`` rows.
+
+    Returns:
+        ``(out, bias gradients, inputs of gelu)``.
     """
     outputs: Sequence[Tensor] = out
     if single_output:
         if m_splits is None:
-            raise ValueError("general_grouped_gemm: a single output is divided by m_splits, which is missing")
+            raise ValueError("general_grouped_gemm: single_output=True needs m_splits, the rows of each group")
         outputs = out[0].split(list(m_splits))
     quantizers = quantization_params or [None] * len(A)
     biases: Sequence[Tensor | None] = bias or [None] * len(A)
@@ -182,14 +209,18 @@ def general_grouped_gemm_for_grouped_tensor(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> GroupedTensor | Sequence[Tensor]:
-    """`general_gemm` for each tensor of a group, into ``out``, which is returned.
+    """Call `general_gemm` for each tensor of a group, write the results to ``out`` and return it.
 
-    ``alpha``  of the products, one number for each group; ``beta`` of what is in ``out``, where they are added to it
+    Args:
+        alpha: factors of the products, one for each group.
+        beta: factors of what is in ``out``, one for each group; only with ``accumulate``.
     """
     if grad or bias_scale is not None:
-        raise NotImplementedError("groups of tensors are multiplied without gradients of a bias and without bias_scale")
+        raise NotImplementedError("general_grouped_gemm_for_grouped_tensor does not support grad=True or bias_scale")
     if beta is not None and not accumulate:
-        raise ValueError("beta scales what is in out, which is only kept with accumulate")
+        raise ValueError(
+            "general_grouped_gemm_for_grouped_tensor: beta needs accumulate=True, because it scales what is in out"
+        )
     targets, biases = _members(out), [None] * len(_members(out)) if bias is None else _members(bias)
     for g, (a, b, target, added) in enumerate(zip(_members(A), _members(B), targets, biases, strict=True)):
         general_gemm(
@@ -211,11 +242,11 @@ def _members(group: GroupedTensor | Sequence[Any]) -> list[Any]:
 
 
 def _unwrap_tensor(tensor: Any, usage: str) -> Any:
-    """What a GEMM multiplies: the child of a hybrid, the numbers of an identity, everything else as it is."""
+    """The tensor that a GEMM multiplies: the child of a hybrid, the values of an identity, or ``tensor`` itself."""
     if usage not in ("rowwise", "columnwise"):
-        raise ValueError(f"a GEMM reads an operand rowwise or columnwise, not {usage!r}")
+        raise ValueError(f"usage of a GEMM operand must be rowwise or columnwise, got {usage!r}")
     if tensor is None:
-        raise RuntimeError(f"there is no {usage} data for this GEMM")
+        raise RuntimeError(f"an operand of this GEMM has no {usage} data")
     if isinstance(tensor, HybridQuantizedTensorStorage):
         return _unwrap_tensor(getattr(tensor, f"{usage}_sub_storage"), usage)
     if isinstance(tensor, IdentityTensorStorage):
@@ -229,29 +260,33 @@ def _validate_native_gemm_output_quantizer(quantizer: Any) -> None:
     if quantizer is not None and not isinstance(quantizer, _NATIVE):
         names = ", ".join(cls.__name__ for cls in _NATIVE)
         raise NotImplementedError(
-            f"a GEMM quantizes its output by one of {names}, not by {type(quantizer).__name__}: quantize it afterwards"
+            f"a GEMM can quantize its output with one of {names}, but not with {type(quantizer).__name__}: quantize "
+            "the result afterwards"
         )
 
 
 def _check_arguments(
     out_dtype: Any, out: Any, quantizer: Any, gelu: bool, accumulate: bool, beta: float | None
 ) -> None:
-    """Refuse what would be left undone."""
+    """Raise for combinations of arguments that are not supported."""
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"general_gemm: out_dtype is a torch.dtype, not a {type(out_dtype).__name__}")
+        raise TypeError(f"general_gemm: out_dtype must be a torch.dtype, got a {type(out_dtype).__name__}")
     quantized_out = isinstance(out, QuantizedTensorStorage)
     if quantizer is not None and out is not None and not quantized_out:
         raise ValueError("general_gemm: a quantized result cannot be written to an out that is not quantized")
     if accumulate and (gelu or quantizer is not None or quantized_out):
-        raise ValueError("general_gemm: only a result without gelu and quantizer can be added to out")
+        raise ValueError(
+            "general_gemm: accumulate=True works only without gelu and without a quantizer: such a result can be added "
+            "to out"
+        )
     if beta and not accumulate:
-        raise ValueError(f"general_gemm: beta is {beta}, but out is only scaled where the result is added to it")
+        raise ValueError(f"general_gemm: beta is {beta}, but it is only used with accumulate=True")
 
 
 def _product(layout: str, A: Operand, B: Operand, dtype: torch.dtype, **options: Any) -> Tensor:
     which = _GEMM_OF.get(layout)
     if which is None:
-        raise ValueError(f"layouts of GEMMs are {', '.join(_GEMM_OF)}, not {layout!r}")
+        raise ValueError(f"the layout of a GEMM must be one of {', '.join(_GEMM_OF)}, got {layout!r}")
     left, right = GEMMS[which].values()  # of B, and of A
     try:
         return gemm(which, _read(B, left), _read(A, right), out_dtype=dtype, **options)
@@ -282,6 +317,6 @@ def _plain(operand: Operand) -> Tensor:
 
 
 def _dtype_of(A: Operand, B: Operand) -> torch.dtype:
-    """What the operands stand for."""
+    """The nominal dtype of the first operand."""
     first: Any = A
     return first._dtype if isinstance(first, QuantizedTensorStorage) else first.dtype

@@ -1,4 +1,4 @@
-"""What clients call beside the modules themselves."""
+"""Functions around modules that clients call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _dummies: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """How buffers of communication would be quantized."""
+    """How communication buffers are quantized; not used here."""
 
     NONE = "none"
     FP8 = "fp8"
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """Memory that is given to autograd in place of a weight gradient which is elsewhere; the same for equal shapes."""
+    """A tensor to give to autograd instead of a weight gradient that is stored elsewhere; shared by equal shapes."""
     key = (tuple(shape), dtype)
     if key not in _dummies:
         _dummies[key] = torch.zeros(key[0], dtype=dtype, device=accelerator())
@@ -38,17 +38,17 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
 
 
 def get_workspace() -> Tensor:
-    """GEMMs have their own memory."""
+    """An empty tensor: GEMMs manage their own memory."""
     return torch.empty(0, dtype=torch.uint8, device=accelerator())
 
 
 def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> bool:
-    """Groups are multiplied one by one here."""
+    """Always False: groups are multiplied one by one here."""
     return False
 
 
 def noop_cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Tensors one after the other."""
+    """Concatenate tensors; a single tensor is returned unchanged."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
 
 
@@ -63,10 +63,17 @@ def quantize_weight(
     workspace_dtype: torch.dtype | None = None,
     cache: bool = False,
 ) -> tuple[Any, QuantizedTensorStorage | None]:
-    """A weight for a GEMM, and the copy to keep if a new one was made to be kept.
+    """Return a quantized weight for a GEMM, and the copy to keep if ``cache`` is set and a new one was made.
 
-    A weight that is quantized already is used as it is. ``workspace`` is written again, unless ``update_workspace`` is
-    off or ``skip_update_flag`` is not zero; one without a direction that the quantizer has is replaced.
+    Args:
+        tensor: the weight; one that is quantized already is used itself.
+        quantizer: needed unless the weight is quantized.
+        workspace: an earlier copy to use. It is replaced if it lacks a direction that the quantizer makes.
+        update_workspace: write the weight to ``workspace`` again.
+        skip_update_flag: if it is not zero, ``workspace`` is not written.
+        fsdp_group: ignored.
+        workspace_dtype: nominal dtype of a new copy.
+        cache: return a new copy as the second result too.
     """
     if isinstance(tensor, QuantizedTensor):
         if quantizer is not None:
@@ -76,7 +83,7 @@ def quantize_weight(
                 tensor.update_usage(**missing)
         return tensor, None
     if quantizer is None:
-        raise ValueError("quantize_weight: a weight that is not quantized needs a quantizer")
+        raise ValueError("quantize_weight: a weight that is not quantized needs a quantizer, but quantizer is None")
     if workspace is not None:
         have = workspace.get_usages()
         if all(have[name] for name, want in quantizer.get_usages().items() if want):

@@ -1,4 +1,4 @@
-"""What tests and clients ask of the helpers of fusible operations."""
+"""Helpers of fusible operations that tests and clients call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_quantized_tensor(tensor: Any) -> bool:
 
 
 class GroupedMLPOfCuTe:
-    """Grouped layers as one kernel: whoever asks is told that there is none, and none is ever made."""
+    """Stand-in for a grouped MLP in one CUDA kernel: `is_supported` is False, and it cannot be created."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         raise NeedsCudaError("a grouped MLP in one kernel needs CUDA")
@@ -24,7 +24,7 @@ class GroupedMLPOfCuTe:
 
 
 def _cudnn_frontend_version_supported() -> bool:
-    """Whether grouped layers may run cuDNN's fused kernels: there are none here."""
+    """Always False: there are no fused kernels of cuDNN here."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""FP8 with current scaling by crossgrain's reference, which is plain torch, with the results under plain names."""
+"""FP8 with current scaling by crossgrain's reference kernels, which are plain torch code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CurrentScalingQuantizerRef", "CurrentScalingTensorRef"]
 
 
 class CurrentScalingTensorRef(Float8TensorStorage):
-    """``data`` [M, K] and ``data_t`` [K, M] as FP8, ``scale`` and ``scale_t``, by which to multiply them."""
+    """An FP8 tensor: ``data`` [M, K] and ``data_t`` [K, M], and ``scale`` and ``scale_t`` to multiply them by."""
 
     @property
     def data(self) -> Tensor | None:
@@ -46,11 +46,11 @@ class CurrentScalingTensorRef(Float8TensorStorage):
 
 
 class _ReferenceTensor(Float8Tensor, CurrentScalingTensorRef):
-    """The same as a torch.Tensor."""
+    """`CurrentScalingTensorRef` as a torch.Tensor."""
 
 
 class CurrentScalingQuantizerRef(Float8CurrentScalingQuantizer):
-    """Quantizes by the reference, to storages."""
+    """Quantizes with the reference kernels; the results are storages, not torch tensors."""
 
     _tensor_class = _ReferenceTensor
     custom = True

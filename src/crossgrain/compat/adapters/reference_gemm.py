@@ -1,4 +1,4 @@
-"""GEMMs of reference tensors: the same as of all others."""
+"""Products of reference tensors; they are computed like all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GEMMType", "MMParams", "custom_gemm"]
 
 
 class GEMMType(enum.Enum):
-    """Of a linear layer."""
+    """The three GEMMs of a linear layer."""
 
     FPROP = "fprop"
     DGRAD = "dgrad"
@@ -23,12 +23,12 @@ class GEMMType(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How to multiply."""
+    """Options of a product."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
 
 
 def custom_gemm(A: Any, B: Any, workspace: Any = None, **options: Any) -> Results:
-    """`general_gemm`."""
+    """Call `general_gemm` with the same arguments."""
     return general_gemm(A, B, workspace=workspace, **options)

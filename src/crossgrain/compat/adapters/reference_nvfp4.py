@@ -1,4 +1,4 @@
-"""NVFP4 by crossgrain's reference, which is plain torch, with the results under plain names."""
+"""NVFP4 by crossgrain's reference kernels, which are plain torch code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NVFP4QuantizerRef", "NVFP4TensorRef", "nvfp4_ref_rht_2d_factory"]
 
 
 class NVFP4TensorRef(NVFP4TensorStorage):
-    """``data`` [M, K/2] and ``scale`` [M, K/16] of the rows, ``data_t`` and ``scale_t`` of the columns, unpadded."""
+    """An NVFP4 tensor: ``data`` [M, K/2], ``scale`` [M, K/16] of rows; ``data_t``, ``scale_t`` of columns; unpadded."""
 
     @property
     def data(self) -> Tensor | None:
@@ -54,14 +54,22 @@ class NVFP4TensorRef(NVFP4TensorStorage):
 
 
 class _ReferenceTensor(NVFP4Tensor, NVFP4TensorRef):
-    """The same as a torch.Tensor."""
+    """`NVFP4TensorRef` as a torch.Tensor."""
 
 
 class NVFP4QuantizerRef(NVFP4Quantizer):
-    """Quantizes by the reference, to storages.
+    """Quantizes with the reference kernels; the results are storages, not torch tensors.
 
-    ``quant_tile_shape``  (1, 16), or (16, 16) for scales of tiles
-    ``pow_2_scales``, ``eps``  of other formats: off
+    Args:
+        dtype: the only format is E2M1.
+        rowwise: make a rowwise plane.
+        columnwise: make a columnwise plane.
+        pow_2_scales: not supported; must be False.
+        eps: not supported; must be 0.
+        quant_tile_shape: numbers that share a scale: (1, 16), or (16, 16).
+        with_rht: rotate the columnwise plane by a random Hadamard transform.
+        with_random_sign_mask: use random signs in the rotation.
+        **options: further options of `NVFP4Quantizer`.
     """
 
     _tensor_class = _ReferenceTensor
@@ -80,9 +88,11 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
         **options: Any,
     ) -> None:
         if pow_2_scales or eps:
-            raise NotImplementedError("NVFP4QuantizerRef: scales of NVFP4 are E4M3; leave pow_2_scales and eps off")
+            raise NotImplementedError(
+                "NVFP4QuantizerRef does not support pow_2_scales and eps: the scales of NVFP4 are E4M3 numbers"
+            )
         if quant_tile_shape not in ((1, 16), (16, 16)):
-            raise ValueError(f"NVFP4QuantizerRef: tiles are (1, 16) or (16, 16), not {quant_tile_shape}")
+            raise ValueError(f"NVFP4QuantizerRef: quant_tile_shape must be (1, 16) or (16, 16), got {quant_tile_shape}")
         super().__init__(
             DType.kFloat4E2M1,
             rowwise=rowwise,
@@ -102,7 +112,7 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
 
 @quantizer_factory(key=("nvfp4_ref_rht_2d_factory", 1))
 def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:
-    """Weights in tiles, everything else in rows and rotated columns."""
+    """A factory: 16x16 tiles for weights; for all other tensors plain rows and rotated columns."""
     if role is not None and role.tensor_type == "weight":
         return NVFP4QuantizerRef(quant_tile_shape=(16, 16))
     return NVFP4QuantizerRef(with_rht=True)

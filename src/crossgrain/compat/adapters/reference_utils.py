@@ -1,4 +1,4 @@
-"""What the reference quantizers share."""
+"""Helpers of the reference quantizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIGH_PRECISION_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Fp4Formats(enum.Enum):
-    """The one there is."""
+    """The 4-bit formats; there is only one."""
 
     E2M1 = "e2m1"
 
@@ -25,7 +25,7 @@ def roundup_div(x: int, y: int) -> int:
 
 
 def pack_fp4(codes: Tensor) -> Tensor:
-    """Two codes a byte, the first in the low half."""
+    """Pack two codes into a byte, the first in the low half."""
     return pack(codes.reshape(-1, codes.shape[-1]), 4).view(*codes.shape[:-1], -1)
 
 

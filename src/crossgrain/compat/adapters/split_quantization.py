@@ -1,4 +1,4 @@
-"""Rows in groups, each with its own quantizer."""
+"""Split a tensor into groups of rows and quantize each group with its own quantizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _split_quantize(
     compute_dbias: bool = False,
     disable_bulk_allocation: bool = False,
 ) -> tuple[list[Any], list[Tensor | None]]:
-    """The groups, quantized if asked, and the sum of each over its rows, if asked."""
+    """Return the groups, quantized with ``with_quantized_output``, and their sums over rows with ``compute_dbias``."""
     rows = tensor.reshape(-1, tensor.shape[-1]).to(activation_dtype)
     groups: list[Any] = list(rows.split(list(split_sizes)))
     sums: list[Tensor | None] = [group.sum(0) for group in groups] if compute_dbias else [None] * len(groups)
@@ -35,18 +35,21 @@ def _split_quantize(
 def split_rows(
     tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[Quantizer], *args: Any, **options: Any
 ) -> list[Any]:
-    """The groups, quantized, by hybrids or others; further arguments are about memory."""
+    """Return the quantized groups. Further arguments, which are about memory, are ignored."""
     usages = [quantizer.get_usages() for quantizer in quantizers]
     if any(other != usages[0] for other in usages):
-        raise ValueError(f"groups are quantized in the same directions, not by mixed parent usage flags: {usages}")
+        raise ValueError(
+            "all groups must be quantized in the same directions, but the quantizers have mixed parent usage flags: "
+            f"{usages}"
+        )
     return list(_split.split_quantize(tensor.reshape(-1, tensor.shape[-1]), split_sizes, quantizers))
 
 
 def split_rows_hybrid(
     tensor: Tensor, split_sizes: Sequence[int], quantizers: Sequence[Quantizer], *args: Any, **options: Any
 ) -> list[Any]:
-    """`split_rows` by hybrids and nothing else."""
+    """Like `split_rows`, but all quantizers must be hybrids."""
     names = [type(quantizer).__name__ for quantizer in quantizers]
     if not all(isinstance(quantizer, HybridQuantizer) for quantizer in quantizers):
-        raise TypeError(f"each of the groups takes a HybridQuantizer here, and these are {', '.join(names)}")
+        raise TypeError(f"every group needs a HybridQuantizer here, got {', '.join(names)}")
     return split_rows(tensor, split_sizes, quantizers, *args, **options)

@@ -1,4 +1,4 @@
-"""Questions about tensors and quantizers."""
+"""Helpers for quantized tensors and quantizers that clients call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...tensor import QuantizedTensor, QuantizedTensorStorage
 
 
 def is_custom(x: Quantizer | QuantizedTensorStorage | None = None) -> bool:
-    """Whether a quantizer, or that of a tensor, is one that a user wrote in Python."""
+    """Whether a quantizer, or the quantizer of a tensor, is one that a user has written."""
     if x is None or not isinstance(x, Quantizer | QuantizedTensorStorage):
         return False
     quantizer: Any = x if isinstance(x, Quantizer) else x._quantizer
@@ -19,14 +19,14 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | None = None) -> bool:
 
 
 def clear_columnwise_cache(tensor: QuantizedTensorStorage) -> None:
-    """Free columnwise data that can be made again from the rows; other data stays."""
+    """Free the columnwise data if it can be made again from the rows; otherwise do nothing."""
     usages = tensor.get_usages()
     if usages["rowwise"] and usages["columnwise"] and tensor._derivable_formats():
         tensor.update_usage(columnwise_usage=False)
 
 
 class _IdentityFunc(torch.autograd.Function):
-    """A tensor of its own with the same buffers, through which gradients pass; perhaps of another nominal dtype."""
+    """A new tensor with the same buffers, perhaps of another nominal dtype. Gradients pass through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, init_kwargs: dict[str, Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Small things that modules need."""
+"""Small helper functions of Transformer Engine: devices, dtypes, initialization, division."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ __all__ = [
 
 
 def canonicalize_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that is meant: None is the default, and "cuda" the current GPU, or the CPU where there is none."""
+    """Resolve a device. None is the default device; "cuda" is the current GPU, or the CPU if there is none."""
     resolved = resolved_device(device)
     needs_number = resolved.type == "cuda" and str(resolved) == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if needs_number else resolved
 
 
 def devices_match(device1: torch.device | str | None, device2: torch.device | str | None) -> bool:
-    """Whether both mean the same device."""
+    """Whether both arguments mean the same device."""
     return canonicalize_device(device1) == canonicalize_device(device2)
 
 
 def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """None is torch's default."""
+    """Return ``dtype``, or torch's default dtype for None."""
     return torch.get_default_dtype() if dtype is None else dtype
 
 
@@ -64,7 +64,7 @@ def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def gpu_autocast_ctx(*args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-    """``torch.autocast`` of the device that "cuda" means."""
+    """``torch.autocast`` for the device that "cuda" means here."""
     return torch.autocast(accelerator().type, *args, **kwargs)
 
 
@@ -73,17 +73,17 @@ def is_bf16_compatible() -> bool:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """It is; with ``return_reason``, ``(True, "")``."""
+    """Always True, or ``(True, "")`` with ``return_reason``."""
     return (True, "") if return_reason else True
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """There is no cuDNN in it."""
+    """Always (0, 0, 0): cuDNN is not used."""
     return (0, 0, 0)
 
 
 def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
-    """Normal with mean 0."""
+    """An initialization with normal numbers of mean 0 and deviation ``sigma``."""
     return partial(torch.nn.init.normal_, mean=0.0, std=sigma)
 
 
@@ -92,7 +92,7 @@ def init_method_constant(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
-    """Normal with mean 0, narrower the more layers add up: ``sigma / sqrt(2 · layers)``."""
+    """An initialization with normal numbers of mean 0 and deviation ``sigma / sqrt(2 · num_layers)``."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
 
 
@@ -101,7 +101,7 @@ def get_default_init_method() -> Callable[[Tensor], Tensor]:
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """Scores of masked pairs become so small that softmax gives them nothing."""
+    """Set the scores of masked pairs to -10000, so that softmax gives them no weight."""
     return attention_scores.masked_fill(attention_mask, -10000.0)
 
 
@@ -119,7 +119,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Without a rest."""
+    """Divide; raise if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -129,19 +129,19 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
-    """Any size can be multiplied here: operands are padded."""
+    """Do nothing: any size can be multiplied here, because operands are padded."""
 
 
 def split_tensor_along_dim(
     tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts."""
+    """Split a tensor into ``num_partitions`` equal parts."""
     parts = tensor.split(divide(tensor.shape[dim], num_partitions), dim=dim)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
 class SplitAlongDim:
-    """``SplitAlongDim.apply(tensor, dim, size or sizes)``, or without tensors put together again, as torch does it."""
+    """``SplitAlongDim.apply(tensor, dim, size or sizes)`` splits a tensor like ``torch.split``."""
 
     @staticmethod
     def apply(mixed: Tensor, split_dim: int, split_size_or_sections: int | list[int] | tuple[int, ...]) -> Any:
@@ -150,5 +150,5 @@ class SplitAlongDim:
 
 
 def make_weak_ref(x: Any) -> Any:
-    """Memory of captured graphs is shared by such references; without graphs there is nothing to share."""
+    """Return ``x`` itself: weak references are only needed for CUDA graphs."""
     return x

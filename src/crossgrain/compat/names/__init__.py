@@ -1,4 +1,4 @@
-"""What is where: for each dotted name of Transformer Engine, the module of crossgrain that serves."""
+"""The tables of names: for each module of Transformer Engine, the module or names of crossgrain it stands for."""
 
 from __future__ import annotations
 

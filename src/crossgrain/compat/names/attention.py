@@ -1,4 +1,4 @@
-"""Attention."""
+"""Table of names: attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation, collectives, random states, offloading."""
+"""Table of names: recomputation, collectives, random states, offloading."""
 
 from __future__ import annotations
 

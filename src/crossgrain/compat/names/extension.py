@@ -1,4 +1,4 @@
-"""The compiled extension, and the functions around it."""
+"""Table of names: the compiled extension, and the functions around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules and what clients find beside them."""
+"""Table of names: modules, and the functions beside them."""
 
 from __future__ import annotations
 

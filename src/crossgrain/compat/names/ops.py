@@ -1,4 +1,4 @@
-"""Fusible operations."""
+"""Table of names: fusible operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, contexts and factories."""
+"""Table of names: recipes, contexts and factories."""
 
 from __future__ import annotations
 

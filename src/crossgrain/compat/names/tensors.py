@@ -1,4 +1,4 @@
-"""Quantized tensors, their storages and quantizers."""
+"""Table of names: quantized tensors, their storages and quantizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The top of the tree, and what is directly below `pytorch`."""
+"""Table of names: the top of the tree, and what is directly below `pytorch`."""
 
 from __future__ import annotations
 

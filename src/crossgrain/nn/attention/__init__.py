@@ -1,4 +1,4 @@
-"""Attention: the core, the layer around it, positions, and the cache for inference."""
+"""Attention: the core computation, the multi-head layer, rotary positions, and the cache for inference."""
 
 from .dot_product import DotProductAttention
 from .kv_cache import InferenceParams

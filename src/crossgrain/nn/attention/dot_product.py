@@ -1,4 +1,4 @@
-"""DotProductAttention: ``softmax(Q·Kᵀ · scale) · V``, in high precision by torch, or in the formats of a recipe."""
+"""`DotProductAttention`: ``softmax(Q·Kᵀ · scale) · V``, in high precision, or in the formats of a recipe."""
 
 from __future__ import annotations
 
@@ -31,17 +31,36 @@ MaskTensor = Tensor | tuple[Tensor, Tensor]
 class DotProductAttention(QuantizedModule):
     """Attention of queries on keys and values.
 
-    ``kv_channels``      channels per head; ``(keys, values)`` if they differ
-    ``num_gqa_groups``   heads of keys and values, each shared by as many heads of queries
-    ``qkv_format``       "sbhd", "bshd" or "thd"
-    ``attn_mask_type``   "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
-                         "padding_causal_bottom_right" or "arbitrary"
-    ``window_size``      ``(left, right)``: how far from the diagonal a query sees; -1 is no limit
-    ``softmax_scale``    by default ``1 / sqrt(channels)``
-    ``tp_size``          so many ranks share the heads; this one has its part of them
+    If the recipe asks for it (``fp8_dpa``, ``fp8_mha``, or ``attention: ...`` in a one-line recipe), all operands are
+    rounded to the formats of their roles; see `quantized_attention`. Otherwise attention is computed in high precision.
 
-    With a recipe that asks for it (``fp8_dpa``, ``fp8_mha``, or ``attention: ...`` in a line) all operands are
-    rounded to the formats of their roles, see `quantized_attention`.
+    Args:
+        num_attention_heads: number of heads of queries.
+        kv_channels: channels per head; ``(keys, values)`` if they differ.
+        num_gqa_groups: number of heads of keys and values, each shared by several heads of queries; by default as many
+            as there are heads.
+        attention_dropout: probability of dropout on the softmax.
+        qkv_format: memory layout: "sbhd" (sequence, batch, heads, channels), "bshd" or "thd" (tokens of all sequences
+            one after the other).
+        attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+            "padding_causal_bottom_right" or "arbitrary".
+        window_size: ``(left, right)``, how many keys before and after its own position a query may see; -1 for no
+            limit.
+        bottom_right_diagonal: align the diagonal of the mask with the last query and key instead of the first.
+        sequence_parallel: accepted; it has no effect here.
+        tp_size: number of ranks that share the heads; this rank has its part.
+        get_rng_state_tracker: returns a tracker of random states for dropout.
+        tp_group: process group of the ranks that share the heads.
+        layer_number: number of the layer in the model, for the cache of keys and values.
+        attention_type: "self" or "cross".
+        cp_group: not supported; must be None.
+        cp_global_ranks: accepted; it has no effect.
+        cp_stream: accepted; it has no effect.
+        cp_comm_type: accepted; it has no effect.
+        softmax_scale: factor of the scores; by default ``1 / sqrt(channels)``.
+        softmax_type: only "vanilla" is supported.
+        return_max_logit: not supported; must be False.
+        name: name of the layer, for recipes and messages.
     """
 
     def __init__(
@@ -73,13 +92,14 @@ class DotProductAttention(QuantizedModule):
         self._refuse(cp_group=cp_group, return_max_logit=return_max_logit)
         self.tp_group, tp_size = resolved_group(self.layer, tp_group, tp_size)
         if softmax_type != "vanilla":
-            raise NotImplementedError(f"{self.layer}: softmax_type is 'vanilla', not {softmax_type!r}")
+            raise NotImplementedError(f"{self.layer}: only softmax_type='vanilla' is supported, got {softmax_type!r}")
         if attention_type not in ("self", "cross"):
-            raise ValueError(f"{self.layer}: attention_type is 'self' or 'cross', not {attention_type!r}")
+            raise ValueError(f"{self.layer}: attention_type must be 'self' or 'cross', got {attention_type!r}")
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % self.num_gqa_groups:
             raise ValueError(
-                f"{self.layer}: {num_attention_heads} heads cannot share {self.num_gqa_groups} groups of keys evenly"
+                f"{self.layer}: {num_attention_heads} heads cannot be divided evenly among num_gqa_groups="
+                f"{self.num_gqa_groups} heads of keys and values"
             )
         self.num_attention_heads = share(self.layer, "num_attention_heads", num_attention_heads, tp_size)
         self.num_gqa_groups = share(self.layer, "num_gqa_groups", self.num_gqa_groups, tp_size)
@@ -99,7 +119,7 @@ class DotProductAttention(QuantizedModule):
     def _refuse(self, **options: Any) -> None:
         for name, value in options.items():
             if value is not None and value is not False:
-                raise NotImplementedError(f"{self.layer}: {name} is not supported; leave it off")
+                raise NotImplementedError(f"{self.layer}: the option {name} is not supported; leave it out")
 
     # ---- recipes -------------------------------------------------------------------------------
 
@@ -114,7 +134,7 @@ class DotProductAttention(QuantizedModule):
         return {"forward": 9, "backward": 6}
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        """What leaves has the role that the owner has set, else one with nothing but a name that says so."""
+        """The roles of the tensors. Outputs have the role that the owner has set, otherwise one with only a name."""
         name = self.name or ""
 
         def leaving(end: str) -> QuantizerRole:
@@ -128,11 +148,13 @@ class DotProductAttention(QuantizedModule):
             groups = [grad_input, QuantizerRole("dpa", "do", name), QuantizerRole("dpa", "dp", name)]
         roles: list[QuantizerRole | None] = [role for role in groups for _ in range(3 if fwd else 2)]
         if num_quantizers != len(roles):
-            raise ValueError(f"{self.layer} has {len(roles)} slots in this pass, not {num_quantizers}")
+            raise ValueError(
+                f"{self.layer} has {len(roles)} slots for quantizers in this pass, got num_quantizers={num_quantizers}"
+            )
         return roles
 
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> AttentionQuantizers | None:
-        """The first slots of a role; None if nothing would be rounded."""
+        """The quantizers, the first slot of each role; None if none of them would round anything."""
         q, k, v, output, _, _, s, _, _ = quantizers["scaling_fwd"]
         grad_input, _, do, _, dp, _ = quantizers["scaling_bwd"]
         by_tensor = AttentionQuantizers(q, k, v, s, do, dp)
@@ -168,19 +190,46 @@ class DotProductAttention(QuantizedModule):
         fp8_output: bool | None = None,
         num_splits: int | None = 1,
     ) -> Tensor:
-        """[sequence, batch, heads · channels], or in the order of ``qkv_format``.
+        """Compute attention. Queries at padding, and queries that may see no key, give 0.
 
-        ``attention_mask``  True where it masks. For padding [batch, 1, 1, sequence], a pair of them (queries, keys)
-                            in cross attention; for "arbitrary" what broadcasts to [batch, heads, queries, keys]
-        ``cu_seqlens_*``    where sequences begin, [batch + 1]: instead of a mask for padding; thd needs them.
-                            With ``cu_seqlens_*_padded`` the tokens of thd begin there, with gaps between sequences
-        ``num_splits``      of keys in kernels of a GPU; it has no effect
+        Options that are None have the value given to the constructor.
 
-        Padded queries, and those that may look at no key, get 0.
+        Args:
+            query_layer: queries, in the layout of ``qkv_format``.
+            key_layer: keys.
+            value_layer: values.
+            attention_mask: True where it masks. For padding masks [batch, 1, 1, sequence], or a pair (queries, keys) in
+                cross attention. For "arbitrary", a tensor that broadcasts to [batch, heads, queries, keys].
+            qkv_format: "sbhd", "bshd" or "thd".
+            cu_seqlens_q: where the sequences of queries begin, [batch + 1], as cumulated lengths. It can replace a
+                padding mask; "thd" needs it.
+            cu_seqlens_kv: the same for keys and values.
+            cu_seqlens_q_padded: for "thd" with gaps between sequences: where the tokens of each sequence begin.
+            cu_seqlens_kv_padded: the same for keys and values.
+            max_seqlen_q: length of the longest sequence of queries.
+            max_seqlen_kv: the same for keys and values.
+            attn_mask_type: type of the mask.
+            window_size: ``(left, right)``, see the constructor.
+            bottom_right_diagonal: see the constructor.
+            checkpoint_core_attention: recompute attention in backward instead of keeping its intermediate results.
+            core_attention_bias_type: only "no_bias" is supported.
+            core_attention_bias: not supported; must be None.
+            alibi_slopes: not supported; must be None.
+            fast_zero_fill: accepted; it has no effect.
+            inference_params: cache of keys and values for generating tokens.
+            pad_between_seqs: accepted; it has no effect.
+            fp8_output: not supported; must be None or False.
+            num_splits: accepted; it has no effect.
+
+        Returns:
+            [sequence, batch, heads · channels], or in the order of ``qkv_format``.
         """
         self._refuse(core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, fp8_output=fp8_output)
         if core_attention_bias_type != "no_bias":
-            raise NotImplementedError(f"{self.layer}: core_attention_bias_type={core_attention_bias_type!r}")
+            raise NotImplementedError(
+                f"{self.layer}: core_attention_bias_type={core_attention_bias_type!r} is not supported; only 'no_bias' "
+                "is"
+            )
         fmt = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
         mask = make_mask(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
@@ -189,7 +238,8 @@ class DotProductAttention(QuantizedModule):
         )
         if fmt == "thd" and not mask.padding:
             raise ValueError(
-                f"{self.layer}: thd has sequences of many lengths and needs a padding mask, not {mask.type}"
+                f"{self.layer}: qkv_format='thd' has sequences of different lengths and needs a padding mask, got "
+                f"attn_mask_type={mask.type!r}"
             )
         query, key, value = (_plain(x) for x in (query_layer, key_layer, value_layer))
         self._check_heads(query, key, value, fmt)
@@ -204,7 +254,7 @@ class DotProductAttention(QuantizedModule):
                 sides = self._with_padding(sides, attention_mask)
         elif mask.type == "arbitrary":
             if not isinstance(attention_mask, Tensor):
-                raise ValueError(f"{self.layer}: an arbitrary mask needs an attention_mask")
+                raise ValueError(f"{self.layer}: attn_mask_type='arbitrary' needs an attention_mask tensor")
             excluded = attention_mask.to(torch.bool)
         q, k, v = sides[0].heads_first(query), sides[1].heads_first(key), sides[1].heads_first(value)
         valid_queries, valid_keys = (side.valid for side in sides)
@@ -228,7 +278,7 @@ class DotProductAttention(QuantizedModule):
         return sides[0].heads_last(self._attend(q, k, v, mask, allowed, checkpoint_core_attention), query)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, recompute: bool) -> Tensor:
-        """Attention on [batch, heads, sequence, channels]."""
+        """Compute attention on [batch, heads, sequence, channels]."""
         if torch.compiler.is_compiling():
             if not recompute and _constant_is_plain(self):
                 return _plain_attention(q, k, v, mask, allowed, self._dropout(), self.softmax_scale)
@@ -240,7 +290,7 @@ class DotProductAttention(QuantizedModule):
         return self.attention_dropout if self.training else 0.0
 
     def _is_plain(self) -> bool:
-        """Whether nothing is quantized, and no state but torch's own is drawn from."""
+        """Whether nothing is quantized, and no tracker of random states is used."""
         recipe = self._recipe_in_force()
         tracked = self.get_rng_state_tracker is not None and self._dropout() > 0.0
         return not tracked and (recipe is None or not (recipe.fp8_dpa or recipe.fp8_mha))
@@ -305,11 +355,12 @@ class DotProductAttention(QuantizedModule):
         for name, (x, heads, channels) in wanted.items():
             if x.dim() != len(fmt) or tuple(x.shape[-2:]) != (heads, channels):
                 raise ValueError(
-                    f"{self.layer}: {name} are {fmt} with {heads} heads of {channels} channels, not {list(x.shape)}"
+                    f"{self.layer}: {name} must be {fmt} with {heads} heads of {channels} channels, got a tensor of "
+                    f"shape {list(x.shape)}"
                 )
 
     def _with_padding(self, sides: list[Layout], attention_mask: MaskTensor | None) -> list[Layout]:
-        """Padding by the mask, if there is one, else by the lengths that the layouts have already."""
+        """Add padding from the mask, if there is one; otherwise the layouts have it from cu_seqlens already."""
         if attention_mask is None:
             if any(side.valid is None for side in sides):
                 raise ValueError(
@@ -318,10 +369,15 @@ class DotProductAttention(QuantizedModule):
             return sides
         masks = (attention_mask, attention_mask) if isinstance(attention_mask, Tensor) else attention_mask
         if isinstance(attention_mask, Tensor) and self.attention_type == "cross":
-            raise ValueError(f"{self.layer}: padding in cross attention needs two masks, for queries and for keys")
+            raise ValueError(
+                f"{self.layer}: padding in cross attention needs a pair of masks, for queries and for keys, got one "
+                "mask"
+            )
         for mask in masks:
             if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
-                raise ValueError(f"{self.layer}: a padding mask is [batch, 1, 1, sequence], not {list(mask.shape)}")
+                raise ValueError(
+                    f"{self.layer}: a padding mask must be [batch, 1, 1, sequence], got {list(mask.shape)}"
+                )
         return [side.with_valid(~mask[:, 0, 0].to(torch.bool)) for side, mask in zip(sides, masks, strict=True)]
 
 
@@ -330,7 +386,7 @@ def _constant_is_plain(attention: DotProductAttention) -> bool:
     return attention._is_plain()
 
 
-@eager_only("crossgrain: attention that is quantized or computed again in backward runs in eager")
+@eager_only("crossgrain: attention that is quantized or recomputed in backward runs in eager mode")
 def _untraced_attend(attention: DotProductAttention, *arguments: Any) -> Tensor:
     return attention._attend_eagerly(*arguments)
 
@@ -361,5 +417,5 @@ def _plain(x: Tensor) -> Tensor:
 
 def _checked_format(fmt: str) -> str:
     if fmt not in FORMATS:
-        raise ValueError(f"qkv_format is one of {', '.join(FORMATS)}, not {fmt!r}")
+        raise ValueError(f"qkv_format must be one of {', '.join(FORMATS)}, got {fmt!r}")
     return fmt

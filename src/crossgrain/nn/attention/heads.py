@@ -1,7 +1,7 @@
-"""A batch of matrices, one per head, as one quantized matrix.
+"""Quantize a batch of matrices, one per head, as one matrix.
 
-The heads are stacked under each other. Each is padded with zeros to whole blocks, so that no block has
-numbers of two heads; what has one scale per tensor has one for all heads.
+The heads are stacked below each other. Each is padded with zeros to whole blocks, so that no block has numbers of two
+heads. A format with one scale per tensor has one scale for all heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...tensor import QuantizedTensorStorage
 
 
 def quantized_heads(x: Tensor, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
-    """``x`` [batch, heads, R, C] as one quantized matrix with these directions."""
+    """Quantize ``x`` [batch, heads, R, C] as one matrix, in the given directions."""
     rows, columns = _whole_blocks(quantizer, x.shape[-2], x.shape[-1])
     x = torch.nn.functional.pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2]))
     made: QuantizedTensorStorage = quantizer.storing(rowwise=rowwise, columnwise=columnwise).quantize(
@@ -30,7 +30,7 @@ def quantized_heads(x: Tensor, quantizer: Quantizer, *, rowwise: bool, columnwis
 
 
 def decoded_heads(operand: Operand | None, shape: torch.Size) -> Tensor:
-    """What a plane of `quantized_heads` stands for, in fp32 and of ``shape`` [batch, heads, R, C]."""
+    """Decode a plane of `quantized_heads` to fp32 of ``shape`` [batch, heads, R, C]."""
     assert operand is not None
     if not isinstance(operand, Plane):
         return operand.to(torch.float32)
@@ -40,7 +40,7 @@ def decoded_heads(operand: Operand | None, shape: torch.Size) -> Tensor:
 
 
 def _whole_blocks(quantizer: Quantizer, rows: int, columns: int) -> tuple[int, int]:
-    """The sizes of a head with padding. Rows of other heads follow below, but nothing to the right."""
+    """The padded sizes of a head. Other heads follow below it, but nothing to its right."""
     row_multiple = column_multiple = 1
     for direction in (ROWWISE, COLUMNWISE):
         fmt = known_format(quantizer, direction)

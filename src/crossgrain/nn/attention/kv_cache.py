@@ -1,4 +1,4 @@
-"""Keys and values of earlier steps, for generating token by token.
+"""`InferenceParams`: a cache of keys and values of earlier steps, for generating text token by token.
 
     cache = InferenceParams(max_batch_size=4, max_sequence_length=128, num_heads_kv=8, head_dim_k=64, dtype=x.dtype)
     cache.pre_step({0: 17, 1: 9})                       # a step adds 17 tokens to sequence 0 and 9 to sequence 1
@@ -6,8 +6,8 @@
     cache.pre_step({0: 1, 1: 1})                        # one token each
     y = layer(tokens, inference_params=cache)
 
-Sequences are the rows of the batch, in the order of ``pre_step``. One that is not named there has ended, and
-its place is free for another.
+The rows of the batch are sequences, in the order given to ``pre_step``. A sequence that is not named there has ended,
+and its place becomes free for another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...runtime.devices import resolved_device
 
 
 class CachedStep(NamedTuple):
-    """All keys and values of the sequences of a step, [batch, longest, heads, channels], and their lengths."""
+    """All keys and values of the sequences of a step, [batch, longest, heads, channels], and which are valid."""
 
     keys: Tensor
     values: Tensor
@@ -31,9 +31,17 @@ class CachedStep(NamedTuple):
 
 
 class InferenceParams:
-    """The cache of all layers of a model: each has a ``layer_number`` of its own.
+    """The cache of keys and values for all layers of a model. Each layer needs its own ``layer_number``.
 
-    ``head_dim_v``  channels of values, if they differ from ``head_dim_k``
+    Args:
+        max_batch_size: most sequences at a time.
+        max_sequence_length: most tokens of a sequence.
+        num_heads_kv: number of heads of keys and values.
+        head_dim_k: channels of keys.
+        dtype: dtype of the cache.
+        head_dim_v: channels of values; by default ``head_dim_k``.
+        is_paged: not supported; must be False.
+        device: device of the cache.
     """
 
     def __init__(
@@ -48,7 +56,7 @@ class InferenceParams:
         device: torch.device | str | int | None = None,
     ) -> None:
         if is_paged:
-            raise NotImplementedError("a cache in pages is not supported: is_paged=False")
+            raise NotImplementedError("InferenceParams: a cache in pages is not supported; pass is_paged=False")
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.num_heads_kv = num_heads_kv
@@ -60,13 +68,13 @@ class InferenceParams:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences; the memory stays."""
+        """Remove all sequences. The memory is kept."""
         self._rows: dict[int, int] = {}  # by sequence: its row in the caches
         self._before: dict[int, int] = {}  # by sequence: tokens before this step
         self._new: dict[int, int] = {}  # by sequence: tokens of this step
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make room for a layer; otherwise its first step does."""
+        """Allocate the memory of a layer now; otherwise its first step does."""
         if layer_number in self._caches:
             return
         shape = (self.max_batch_size, self.max_sequence_length, self.num_heads_kv)
@@ -76,16 +84,25 @@ class InferenceParams:
         )
 
     def pre_step(self, step: Mapping[int, int]) -> None:
-        """Begin a step: how many tokens each sequence gets. Sequences that are not named are dropped."""
+        """Begin a step.
+
+        Args:
+            step: how many tokens each sequence gets, by its number. Sequences that are not named are removed.
+
+        Raises:
+            ValueError: there are too many sequences or tokens for the cache, or a sequence gets no token.
+        """
         before = {sequence: self._before[sequence] + self._new[sequence] for sequence in self._new if sequence in step}
         before = {sequence: before.get(sequence, 0) for sequence in step}
         if len(step) > self.max_batch_size:
-            raise ValueError(f"{len(step)} sequences in a cache for {self.max_batch_size}")
+            raise ValueError(
+                f"the step has {len(step)} sequences, but the cache has room for max_batch_size={self.max_batch_size}"
+            )
         for sequence, count in step.items():
             if count < 1 or before[sequence] + count > self.max_sequence_length:
                 raise ValueError(
-                    f"sequence {sequence} has {before[sequence]} tokens and cannot get {count} more: a step has at "
-                    f"least one, and the cache is for {self.max_sequence_length}"
+                    f"sequence {sequence} has {before[sequence]} tokens and cannot get {count} more: it must get at "
+                    f"least 1, and the cache has room for max_sequence_length={self.max_sequence_length} tokens"
                 )
         rows = {sequence: self._rows[sequence] for sequence in step if sequence in self._rows}
         free = iter(sorted(set(range(self.max_batch_size)) - set(rows.values())))
@@ -93,13 +110,16 @@ class InferenceParams:
         self._before, self._new = before, dict(step)
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """Tokens of each sequence before this step, [batch]: where the positions of the new ones begin."""
+        """The number of tokens of each sequence before this step, [batch]; the positions of new tokens begin there."""
         return torch.tensor(list(self._before.values()), dtype=torch.int64, device=self.device)
 
     def step(self, layer_number: int, new_keys: Tensor, new_values: Tensor) -> CachedStep:
-        """Keep what a layer computed for the new tokens, [batch, new tokens, heads, channels]; get all.
+        """Store the keys and values of the new tokens of a layer, and return those of all tokens.
 
-        A sequence that gets fewer tokens than the longest is padded at its end.
+        Args:
+            layer_number: number of the layer.
+            new_keys: [batch, new tokens, heads, channels]. Sequences that get fewer tokens are padded at their end.
+            new_values: the same for values.
         """
         self._check(new_keys, new_values)
         self.allocate_memory(layer_number)
@@ -122,15 +142,20 @@ class InferenceParams:
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if not self._new:
-            raise RuntimeError("pre_step() has to say which sequences get how many tokens")
+            raise RuntimeError("call pre_step() first: it says how many tokens each sequence gets in this step")
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise RuntimeError("a cache of keys and values is for inference: use torch.no_grad()")
+            raise RuntimeError(
+                "the cache of keys and values is for inference only: run the model under torch.no_grad()"
+            )
         longest = max(self._new.values())
         for name, x, channels in (("keys", keys, self.head_dim_k), ("values", values, self.head_dim_v)):
             if x.shape[0] != len(self._new) or x.shape[1] < longest:
-                raise ValueError(f"{name} of shape {list(x.shape)} in a step of {self._new} tokens by sequence")
+                raise ValueError(
+                    f"{name} of shape {list(x.shape)} do not fit this step, in which the sequences get {self._new} "
+                    "tokens"
+                )
             if tuple(x.shape[2:]) != (self.num_heads_kv, channels):
                 raise ValueError(
-                    f"{name} have {x.shape[2]} heads of {x.shape[3]} channels, the cache is for {self.num_heads_kv} of "
-                    f"{channels}"
+                    f"{name} have {x.shape[2]} heads of {x.shape[3]} channels, but the cache is for "
+                    f"{self.num_heads_kv} heads of {channels}"
                 )

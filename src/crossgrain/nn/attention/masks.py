@@ -1,8 +1,9 @@
-"""Which keys a query may look at: types of masks, sliding windows, padding.
+"""Masks of attention, that is which keys a query may see: mask types, sliding windows, padding.
 
-A query at position i sees the key at position j, seen from the diagonal, if ``-left <= j - i <= right``. A
-causal mask is such a window with ``right = 0``. The diagonal begins in the top left corner of the matrix of
-scores, or ends in its bottom right corner, where the last query sees all keys: what decoding with a cache needs.
+A query at position i may see the key at position j if ``-left <= j - i <= right``. A causal mask is such a window with
+``right = 0``. Positions are counted from the first query and key, so that the diagonal begins in the top left corner of
+the matrix of scores; or from the last ones, so that it ends in the bottom right corner and the last query sees all
+keys, as decoding with a cache needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MASK_TYPES = (
 
 
 class Mask(NamedTuple):
-    """What a layer is asked to mask. ``window`` has -1 for no limit."""
+    """A mask: its type, its window (-1 for no limit), and whether the diagonal ends in the bottom right corner."""
 
     type: str
     window: Window
@@ -39,37 +40,42 @@ class Mask(NamedTuple):
 
     @property
     def is_plain_causal(self) -> bool:
-        """Nothing but a causal mask from the top left corner."""
+        """Whether it is a causal mask from the top left corner and nothing else."""
         return self.type == "causal" and self.window == (-1, 0) and not self.bottom_right
 
 
 def make_mask(mask_type: str, window: Window | None = None, bottom_right: bool | None = None) -> Mask:
-    """Checked. By default the diagonal of a causal mask is top left, that of all others bottom right."""
+    """Make a mask and check its options. By default the diagonal is top left for causal masks, else bottom right."""
     if mask_type in ("padding,causal", "causal,padding"):
         mask_type = "padding_causal"
     if mask_type not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, not {mask_type!r}")
+        raise ValueError(f"attn_mask_type must be one of {', '.join(MASK_TYPES)}, got {mask_type!r}")
     if bottom_right is None:
         bottom_right = mask_type not in ("causal", "padding_causal")
     return Mask(mask_type, check_set_window_size(mask_type, window), bottom_right)
 
 
 def check_set_window_size(mask_type: str, window: Window | None = None) -> Window:
-    """``(left, right)`` for a type of mask: a causal one looks at nothing to the right."""
+    """Return the window ``(left, right)`` for a type of mask; ``right`` is 0 for causal masks."""
     left, right = NO_WINDOW if window is None else window
     if left < -1 or right < -1:
-        raise ValueError(f"window_size is (left, right), each -1 (no limit), 0 or more, not {(left, right)}")
+        raise ValueError(f"window_size must be (left, right), each >= 0 or -1 for no limit, got {(left, right)}")
     if "causal" not in mask_type:
         return left, right
     if right > 0:
-        raise ValueError(f"a {mask_type} mask looks at nothing to the right, but window_size is {(left, right)}")
+        raise ValueError(
+            f"with a {mask_type} mask, a query sees no keys to the right, but window_size is {(left, right)}; use "
+            "right=0"
+        )
     return left, 0
 
 
 def decoding_mask(mask: Mask) -> Mask:
-    """The same with a cache: the new queries are the last of their sequences, which differ in length."""
+    """The mask for decoding with a cache, where new queries are the last of sequences of different lengths."""
     if mask.type == "arbitrary":
-        raise NotImplementedError("an arbitrary mask cannot be used with a cache of keys and values")
+        raise NotImplementedError(
+            "attn_mask_type='arbitrary' is not supported with inference_params (a cache of keys and values)"
+        )
     causal = "causal" in mask.type
     return Mask("padding_causal_bottom_right" if causal else "padding", mask.window, True)
 
@@ -84,10 +90,19 @@ def allowed_pairs(
     excluded: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor | None:
-    """True where a query may look at a key: broadcasts to [batch, heads, queries, keys]. None: everywhere.
+    """Return a tensor that is True where a query may see a key, or None if every query may see every key.
 
-    ``valid_queries``, ``valid_keys``  [batch, sequence], False at padding
-    ``excluded``                       the user's mask, True where it masks
+    Args:
+        mask: the mask.
+        queries: number of queries.
+        keys: number of keys.
+        valid_queries: [batch, sequence], False at padding.
+        valid_keys: [batch, sequence], False at padding.
+        excluded: mask of the user, True where it masks.
+        device: device of the result.
+
+    Returns:
+        A tensor that broadcasts to [batch, heads, queries, keys], or None.
     """
     allowed: Tensor | None = None
     left, right = mask.window
@@ -110,7 +125,7 @@ def allowed_pairs(
 def _diagonal(
     mask: Mask, queries: int, keys: int, valid_queries: Tensor | None, valid_keys: Tensor | None
 ) -> Tensor | int:
-    """How far the diagonal is moved to the right: for each sequence, [batch, 1, 1, 1], if lengths differ."""
+    """How far the diagonal is shifted to the right; [batch, 1, 1, 1] if sequences have different lengths."""
     if not mask.bottom_right:
         return 0
     lengths = [

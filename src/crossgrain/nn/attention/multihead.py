@@ -1,4 +1,4 @@
-"""MultiheadAttention: projections to queries, keys and values, attention, and a projection back."""
+"""`MultiheadAttention`: projections to queries, keys and values, attention, and an output projection."""
 
 from __future__ import annotations
 
@@ -24,17 +24,52 @@ RotaryAngles = Tensor | tuple[Tensor, Tensor]
 
 
 class MultiheadAttention(nn.Module):
-    """Self attention, or cross attention on the output of an encoder (``attention_type="cross"``).
+    """Self attention, or cross attention on the output of an encoder.
 
-    ``input_layernorm``         the input is normalized first: `layernorm_qkv` instead of `qkv`
-    ``fuse_qkv_params``         one weight for queries, keys and values, which weights kept quantized need;
-                                otherwise ``query_weight``, ``key_weight``, ``value_weight``
-    ``qkv_weight_interleaved``  the rows of a fused weight are grouped by head, not q, k, v one after the other
-    ``return_bias``             the bias of the last projection is returned beside the output, not added
-    ``qk_norm_type``            queries and keys of each head are normalized, by default after they are rotated
-    ``set_parallel_mode``       the ranks of ``tp_group`` share the heads. Of a fused weight that is not interleaved, a
-                                rank has its part of the queries, then of the keys, then of the values
-    ``name``                    the layer's path for recipes: ``<name>.qkv``, ``<name>.core_attention``, ``<name>.proj``
+    Args:
+        hidden_size: features of the input and output.
+        num_attention_heads: number of heads.
+        kv_channels: channels per head; by default ``hidden_size / num_attention_heads``.
+        attention_dropout: probability of dropout on the softmax.
+        layernorm_epsilon: epsilon of the norm.
+        init_method: initializes the weights of the first projections.
+        output_layer_init_method: initializes the weight of the output projection.
+        layer_number: number of the layer in the model, for the cache of keys and values.
+        attn_mask_type: see `DotProductAttention`.
+        window_size: see `DotProductAttention`.
+        bottom_right_diagonal: see `DotProductAttention`.
+        tp_group: process group of the ranks that share the heads.
+        tp_size: number of these ranks, if the group is set later.
+        num_gqa_groups: number of heads of keys and values; by default as many as there are heads.
+        fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad``, which the caller provides.
+        get_rng_state_tracker: returns a tracker of random states for initialization and dropout.
+        sequence_parallel: each rank has only its part of the rows of the input and output.
+        params_dtype: dtype of the parameters.
+        return_bias: return the bias of the output projection as an extra result instead of adding it.
+        return_layernorm_output: return the normalized input as an extra result.
+        input_layernorm: normalize the input first; the first projection is then named ``layernorm_qkv`` instead of
+            ``qkv``.
+        attention_type: "self", or "cross" for attention on ``encoder_output``.
+        set_parallel_mode: divide the heads among the ranks of ``tp_group``. Of a fused weight that is not interleaved,
+            a rank has its part of the queries, then of the keys, then of the values.
+        fuse_qkv_params: have one weight for queries, keys and values, as weights that are kept quantized need;
+            otherwise ``query_weight``, ``key_weight`` and ``value_weight``.
+        zero_centered_gamma: the weight of the norm is stored as its difference from 1.
+        qkv_weight_interleaved: the rows of a fused weight are grouped by head; otherwise all queries come first, then
+            keys, then values.
+        bias: add biases in the projections.
+        normalization: "LayerNorm" or "RMSNorm".
+        device: device of the parameters.
+        qkv_format: layout of the input: "sbhd", "bshd" or "thd".
+        name: name of the layer for recipes; parts are named ``<name>.qkv``, ``<name>.core_attention``, ``<name>.proj``.
+        qk_norm_type: normalize queries and keys of each head: "L2Normalization", "RMSNorm" or "LayerNorm".
+        qk_norm_eps: epsilon of that norm.
+        qk_norm_before_rope: apply that norm before rotary positions instead of after.
+        seq_length: accepted; it has no effect.
+        micro_batch_size: accepted; it has no effect.
+        rotary_pos_interleaved: see `RotaryPositionEmbedding`.
+        softmax_type: only "vanilla" is supported.
+        **gpu_options: options of GPU communication; they must be off.
     """
 
     def __init__(
@@ -81,9 +116,15 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if return_layernorm_output and not input_layernorm:
-            raise ValueError("return_layernorm_output needs input_layernorm: there is nothing to return")
+            raise ValueError(
+                "return_layernorm_output=True needs input_layernorm=True: without it there is no normalized input to "
+                "return"
+            )
         if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(f"hidden_size={hidden_size} cannot be shared by {num_attention_heads} heads evenly")
+            raise ValueError(
+                f"hidden_size={hidden_size} cannot be divided evenly among {num_attention_heads} heads; pass "
+                "kv_channels"
+            )
         self.name = name
         self.hidden_size = hidden_size
         tp_group, tp_size = resolved_group(type(self).__name__, tp_group, tp_size)
@@ -161,7 +202,7 @@ class MultiheadAttention(nn.Module):
         return self.num_attention_heads * self.hidden_size_per_attention_head
 
     def _name_of(self, child: str) -> str | None:
-        """Its path, as far as this module knows its own."""
+        """The name of a part; None if this module has no name."""
         return None if self.name is None else f"{self.name}.{child}"
 
     def _make_projections(self, options: dict[str, Any], norm: dict[str, Any] | None) -> None:
@@ -179,13 +220,13 @@ class MultiheadAttention(nn.Module):
             self.add_module(name, self._projection(LayerNormLinear, name, sizes, {**options, **norm}))
 
     def _projection(self, cls: type[nn.Module], name: str, sizes: dict[str, int], options: dict[str, Any]) -> nn.Module:
-        """To all ``sizes``, each with a weight of its own unless they are fused."""
+        """A projection to all ``sizes`` together, with separate weights unless they are fused."""
         split = None if self.fuse_qkv_params else sizes
         total = sum(sizes.values())
         return cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share the heads."""
+        """Set the process group of the ranks that share the heads."""
         for module in self.children():
             if isinstance(module, QuantizedModule):
                 module.set_tensor_parallel_group(tp_group)
@@ -206,14 +247,30 @@ class MultiheadAttention(nn.Module):
         rotary_pos_emb: RotaryAngles | None = None,
         **core_options: Any,
     ) -> Any:
-        """The output, and after it what is asked for: the bias (``return_bias``), the normalized input.
+        """Compute the layer.
 
-        ``hidden_states``   [sequence, batch, hidden], [batch, sequence, hidden] or [tokens, hidden] by ``qkv_format``
-        ``rotary_pos_emb``  angles of `RotaryPositionEmbedding`, for queries and keys, or a pair of them
-        ``core_options``    further ones of `DotProductAttention.forward`: ``cu_seqlens_q`` and the like
+        Args:
+            hidden_states: [sequence, batch, hidden], [batch, sequence, hidden] or [tokens, hidden], by ``qkv_format``.
+            attention_mask: see `DotProductAttention.forward`.
+            encoder_output: output of the encoder, for cross attention only.
+            attn_mask_type: see `DotProductAttention.forward`.
+            window_size: see `DotProductAttention.forward`.
+            bottom_right_diagonal: see `DotProductAttention.forward`.
+            is_first_microbatch: see `Linear.forward`.
+            checkpoint_core_attention: recompute attention in backward.
+            inference_params: cache of keys and values for generating tokens.
+            rotary_pos_emb: angles of `RotaryPositionEmbedding` for queries and keys, or a pair of them.
+            **core_options: further options of `DotProductAttention.forward`, such as ``cu_seqlens_q``.
+
+        Returns:
+            The output; with ``return_bias`` or ``return_layernorm_output`` a tuple of the output, the bias and the
+            normalized input.
         """
         if (encoder_output is None) == (self.attention_type == "cross"):
-            raise ValueError(f"{self.attention_type} attention with{'out' * (encoder_output is None)} encoder_output")
+            raise ValueError(
+                f"{type(self).__name__}: {self.attention_type} attention was called "
+                f"with{'out' * (encoder_output is None)} encoder_output, which only cross attention takes"
+            )
         q, k, v, normalized = self._projected(hidden_states, encoder_output, is_first_microbatch)
         if self.qk_norm_before_rope:
             q, k = self._normalized_heads(q, k)
@@ -241,7 +298,7 @@ class MultiheadAttention(nn.Module):
     def _projected(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v by heads, and the normalized input if it is to be returned."""
+        """Return q, k, v with a dimension of heads, and the normalized input if it is to be returned."""
         channels, groups = self.hidden_size_per_attention_head, self.core_attention.num_gqa_groups
         names = ("layernorm_qkv", "qkv") if encoder_output is None else ("layernorm_query", "query_layer")
         projection = getattr(self, names[0] if self.input_layernorm else names[1])

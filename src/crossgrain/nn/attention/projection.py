@@ -1,4 +1,4 @@
-"""How the output of one projection is cut into queries, keys and values, and the norms of these."""
+"""Split the output of a projection into queries, keys and values, and make the norms of heads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..norm import LayerNorm, RMSNorm
 
 
 def split_qkv(x: Tensor, heads: int, groups: int, channels: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q [..., heads, channels], k and v [..., groups, channels] of x [..., (heads + 2 · groups) · channels].
+    """Split x [..., (heads + 2 · groups) · channels] into q [..., heads, channels], k and v [..., groups, channels].
 
-    Interleaved, each group has its queries, its key and its value next to each other; otherwise all queries
-    come first, then all keys, then all values.
+    If interleaved, the queries, the key and the value of a group are next to each other. Otherwise all queries come
+    first, then all keys, then all values.
     """
     if not interleaved:
         q, k, v = x.unflatten(-1, (-1, channels)).split([heads, groups, groups], -2)
@@ -26,7 +26,7 @@ def split_qkv(x: Tensor, heads: int, groups: int, channels: int, interleaved: bo
 
 
 def split_kv(x: Tensor, groups: int, channels: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """k and v [..., groups, channels] of x [..., 2 · groups · channels]."""
+    """Split x [..., 2 · groups · channels] into k and v [..., groups, channels]."""
     if interleaved:
         k, v = x.unflatten(-1, (groups, 2, channels)).unbind(-2)
         return k, v
@@ -46,7 +46,7 @@ class L2Normalization(nn.Module):
 
 
 def make_head_norm(kind: str | None, channels: int, eps: float, **options: Any) -> nn.Module | None:
-    """The norm of the queries or keys of a head; ``options`` of its parameters, if it has any."""
+    """Make the norm of the queries or keys of a head, or None. ``options`` are those of its parameters."""
     match kind:
         case None:
             return None
@@ -56,15 +56,15 @@ def make_head_norm(kind: str | None, channels: int, eps: float, **options: Any) 
             return RMSNorm(channels, eps, **options)
         case "LayerNorm":
             return LayerNorm(channels, eps, **options)
-    raise ValueError(f"qk_norm_type is None, 'L2Normalization', 'RMSNorm' or 'LayerNorm', not {kind!r}")
+    raise ValueError(f"qk_norm_type must be None, 'L2Normalization', 'RMSNorm' or 'LayerNorm', got {kind!r}")
 
 
 def by_heads(x: Tensor, channels: int) -> Tensor:
-    """[..., heads · channels] -> [..., heads, channels]"""
+    """Reshape [..., heads · channels] to [..., heads, channels]."""
     heads: Tensor = x.unflatten(-1, (-1, channels))
     return heads
 
 
 def as_pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Angles for queries and for keys."""
+    """Return the angles for queries and for keys."""
     return (rotary, rotary) if isinstance(rotary, torch.Tensor) else rotary

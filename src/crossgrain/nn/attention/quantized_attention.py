@@ -1,4 +1,4 @@
-"""Attention in the formats of a recipe: six GEMMs, each reading one direction of its two operands.
+"""Attention in the formats of a recipe. It has six GEMMs, each of which reads one direction of its two operands.
 
     scores  Q · Kᵀ     reads  Q rowwise,    K rowwise
     output  P · V      reads  P rowwise,    V columnwise
@@ -7,9 +7,9 @@
     dQ      dS · K     reads  dS rowwise,   K columnwise
     dK      dSᵀ · Q    reads  dS columnwise, Q columnwise
 
-P is the softmax of the scores (role "s") and dS the gradient of the scores (role "dp"). The formats are
-emulated: every operand is quantized, what its plane decodes to is multiplied in fp32, and the softmax is
-computed in fp32. Two operands of different scaling families are therefore no problem here.
+P is the softmax of the scores (role "s"), and dS the gradient of the scores (role "dp"). The formats are emulated:
+every operand is quantized, its plane is decoded and multiplied in fp32, and the softmax is computed in fp32. So here,
+unlike in linear layers, the two operands of a GEMM may have formats that are scaled differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .heads import decoded_heads, quantized_heads
 
 
 class AttentionQuantizers(NamedTuple):
-    """By tensor. ``output`` and ``grad_input`` round what leaves attention, if it is to be rounded."""
+    """The quantizers by tensor. ``output`` and ``grad_input`` round the results of attention, if they are given."""
 
     q: Quantizer
     k: Quantizer
@@ -43,7 +43,7 @@ class AttentionQuantizers(NamedTuple):
 
 @dataclass
 class AttentionCall:
-    """All of one call but its tensors. ``calibrating``: statistics are taken, nothing is quantized."""
+    """Everything about one call except its tensors. With ``calibrating``, tensors are only measured, not quantized."""
 
     quantizers: AttentionQuantizers
     scale: float
@@ -60,9 +60,9 @@ class Needs(NamedTuple):
 
 
 def quantized_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor:
-    """Attention of q [batch, heads, queries, channels] on k and v [batch, groups, keys, channels].
+    """Compute attention of q [batch, heads, queries, channels] on k and v [batch, groups, keys, channels].
 
-    ``allowed`` is True where a query may look at a key. Queries that may look at none get 0.
+    ``allowed`` is True where a query may see a key. Queries that may see none give 0.
     """
     grad = torch.is_grad_enabled()
     needs = Needs(grad and q.requires_grad, grad and k.requires_grad, grad and v.requires_grad)
@@ -134,7 +134,7 @@ class QuantizedAttention(torch.autograd.Function):
 
 
 class _Used:
-    """An input: what forward multiplies, and what is saved for backward."""
+    """An input of attention: the values that forward multiplies, and what is saved for backward."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Used:
 def _gradient(
     x: Tensor, quantizer: Quantizer, call: AttentionCall, *, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the GEMMs of backward multiply that read a gradient rowwise, and columnwise."""
+    """The values of a gradient for the GEMMs that read it rowwise, and for those that read it columnwise."""
     if call.calibrating:
         quantizer.calibrate(x)
     if call.calibrating or call.backward_override is not None:
@@ -182,7 +182,7 @@ def _gradient(
 
 
 def _rounded(x: Tensor, quantizer: Quantizer, call: AttentionCall) -> Tensor:
-    """``x`` as its quantizer's rowwise plane has it."""
+    """Round ``x`` to the rowwise plane of its quantizer."""
     if call.calibrating:
         quantizer.calibrate(x)
         return x
@@ -199,17 +199,17 @@ def _leaving(gradient: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Rows, 0 where nothing is allowed."""
+    """Softmax of each row, with 0 where a query may not see a key."""
     if allowed is None:
         return torch.softmax(scores, -1)
     return torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1).masked_fill(~allowed, 0)
 
 
 def _to_groups(x: Tensor, groups: int) -> Tensor:
-    """[batch, heads, R, C] -> [batch, groups, heads/groups · R, C]: heads that share keys as rows of one matrix."""
+    """Reshape [batch, heads, R, C] to [batch, groups, heads/groups · R, C]: heads that share keys form one matrix."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
 def _to_heads(x: Tensor, like: torch.Size) -> Tensor:
-    """Back to the heads and rows of queries of the shape ``like``."""
+    """Reshape back to the heads and queries of the shape ``like``."""
     return x.reshape(*like[:3], x.shape[-1])

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of channels are turned by an angle that grows with the position of the token."""
+"""Rotary position embedding: pairs of channels are rotated by an angle that grows with the position of the token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from ...runtime.devices import resolved_device
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """The angles for each position, [sequence, 1, 1, channels], for `apply_rotary_pos_emb`.
+    """Computes the angles for each position, [sequence, 1, 1, channels], for `apply_rotary_pos_emb`.
 
-    ``rotary_percent``  how much of ``dim`` is turned; the rest stays as it is
-    ``interleaved``     pairs are neighbours (0, 1), (2, 3), ... and not of two halves (0, d/2), (1, d/2 + 1), ...
-
-    Positions are divided by ``seq_len_interpolation_factor``, and by more than that where a sequence is longer
-    than ``pretrained_max_position_embeddings`` times the factor.
+    Args:
+        dim: channels of a head.
+        rotary_percent: fraction of the channels that is rotated; the others are unchanged.
+        seq_len_interpolation_factor: positions are divided by this factor, for sequences longer than in training.
+        pretrained_max_position_embeddings: length of sequences in training. For a sequence longer than this length
+            times the factor, positions are divided by the ratio of the lengths instead.
+        rotary_base: base of the frequencies.
+        interleaved: pairs are neighbouring channels (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
+        device: device of the frequencies.
     """
 
     inv_freq: Tensor
@@ -33,7 +37,10 @@ class RotaryPositionEmbedding(nn.Module):
         super().__init__()
         dim = int(dim * rotary_percent)
         if dim < 2 or dim % 2:
-            raise ValueError(f"channels are turned in pairs, so their number is even, not {dim}")
+            raise ValueError(
+                "RotaryPositionEmbedding rotates pairs of channels, so dim · rotary_percent must be even and >= 2, got "
+                f"{dim}"
+            )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
@@ -42,7 +49,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of the positions ``offset`` to ``offset + max_seq_len - 1``, in fp32."""
+        """Return the angles of the positions ``offset`` to ``offset + max_seq_len - 1``, in fp32."""
         # A model in bfloat16 has its buffers in bfloat16, whose positions would be a few percent off.
         inv_freq = self.inv_freq.to(torch.float32)
         positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=torch.float32) + offset
@@ -70,18 +77,29 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """``t``, queries or keys, turned by ``freqs`` [sequence, 1, 1, channels]; channels beyond these stay.
+    """Rotate queries or keys by the angles of their positions.
 
-    ``start_positions``  [batch]: the position of the first token of each sequence, when decoding with a cache
-    ``cu_seqlens``       [batch + 1]: where sequences begin in thd
-    ``fused``            has no meaning here
-    ``cp_size``          ranks that share a sequence: one
+    Args:
+        t: queries or keys, in the layout of ``tensor_format``.
+        freqs: angles [sequence, 1, 1, channels] of `RotaryPositionEmbedding`; further channels of ``t`` are unchanged.
+        tensor_format: "sbhd", "bshd" or "thd".
+        start_positions: [batch], the position of the first token of each sequence, for decoding with a cache.
+        interleaved: see `RotaryPositionEmbedding`.
+        fused: accepted; it has no effect.
+        cu_seqlens: [batch + 1], where sequences begin; "thd" needs it.
+        cp_size: only 1 is supported.
+        cp_rank: accepted; it has no effect.
+
+    Returns:
+        A tensor of the shape and dtype of ``t``.
     """
     if cp_size != 1:
-        raise NotImplementedError(f"rotary positions of sequences that {cp_size} ranks share: cp_size is 1")
+        raise NotImplementedError(
+            f"apply_rotary_pos_emb does not support context parallelism: cp_size must be 1, got {cp_size}"
+        )
     positions = _positions(t, tensor_format, start_positions, cu_seqlens)
     if positions.numel() and int(positions.max()) >= len(freqs):
-        raise ValueError(f"position {int(positions.max())} has no angle: there are {len(freqs)}")
+        raise ValueError(f"position {int(positions.max())} has no angle: freqs has angles for {len(freqs)} positions")
     angles = freqs[:, 0, 0].to(torch.float32)[positions].unsqueeze(-2)  # the same for all heads
     turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
     x = turned.to(torch.float32)
@@ -90,16 +108,16 @@ def apply_rotary_pos_emb(
 
 
 def _positions(t: Tensor, fmt: str, start_positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The position of each token: broadcasts to the dimensions of ``t`` before heads and channels."""
+    """The position of each token; it broadcasts to the dimensions of ``t`` before heads and channels."""
     if fmt == "thd":
         if cu_seqlens is None:
-            raise ValueError("thd needs cu_seqlens: where in the tokens each sequence begins")
+            raise ValueError("tensor_format='thd' needs cu_seqlens, which says where each sequence begins")
         tokens = torch.arange(len(t), device=t.device)
         sequence = torch.searchsorted(cu_seqlens[1:].to(tokens), tokens, right=True).clamp(max=len(cu_seqlens) - 2)
         positions = tokens - cu_seqlens.to(tokens)[sequence]
         return positions if start_positions is None else positions + start_positions.to(tokens)[sequence]
     if fmt not in ("sbhd", "bshd"):
-        raise ValueError(f"tensor_format is one of sbhd, bshd, thd, not {fmt!r}")
+        raise ValueError(f"tensor_format must be one of sbhd, bshd, thd, got {fmt!r}")
     places = torch.arange(t.shape[0 if fmt == "sbhd" else 1], device=t.device)
     starts = places.new_zeros(1) if start_positions is None else start_positions.to(places)
     positions = starts[:, None] + places
@@ -107,7 +125,7 @@ def _positions(t: Tensor, fmt: str, start_positions: Tensor | None, cu_seqlens: 
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """(a, b) -> (-b, a) for each pair."""
+    """Map each pair (a, b) to (-b, a)."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     a, b = x.chunk(2, -1)

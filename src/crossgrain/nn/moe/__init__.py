@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch: which expert a token goes to, and rows sorted by expert."""
+"""Functions for mixtures of experts in plain torch: choose the experts of each token, and sort rows by expert."""
 
 from .permutation import (
     moe_permute,

@@ -1,10 +1,11 @@
-"""Rows of tokens sorted by the expert they go to, and back.
+"""Sort the rows of tokens by the expert they go to, and undo it.
 
     rows, places = moe_permute(tokens, routing_map)       # the rows of expert 0, of expert 1, ...
     tokens = moe_unpermute(experts(rows), places, merging_probs=probs)
 
-``places`` [tokens, experts] says which row a token has at an expert, -1 for none; with ``map_type="index"``, where the
-map names the experts of each token, it is [tokens, experts of a token]. Quantized tensors are decoded.
+``places`` [tokens, experts] is the index of the row of a token for an expert, or -1 if the token does not go to that
+expert. With ``map_type="index"``, where the map lists the experts of each token, ``places`` is [tokens, experts of a
+token]. Quantized tensors are decoded.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: MapType = "mask",
 ) -> tuple[Tensor, Tensor]:
-    """Rows [R, K] of ``inp`` [tokens, K] sorted by expert, in the order of tokens for each, and their places.
+    """Copy the rows of tokens, sorted by expert; the rows of each expert are in the order of the tokens.
 
-    ``routing_map``     "mask": [tokens, experts], not zero where a token goes to an expert;
-                        "index": [tokens, experts of a token], the numbers of the experts
-    ``num_out_tokens``  R, if it is known. More than there are: rows of zeros follow. Fewer, with "index": the last
-                        are dropped
-    ``max_token_num``   has no meaning here
+    Args:
+        inp: tokens, [tokens, K].
+        routing_map: for "mask", [tokens, experts], not zero where a token goes to an expert; for "index", [tokens,
+            experts of a token], the numbers of the experts.
+        num_out_tokens: number of rows R, if it is known. If it is larger than needed, rows of zeros follow; if it is
+            smaller, with "index", the last rows are dropped.
+        max_token_num: accepted; it has no effect.
+        map_type: "mask" or "index".
+
+    Returns:
+        The rows [R, K], and their places.
     """
     places = _places(routing_map, map_type)
     rows = _row_count(places, num_out_tokens, may_drop=map_type == "index")
@@ -43,7 +50,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by a mask, with the probability of each row out of ``probs`` [tokens, experts]: rows, probs, places."""
+    """Like `moe_permute` with a mask. Return the rows, the probability of each from ``probs``, and the places."""
     places = _places(routing_map, "mask")
     rows = _row_count(places, num_out_tokens, may_drop=False)
     return _spread(inp, places, rows), _picked(probs, places, rows), places
@@ -52,10 +59,11 @@ def moe_permute_with_probs(
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The same, with zeros after the rows of each expert up to a multiple of ``align_size``.
+    """Like `moe_permute_with_probs`, with rows of zeros after each expert up to a multiple of ``align_size``.
 
-    Returns rows, probs, places, how far the rows of each expert have moved (None: not at all), and how many rows
-    each expert has now. The places know of the padding.
+    Returns:
+        The rows, their probabilities, their places (which include the padding), how far the rows of each expert were
+        shifted by the padding (None if not at all), and the number of rows of each expert including padding.
     """
     counts = tokens_per_expert.to(torch.int64)
     padded = (counts + align_size - 1) // align_size * align_size
@@ -63,7 +71,8 @@ def moe_permute_and_pad_with_probs(
     places = _places(routing_map, "mask")
     if not torch.equal((places >= 0).sum(0).to(counts.device), counts):
         raise ValueError(
-            f"tokens_per_expert is {counts.tolist()}, but the routing map has {(places >= 0).sum(0).tolist()}"
+            f"tokens_per_expert is {counts.tolist()}, but the routing map has {(places >= 0).sum(0).tolist()} tokens "
+            "per expert"
         )
     places = torch.where(places >= 0, places + moved.to(places.device), -1)
     rows = int(padded.sum())
@@ -80,17 +89,27 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Each token's rows added up in float32 or wider, times ``merging_probs``, of the shape of the places, if given.
+    """Add up the rows of each token, in float32 or wider.
 
-    ``probs`` is an older name of ``merging_probs``. ``restore_shape`` and ``pad_offsets`` follow from the places.
+    Args:
+        inp: rows sorted by expert, [R, K].
+        row_id_map: the places that `moe_permute` returned.
+        merging_probs: factors of the rows, of the shape of ``row_id_map``.
+        restore_shape: shape of the result; it is only checked.
+        map_type: accepted; it has no effect.
+        probs: older name of ``merging_probs``.
+        pad_offsets: accepted; the places include the padding already.
+
+    Returns:
+        The tokens, [tokens, K].
     """
     if probs is not None:
         if merging_probs is not None:
-            raise ValueError("moe_unpermute: merging_probs and probs are the same; give one of them")
+            raise ValueError("moe_unpermute: probs is an older name of merging_probs; give one of them, not both")
         merging_probs = probs
     if merging_probs is not None and merging_probs.shape != row_id_map.shape:
         raise ValueError(
-            f"moe_unpermute: merging_probs {list(merging_probs.shape)} have another shape than the places "
+            f"moe_unpermute: merging_probs {list(merging_probs.shape)} must have the shape of row_id_map, "
             f"{list(row_id_map.shape)}"
         )
     tokens, experts = _pairs(row_id_map)
@@ -100,33 +119,37 @@ def moe_unpermute(
         rows = rows * merging_probs[tokens, experts].to(rows.dtype).unsqueeze(-1)
     total = rows.new_zeros((row_id_map.shape[0], inp.shape[-1])).index_add(0, tokens, rows)
     if restore_shape is not None and tuple(restore_shape) != tuple(total.shape):
-        raise ValueError(f"moe_unpermute: restore_shape {list(restore_shape)}, but there are {list(total.shape)}")
+        raise ValueError(
+            f"moe_unpermute: restore_shape is {list(restore_shape)}, but the result has shape {list(total.shape)}"
+        )
     return total.to(inp.dtype)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """The chunks of rows of ``split_sizes`` in the order of ``sorted_index``."""
+    """Split the rows into chunks of ``split_sizes``, and reorder the chunks by ``sorted_index``."""
     return inp.index_select(0, _chunk_order(inp, split_sizes, sorted_index))
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, also for ``probs`` [rows]."""
+    """Like `moe_sort_chunks_by_index`, also for ``probs`` [rows]."""
     order = _chunk_order(inp, split_sizes, sorted_index)
     return inp.index_select(0, order), probs.index_select(0, order)
 
 
 def _places(routing_map: Tensor, map_type: str) -> Tensor:
-    """Which row each token has at each expert, -1 for none: experts in order, tokens in order for each."""
+    """The index of the row of each token for each expert, or -1; rows are sorted by expert, then by token."""
     if map_type == "mask":
         goes = routing_map.to(torch.bool).t()
         places = torch.cumsum(goes.reshape(-1), 0).sub(1).reshape(goes.shape)
         return torch.where(goes, places, -1).t().contiguous()
     if map_type != "index":
-        raise ValueError(f"map_type is 'mask' or 'index', not {map_type!r}")
+        raise ValueError(f"map_type must be 'mask' or 'index', got {map_type!r}")
     if bool((routing_map < 0).any()):
-        raise ValueError("the routing map has negative numbers of experts; tokens are dropped by num_out_tokens")
+        raise ValueError(
+            "the routing map has negative numbers of experts, which are not allowed; use num_out_tokens to drop tokens"
+        )
     order = torch.argsort(routing_map.reshape(-1), stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -138,19 +161,19 @@ def _row_count(places: Tensor, asked: int, *, may_drop: bool) -> int:
     if asked < 0:
         return there
     if asked < there and not may_drop:
-        raise ValueError(f"the routing map has {there} rows, num_out_tokens says {asked}")
+        raise ValueError(f"the routing map has {there} rows, but num_out_tokens is {asked}")
     return asked
 
 
 def _pairs(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and experts that have a row, experts in order: sums over experts have one order."""
+    """The pairs of tokens and experts that have a row, ordered by expert, so that sums have a fixed order."""
     experts, tokens = (places >= 0).t().nonzero(as_tuple=True)
     return tokens, experts
 
 
 def _spread(inp: Tensor, places: Tensor, rows: int) -> Tensor:
     if places.shape[0] != inp.shape[0]:
-        raise ValueError(f"the routing map is for {places.shape[0]} tokens, the input has {inp.shape[0]}")
+        raise ValueError(f"the routing map is for {places.shape[0]} tokens, but the input has {inp.shape[0]}")
     tokens, experts = _pairs(places)
     chosen = inp.index_select(0, tokens)
     return chosen.new_zeros((rows, inp.shape[-1])).index_copy(0, places[tokens, experts], chosen)
@@ -164,8 +187,8 @@ def _picked(probs: Tensor, places: Tensor, rows: int) -> Tensor:
 def _chunk_order(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     sizes = split_sizes.tolist()
     if sum(sizes) != inp.shape[0]:
-        raise ValueError(f"chunks of {sizes} rows do not make up {inp.shape[0]} rows")
+        raise ValueError(f"split_sizes {sizes} do not add up to the {inp.shape[0]} rows of the input")
     if sorted(sorted_index.tolist()) != list(range(len(sizes))):
-        raise ValueError(f"sorted_index {sorted_index.tolist()} does not have each of {len(sizes)} chunks once")
+        raise ValueError(f"sorted_index must contain each of {len(sizes)} chunks once, got {sorted_index.tolist()}")
     chunks = torch.arange(inp.shape[0], device=inp.device).split(sizes)
     return torch.cat([chunks[index] for index in sorted_index.tolist()])

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which probabilities. Sums and functions are in float32."""
+"""Choose the experts of each token and their probabilities. All computations are in float32."""
 
 from __future__ import annotations
 
@@ -21,16 +21,28 @@ def fused_topk_with_score_function(
     score_function: ScoreFunction,
     expert_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities in the dtype of ``logits`` [tokens, experts], zero where a token does not go, and the map (bool).
+    """Choose the ``topk`` experts of each token.
 
-    ``use_pre_softmax``  softmax over all experts, before the choice, instead of over the chosen ones
-    ``num_groups``       experts are chosen from the ``group_topk`` groups whose best experts have the largest scores
-    ``expert_bias``      is added to scores for the choice alone; not for softmax
+    Args:
+        logits: [tokens, experts].
+        topk: number of experts per token.
+        use_pre_softmax: softmax over all experts before the choice, instead of over the chosen experts after it.
+        num_groups: number of groups of experts; used with ``group_topk``.
+        group_topk: choose experts only from the ``group_topk`` groups whose best experts have the largest scores.
+        scaling_factor: factor of the probabilities.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+        expert_bias: added to the scores for the choice, not for the probabilities; not with "softmax".
+
+    Returns:
+        The probabilities in the dtype of ``logits``, [tokens, experts], zero for experts that are not chosen; and a
+        bool map of the same shape.
     """
     wide = logits.to(torch.float32)
     if score_function == "softmax":
         if expert_bias is not None:
-            raise ValueError("expert_bias is for the score functions sigmoid and sqrtsoftplus")
+            raise ValueError(
+                "expert_bias works only with the score functions sigmoid and sqrtsoftplus, not with softmax"
+            )
         scores = torch.softmax(wide, -1) if use_pre_softmax else wide
         chosen = _chosen(scores, topk, num_groups, group_topk)
         probs = scores.gather(-1, chosen)
@@ -51,7 +63,7 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: ScoreFunction
 ) -> tuple[Tensor, Tensor]:
-    """The map (bool) of the ``topk`` best experts, and the scores of all, which sum to one, in float32."""
+    """Return a bool map of the ``topk`` best experts, and the scores of all experts in float32, which sum to 1."""
     wide = logits.to(torch.float32)
     if score_function == "softmax":
         scores = torch.softmax(wide, -1)
@@ -75,11 +87,11 @@ def _scores(logits: Tensor, function: str) -> Tensor:
         return torch.sigmoid(logits)
     if function == "sqrtsoftplus":
         return torch.nn.functional.softplus(logits).sqrt()
-    raise ValueError(f"score functions are softmax, sigmoid and sqrtsoftplus, not {function!r}")
+    raise ValueError(f"score_function must be one of softmax, sigmoid and sqrtsoftplus, got {function!r}")
 
 
 def _chosen(scores: Tensor, topk: int, groups: int | None, group_topk: int | None) -> Tensor:
-    """The numbers of the chosen experts [tokens, topk]."""
+    """The numbers of the chosen experts, [tokens, topk]."""
     with torch.no_grad():
         if group_topk:
             groups = _checked_groups(scores.shape[-1], topk, groups, group_topk)
@@ -92,7 +104,10 @@ def _chosen(scores: Tensor, topk: int, groups: int | None, group_topk: int | Non
 
 def _checked_groups(experts: int, topk: int, groups: int | None, group_topk: int) -> int:
     if not groups or experts % groups or group_topk > groups:
-        raise ValueError(f"{experts} experts in {groups} groups: {group_topk} of the groups cannot be chosen")
+        raise ValueError(
+            f"group_topk={group_topk} groups cannot be chosen from num_groups={groups} groups of {experts} experts: "
+            "num_groups must divide the number of experts and be at least group_topk"
+        )
     if not group_topk <= topk <= group_topk * (experts // groups):
         raise ValueError(
             f"{topk} experts cannot be chosen from {group_topk} groups of {experts // groups}: groups are ranked by "

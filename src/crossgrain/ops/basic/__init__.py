@@ -1,4 +1,4 @@
-"""Operations that are one primitive each."""
+"""The basic operations. Each is one primitive, such as a GEMM, a bias or an activation."""
 
 from .activation import (
     GEGLU,

@@ -1,4 +1,4 @@
-"""Activations as operations. The mathematics is in `crossgrain.activations`."""
+"""Activations as operations. The formulas are in `crossgrain.gemm.activations`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from ..op import BasicOperation, activation_dtype
 
 
 class ActivationOperation(BasicOperation):
-    """``cache_quantized_input``: what is kept for backward is FP8, at the price of a rounded gradient."""
+    """Base class of activations.
+
+    Args:
+        cache_quantized_input: keep the input for backward in FP8, which saves memory and rounds the gradient.
+        **options: options of the activation function.
+    """
 
     activation_name: ClassVar[str]
 
@@ -42,7 +47,7 @@ class ActivationOperation(BasicOperation):
         return handed_on(self.activation_forward(ctx, input_), next_op_input_quantizer)
 
     def activation_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """y in high precision."""
+        """Return the output in high precision, and save the input for backward."""
         x = plain(input_, activation_dtype(input_))
         if ctx.requires_grad:
             ctx.dtype = input_.dtype
@@ -53,7 +58,7 @@ class ActivationOperation(BasicOperation):
         return handed_on(self.activation_backward(ctx, grad_output), ctx.grad_input_quantizer), []
 
     def activation_backward(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
-        """dx in high precision."""
+        """Return the gradient of the input in high precision."""
         (x,) = ctx.saved_tensors
         return self.function.backward(plain(grad_output), plain(x)).to(ctx.dtype)
 
@@ -63,13 +68,13 @@ def _in_fp8(x: Tensor) -> Any:
 
 
 class GELU(ActivationOperation):
-    """GELU in its tanh form."""
+    """GELU in its tanh approximation."""
 
     activation_name = "gelu"
 
 
 class GEGLU(ActivationOperation):
-    """``gelu(gate) · linear`` of the halves [gate | linear] of the last dimension."""
+    """``gelu(gate) · linear``, where gate and linear are the halves of the last dimension."""
 
     activation_name = "geglu"
 
@@ -123,7 +128,12 @@ class SiLU(ActivationOperation):
 
 
 class SwiGLU(ActivationOperation):
-    """``silu(gate) · linear``; with ``glu_interleave_size`` the halves alternate in blocks of that size."""
+    """``silu(gate) · linear``, where gate and linear are the halves of the last dimension.
+
+    Args:
+        cache_quantized_input: keep the input for backward in FP8.
+        glu_interleave_size: gate and linear alternate in blocks of this size, instead of being two halves.
+    """
 
     activation_name = "swiglu"
 
@@ -133,7 +143,15 @@ class SwiGLU(ActivationOperation):
 
 
 class ClampedSwiGLU(ActivationOperation):
-    """``z·sigmoid(alpha·z) · (clamp(linear, ±limit) + offset)`` with z = min(gate, limit), as in GPT-OSS."""
+    """``z · sigmoid(alpha·z) · (clamp(linear, ±limit) + glu_linear_offset)`` with z = min(gate, limit), as in GPT-OSS.
+
+    Args:
+        limit: bound of gate and linear.
+        alpha: factor inside the sigmoid.
+        glu_linear_offset: added to the linear part.
+        cache_quantized_input: keep the input for backward in FP8.
+        glu_interleave_size: gate and linear alternate in blocks of this size, instead of being two halves.
+    """
 
     activation_name = "clamped_swiglu"
 

@@ -1,4 +1,4 @@
-"""``y = x + b``."""
+"""`Bias`: the operation ``y = x + b``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from .parameters import resolved_device
 class Bias(BasicOperation):
     """``y = x + b`` for x [..., size], b [size].
 
-    ``tensor_parallel``  the ranks of ``tensor_parallel_group`` share ``size``, and this one has its part
+    Args:
+        size: number of features of the whole tensor.
+        device: device of the parameter.
+        dtype: dtype of the parameter.
+        tensor_parallel: divide the features among the ranks of ``tensor_parallel_group``; this rank has its part.
+        tensor_parallel_group: the process group; None for all ranks.
     """
 
     added_by_gemm = False  # by the linear operation right before it (`BasicLinear.take_bias`)
@@ -41,7 +46,7 @@ class Bias(BasicOperation):
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=resolved_device(device)))
 
     def reset_parameters(self) -> None:
-        """Zero again; a bias on the meta device gets memory on the default device."""
+        """Set the bias to zero. A bias on the meta device gets memory on the default device."""
         if self.bias.is_meta:
             self.bias = nn.Parameter(torch.zeros(self.size, dtype=self.bias.dtype))
         nn.init.zeros_(self.bias)

@@ -1,4 +1,4 @@
-"""Collectives along the first dimension, each with its transpose as backward."""
+"""Collectives over ranks along the first dimension as operations. Backward is the transposed collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from ..op import BasicOperation
 
 
 class _Collective(BasicOperation):
-    """``process_group``: the ranks that take part, by default all; alone, a rank keeps its tensor."""
+    """Base class of collectives. With a single rank they do nothing.
+
+    Args:
+        process_group: the ranks that take part; None for all.
+    """
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
@@ -48,12 +52,12 @@ class _Collective(BasicOperation):
         return handed_on(dy if self.process_group_size == 1 else self._run_backward(dy), ctx.grad_input_quantizer), []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Process groups do not travel."""
+        """Leave out the process group, which cannot be pickled."""
         return {**super().__getstate__(), "process_group": None}
 
 
 class AllGather(_Collective):
-    """The rows of all ranks, one after the other."""
+    """Gathers the rows of all ranks, in the order of ranks."""
 
     def _run(self, x: Tensor) -> Tensor:
         return gathered_rows(x, self.process_group)
@@ -63,7 +67,7 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """The sum over ranks, of which each keeps its share of the rows."""
+    """Sums over the ranks; each rank keeps its part of the rows."""
 
     def _run(self, x: Tensor) -> Tensor:
         return scattered_sum(x, self.process_group, self.layer)
@@ -73,7 +77,7 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """The sum over ranks. Its gradient is the same on all of them and is passed on."""
+    """Sums over the ranks. The gradient is the same on all ranks and is passed on unchanged."""
 
     def _run(self, x: Tensor) -> Tensor:
         return summed(x, self.process_group)

@@ -1,4 +1,4 @@
-"""Branches: a tensor that joins the sequence, and one that leaves it."""
+"""Operations for branches, such as residual connections: add an extra input, or make an extra output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs
 
 
 class AddExtraInput(BasicOperation):
-    """``y = x + extra``. ``in_place``: y is written to the memory of the extra input."""
+    """``y = x + extra``, where ``extra`` is an extra input of the sequence.
+
+    Args:
+        in_place: write y to the memory of the extra input.
+    """
 
     num_extra_inputs = 1
 
@@ -33,7 +37,7 @@ class AddExtraInput(BasicOperation):
         return handed_on(self.added(plain(input_), extra), next_op_input_quantizer), [()]
 
     def added(self, x: Tensor, extra: Tensor) -> Tensor:
-        """``x + extra``, which is in ``extra``'s dtype and memory if ``in_place``."""
+        """Return ``x + extra``; with ``in_place``, in the dtype and memory of ``extra``."""
         return extra.detach().add_(x) if self.in_place else x + plain(extra)
 
     def fuser_backward(
@@ -48,7 +52,11 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """x goes on and is an extra output, too. ``in_place``: the two gradients are added in the memory of the latter."""
+    """Passes x on, and also returns it as an extra output of the sequence.
+
+    Args:
+        in_place: in backward, add the two gradients in the memory of the extra output's gradient.
+    """
 
     num_extra_outputs = 1
 
@@ -80,7 +88,7 @@ class MakeExtraOutput(BasicOperation):
         return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [()], [()]
 
     def summed(self, dy: Tensor, extra: Tensor | None) -> Tensor:
-        """The gradient of x."""
+        """Return the gradient of x: the sum of both gradients."""
         if extra is None:
             return dy
         extra = plain(extra)

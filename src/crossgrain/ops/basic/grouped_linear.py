@@ -1,7 +1,7 @@
-"""A linear layer for each group of rows, as experts are: ``y[rows of g] = x[rows of g] · W_gᵀ + b_g``.
+"""`GroupedLinear`: one linear layer per group of rows, as for experts: ``y[rows of g] = x[rows of g] · W_gᵀ + b_g``.
 
-The groups are runs of rows whose sizes are an extra input; a group may be empty. Every group has weights
-and quantizers of its own, and each of its GEMMs is that of a linear layer.
+A group consists of consecutive rows. The sizes of the groups are an extra input, and a group may be empty. Each group
+has its own weight and quantizers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,26 @@ GRAD_INPUT_BUFFER_KEY = "grad_input_buffer"
 
 
 class GroupedLinear(LinearOperation):
-    """Extra inputs: the sizes of the groups [num_groups], and with ``scale_bias`` a factor for each row's bias.
+    """A linear operation for each group of rows.
 
-    ``single_grouped_weight``  one parameter ``weight`` [groups, out, in] instead of ``weight0``, ``weight1``, ...
-                               Kept quantized, formats with a scale per tensor have one for all groups.
-    ``single_grouped_bias``    one parameter ``bias`` [groups, out]
-    ``delay_wgrad_compute``    weight gradients are computed by `backward_dw`
+    Its extra inputs are the sizes of the groups [num_groups], and with ``scale_bias`` a factor for the bias of each
+    row.
+
+    Args:
+        num_groups: number of groups.
+        in_features: features of the input.
+        out_features: features of the output.
+        bias: add a bias.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        rng_state_tracker_function: returns a tracker of random states for the initialization.
+        accumulate_into_main_grad: add weight gradients to ``weight.main_grad``, which the caller provides.
+        single_grouped_weight: have one parameter ``weight`` [groups, out, in] instead of ``weight0``, ``weight1``, ...
+            If it is kept quantized in a format with a scale for the whole tensor, all groups share one scale.
+        single_grouped_bias: have one parameter ``bias`` [groups, out] instead of ``bias0``, ``bias1``, ...
+        delay_wgrad_compute: compute weight gradients not in backward, but when `backward_dw` is called.
+        scale_bias: multiply the bias of each row by a factor, which is an extra input.
+        name: name of the layer, for recipes and messages.
     """
 
     def __init__(
@@ -60,7 +74,7 @@ class GroupedLinear(LinearOperation):
     ) -> None:
         super().__init__(name)
         if num_groups < 1:
-            raise ValueError(f"{self.layer}: there is at least one group, not {num_groups}")
+            raise ValueError(f"{self.layer}: num_groups must be at least 1, got {num_groups}")
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
@@ -89,14 +103,15 @@ class GroupedLinear(LinearOperation):
             self._group_weights()
         except ValueError as error:
             raise ValueError(
-                f"{self.layer}: a single weight of {groups} groups cannot be quantized: {error}"
+                f"{self.layer}: one weight for {groups} groups cannot be quantized: {error}. Use "
+                "single_grouped_weight=False"
             ) from error
         shape = (groups, rows) if self.single_grouped_bias else (rows,)
         for name in self.bias_names:
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, **factory)))
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters again; those on the meta device get memory on the default device."""
+        """Initialize the parameters again. Those on the meta device get memory on the default device."""
         weights = [self._weight(name) for name in self.weight_names]
         if weights[0].is_meta:
             self._make_parameters({"dtype": weights[0].dtype, "device": torch.get_default_device()})
@@ -130,7 +145,7 @@ class GroupedLinear(LinearOperation):
         return parameter
 
     def _group_weights(self) -> list[Tensor]:
-        """W of each group; parts of the one parameter if there is only one."""
+        """The weight of each group; parts of the single parameter with ``single_grouped_weight``."""
         if not self.single_grouped_weight:
             return [self._weight(name) for name in self.weight_names]
         weight, rows = self._weight("weight"), self.out_features
@@ -171,7 +186,7 @@ class GroupedLinear(LinearOperation):
         return self._padding(recipe, groups[0])
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """None: each group quantizes its rows."""
+        """Always None: each group quantizes its own rows, so the operation before cannot do it."""
         return None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
@@ -236,13 +251,17 @@ class GroupedLinear(LinearOperation):
         sizes = [int(size) for size in split_sizes.tolist()]
         if len(sizes) != self.num_groups or sum(sizes) != len(x) or min(sizes) < 0:
             raise ValueError(
-                f"{self.layer}: {self.num_groups} groups need as many sizes that add up to {len(x)} rows, not {sizes}"
+                f"{self.layer}: the sizes of the groups must be {self.num_groups} numbers >= 0 that add up to {len(x)} "
+                f"rows, got {sizes}"
             )
         return sizes
 
     def _bias_scales(self, scales: Tensor, x: Tensor) -> Tensor:
         if scales.numel() != len(x):
-            raise ValueError(f"{self.layer}: {len(x)} rows take as many bias scales, not {list(scales.shape)}")
+            raise ValueError(
+                f"{self.layer}: the bias scales must have one number for each of {len(x)} rows, got shape "
+                f"{list(scales.shape)}"
+            )
         return scales.detach().reshape(-1)
 
     def _needs_bias_gradients(self) -> bool:
@@ -289,7 +308,7 @@ class GroupedLinear(LinearOperation):
 
 
 def _spread(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
-    """The bias of each row [M, N]."""
+    """The bias for each row, [M, N]."""
     stacked = torch.stack([bias for bias in biases if bias is not None])
     return stacked.repeat_interleave(torch.tensor(sizes, device=stacked.device), dim=0)
 

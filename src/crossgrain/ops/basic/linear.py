@@ -1,8 +1,8 @@
-"""The linear layer without bias as an operation. The GEMMs are those of `crossgrain.nn`.
+"""`BasicLinear`: a linear layer without bias as an operation. The GEMMs are those of `crossgrain.nn`.
 
-The weight is quantized in each forward, or is kept quantized (`quantized_model_init`). Such a weight lives
-longer than any step: what one step does not need, the next may. So a weight's usages are never taken
-away, neither by a step without gradients nor by another recipe.
+The weight is quantized in each forward, or is kept quantized (`quantized_model_init`). A weight that is kept quantized
+never loses a plane because one step does not need it, since the next step may. This holds for steps without gradients
+and for a change of recipe.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .parameters import init_weight, resolved_device, tensor_parallel_ranks
 
 
 class LinearOperation(BasicOperation):
-    """What linear operations share: how their quantizers are set up, and how a GEMM is called with them."""
+    """Base class of linear operations: sets up their quantizers and calls the GEMMs with them."""
 
     accumulate_into_main_grad: bool = False
 
     def _weight_quantizers(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, Quantizer]:
-        """For weights that are kept quantized: complete, then with the usages that a weight has already."""
+        """Quantizers for weights that are kept quantized, which keep the planes that a weight has already."""
         made = super()._weight_quantizers(quantizers)
         for name, weight in self._quantized_weights().items():
             made[name].set_usage(columnwise=torch.is_grad_enabled())
@@ -46,9 +46,9 @@ class LinearOperation(BasicOperation):
     def _set_usages(
         self, x: Quantizer, weight: Quantizer, grad_output: Quantizer, requires_grad: bool, weight_requires_grad: bool
     ) -> None:
-        """Before forward, for operations that quantize for this one.
+        """Set which planes the quantizers make in this step. Called before forward.
 
-        A weight that is kept quantized is not touched by this: it has a quantizer of its own.
+        This does not change a weight that is kept quantized, which has its own quantizer.
         """
         assert self._recipe is not None
         quantizes_backward = self._recipe.backward_override is None
@@ -60,9 +60,9 @@ class LinearOperation(BasicOperation):
     def _call(
         self, x: Tensor, weight: Tensor, operands: Mapping[str, Quantizer] | None, padding: Padding
     ) -> LinearCall:
-        """A call of the linear layer with these quantizers; None: in high precision.
+        """Describe a call of the linear layer with these quantizers, or in high precision if ``operands`` is None.
 
-        It computes in the dtype of the weight, unless torch.autocast says otherwise.
+        It computes in the dtype of the weight, or in the dtype of torch.autocast if that is enabled.
         """
         call = LinearCall(
             dtype=activation_dtype(x, weight.dtype),
@@ -83,7 +83,7 @@ class LinearOperation(BasicOperation):
 
 
 def keep_usages(quantizer: Quantizer, weight: QuantizedTensor) -> None:
-    """The usages of the weight's present quantizer are taken over, whatever the step at hand needs."""
+    """Let a new quantizer make the same planes as the present quantizer of the weight."""
     if weight._quantizer is not None:
         quantizer.set_usage(**weight._quantizer.get_usages())
 
@@ -91,10 +91,18 @@ def keep_usages(quantizer: Quantizer, weight: QuantizedTensor) -> None:
 class BasicLinear(LinearOperation):
     """``y = x · Wᵀ`` for x [..., in_features], W [out_features, in_features].
 
-    ``accumulate_into_main_grad``  dW is added to ``weight.main_grad``, which the caller provides
-    ``tensor_parallel_mode``       "column", "row": the ranks of ``tensor_parallel_group``, by default all, share the
-                                   outputs, the inputs. Sizes are those of the whole
-    ``sequence_parallel``          they share the rows of x (column) or of y (row)
+    Args:
+        in_features: features of the input, of the whole layer.
+        out_features: features of the output, of the whole layer.
+        device: device of the weight.
+        dtype: dtype of the weight.
+        tensor_parallel_mode: "column" to divide the outputs among ranks, "row" to divide the inputs, None for neither.
+        tensor_parallel_group: the process group; None for all ranks.
+        sequence_parallel: each rank has only its part of the rows of x ("column") or of y ("row").
+        rng_state_tracker_function: returns a tracker of random states for the initialization.
+        accumulate_into_main_grad: add the weight gradient to ``weight.main_grad``, which the caller provides.
+        userbuffers_options: not supported; must be None.
+        name: name of the layer, for recipes and messages.
     """
 
     weight: nn.Parameter
@@ -122,7 +130,7 @@ class BasicLinear(LinearOperation):
         self.tensor_parallel_size = ranks
         self.sequence_parallel = sequence_parallel and ranks > 1
         if userbuffers_options:
-            raise NotImplementedError(f"{self.layer}: userbuffers_options are for GPUs; leave them out")
+            raise NotImplementedError(f"{self.layer}: userbuffers_options need a GPU and are not supported; pass None")
         self.in_features = in_features
         self.out_features = out_features
         column, row = (ranks if tensor_parallel_mode == mode else 1 for mode in ("column", "row"))
@@ -135,7 +143,7 @@ class BasicLinear(LinearOperation):
         self._make_weight(torch.empty(self.local_out_features, self.local_in_features, **factory))
 
     def take_bias(self, bias: Bias) -> None:
-        """The operation that always comes next: the GEMM adds its bias before it rounds, as a module's does."""
+        """Let the GEMM add the bias of the next operation before it rounds, as a module does."""
         self._bias = (bias,)
         bias.added_by_gemm = True
 
@@ -193,7 +201,7 @@ class BasicLinear(LinearOperation):
         return self._padding(recipe, self._gemm_operands(quantizers)[0])
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """None also where an input that comes quantized could not be used as it is."""
+        """The quantizer of the input; None if this operation could not use an input that is quantized already."""
         recipe = self._recipe
         if recipe is None or self._calibrates or recipe.backward_override == "high_precision" or self._quantizes_alone:
             return None
@@ -207,7 +215,10 @@ class BasicLinear(LinearOperation):
 
     @property
     def _quantizes_alone(self) -> bool:
-        """Whether neighbours cannot quantize for the layer, which pads, or takes the amaxes of all ranks."""
+        """Whether the operations before and after cannot quantize for this one.
+
+        It has to quantize itself if it pads its operands, or reduces amaxes over ranks.
+        """
         assert self._recipe is not None
         if self.tensor_parallel_mode is not None:
             return True
@@ -240,7 +251,7 @@ class BasicLinear(LinearOperation):
         return handed_on(y, next_op_input_quantizer)
 
     def gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
-        """y in high precision; what backward needs is kept in ``ctx``."""
+        """Return y in high precision, and save in ``ctx`` what backward needs."""
         with nullcontext() if self.tensor_parallel_mode is None else telling_others(self.layer):
             return self._gemm_forward(ctx, x)
 
@@ -266,7 +277,7 @@ class BasicLinear(LinearOperation):
         return None if dx is None else handed_on(dx, ctx.grad_input_quantizer), [dw]
 
     def gemm_backward(self, ctx: OperationContext, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """dx in high precision, and dW."""
+        """Return dx in high precision, and dW."""
         dx, dw, *_ = LinearFunction.backward(ctx, dy)
         return dx, dw
 
@@ -275,6 +286,6 @@ class BasicLinear(LinearOperation):
 
 
 def calibrate(operands: Mapping[str, Quantizer], x: Tensor, weight: Tensor) -> None:
-    """Statistics of forward's operands."""
+    """Let the quantizers of forward record the statistics of their operands."""
     operands["input"].calibrate(plain(x.detach()))
     operands["weight"].calibrate(plain(weight.detach()))

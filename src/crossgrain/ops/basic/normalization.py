@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and L2 normalisation as operations."""
+"""LayerNorm, RMSNorm and L2 normalization as operations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from .parameters import resolved_device
 
 
 class _Norm(BasicOperation):
-    """Over the last dimensions, which have to be ``normalized_shape``.
+    """Base class of norms over the last dimensions.
 
-    ``zero_centered_gamma``  the weight is stored as its difference from one
+    Args:
+        normalized_shape: shape of the last dimensions of the input.
+        eps: added to the variance.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        zero_centered_gamma: the parameter is the difference of the weight from 1.
+        sm_margin: accepted and ignored.
     """
 
     _has_bias: bool
@@ -48,7 +54,7 @@ class _Norm(BasicOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A weight that does nothing, and no bias."""
+        """Set the weight to 1 and the bias to 0."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self._has_bias:
             nn.init.zeros_(self.bias)
@@ -72,7 +78,8 @@ class _Norm(BasicOperation):
     ) -> Tensor:
         if tuple(input_.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
             raise ValueError(
-                f"{self.layer}: the input {list(input_.shape)} has to end in {list(self.normalized_shape)}"
+                f"{self.layer}: the last dimensions of the input must be {list(self.normalized_shape)}, got an input "
+                f"of shape {list(input_.shape)}"
             )
         x = plain(input_, activation_dtype(input_))
         rows = x.reshape(-1, math.prod(self.normalized_shape))
@@ -91,7 +98,7 @@ class _Norm(BasicOperation):
         return handed_on(dx, ctx.grad_input_quantizer), grads
 
     def norm_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """dx in high precision, and the gradients of the parameters."""
+        """Return dx in high precision, and the gradients of the parameters."""
         rows, mean, rstd = ctx.saved_tensors
         dy = plain(grad_output).reshape(rows.shape)
         weight = self.weight.detach().reshape(-1)

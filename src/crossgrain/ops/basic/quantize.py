@@ -1,4 +1,4 @@
-"""Quantize: the tensor, or its gradient, in the format of the recipe from here on."""
+"""`Quantize`: an operation that quantizes a tensor, or its gradient, in the format of the recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from ..op import BasicOperation
 
 
 class Quantize(BasicOperation):
-    """``forward``: the output is quantized; ``backward``: the gradient of the input is. Both need a recipe."""
+    """Quantizes its input in the format of the recipe. Without a recipe it does nothing.
+
+    Args:
+        forward: quantize the tensor.
+        backward: quantize the gradient.
+    """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()

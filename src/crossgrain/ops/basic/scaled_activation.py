@@ -1,4 +1,4 @@
-"""Activations whose output is scaled by one number per row, as routers of experts ask for."""
+"""Activations whose output is multiplied by one number per row, as used for experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs, activati
 
 
 class ScaledActivation(BasicOperation):
-    """``y = f(x) · scales`` for x [..., K] and, as extra input, scales [...]."""
+    """``y = f(x) · scales`` for x [..., K]; ``scales`` [...] is an extra input."""
 
     num_extra_inputs = 1
     activation_name: ClassVar[str]
@@ -41,8 +41,8 @@ class ScaledActivation(BasicOperation):
         x = plain(input_, activation_dtype(input_))
         if scales.shape != x.shape[:-1]:
             raise ValueError(
-                f"{self.layer}: an input of {list(x.shape)} takes a scale for each row, {list(x.shape[:-1])}, not "
-                f"{list(scales.shape)}"
+                f"{self.layer}: an input of shape {list(x.shape)} needs a scale for each row, of shape "
+                f"{list(x.shape[:-1])}, got {list(scales.shape)}"
             )
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)

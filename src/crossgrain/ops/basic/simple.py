@@ -1,4 +1,4 @@
-"""Operations without parameters: scaling, dropout, shapes."""
+"""Simple operations without parameters: identity, scaling, dropout, reshaping."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class ConstantScale(BasicOperation):
 
 
 class Dropout(BasicOperation):
-    """Zero each element with probability ``p`` while training, and scale the others by 1 / (1 - p)."""
+    """In training, sets each element to zero with probability ``p`` and scales the others by 1 / (1 - p)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
-            raise ValueError(f"{self.layer}: p is a probability below 1, not {p}")
+            raise ValueError(f"{self.layer}: p must be a probability below 1, 0 <= p < 1, got {p}")
         self.dropout_probability = p
 
     def op_forward(
@@ -97,7 +97,7 @@ class Dropout(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """``y = x.reshape(shape)``; one size may be -1."""
+    """``y = x.reshape(shape)``; one number of ``shape`` may be -1."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
@@ -114,7 +114,9 @@ class Reshape(BasicOperation):
     ) -> Tensor:
         known = math.prod(size for size in self._shape if size != -1)
         if -1 in self._shape and not (known and input_.numel() % known == 0):
-            raise ValueError(f"{self.layer}: {list(input_.shape)} cannot be reshaped to {list(self._shape)}")
+            raise ValueError(
+                f"{self.layer}: an input of shape {list(input_.shape)} cannot be reshaped to {list(self._shape)}"
+            )
         ctx.shape = input_.shape
         return handed_on(plain(input_).reshape(self._shape), next_op_input_quantizer)
 

@@ -1,4 +1,4 @@
-"""Operations that do the work of several, and the fusions that put them into sequences."""
+"""The fused operations, each of which does the work of several basic ones, and their registration."""
 
 from ..fuser import register_backward_fusion, register_forward_fusion
 from .backward import (

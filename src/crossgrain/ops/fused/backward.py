@@ -1,6 +1,6 @@
-"""Backward passes of neighbours in one: an intermediate gradient is worked on in place and quantized once.
+"""Fused backward passes of neighbouring operations: a gradient is modified in place and quantized only once.
 
-Each rounds where the single operations do, so the numbers are the same bit for bit.
+Each fusion rounds where the single operations do, so results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..op import BackwardResult, BasicOperation, FusedOperation, FusibleOperatio
 
 
 class BackwardActivationBias(FusedOperation):
-    """[Bias, activation]: the activation's gradient, its sum for the bias, and its quantized form for a GEMM."""
+    """[Bias, activation]: computes the gradient of the activation, sums it for the bias and quantizes it for a GEMM."""
 
     def fuser_backward(
         self,
@@ -38,7 +38,7 @@ class BackwardActivationBias(FusedOperation):
 
 
 class BackwardAddRMSNorm(FusedOperation):
-    """[MakeExtraOutput, RMSNorm]: the gradient of the norm, and that of the branch added to it."""
+    """[MakeExtraOutput, RMSNorm]: adds the gradient of the branch to the gradient of the norm."""
 
     def fuser_backward(
         self,
@@ -55,7 +55,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
 
 class BackwardLinearAdd(FusedOperation):
-    """[MakeExtraOutput, BasicLinear]: the gradient of the branch is added to dgrad's result."""
+    """[MakeExtraOutput, BasicLinear]: adds the gradient of the branch to the result of dgrad."""
 
     def fuser_backward(
         self,
@@ -73,7 +73,7 @@ class BackwardLinearAdd(FusedOperation):
 
 
 class BackwardLinearScale(FusedOperation):
-    """[ConstantScale, BasicLinear]: dgrad's result is scaled in place."""
+    """[ConstantScale, BasicLinear]: scales the result of dgrad in place."""
 
     def fuser_backward(
         self,
@@ -90,7 +90,7 @@ class BackwardLinearScale(FusedOperation):
 
 
 def _with_branch(branch: MakeExtraOutput, dx: Tensor, grads: tuple[Tensor | None, ...]) -> Tensor:
-    """dx, whose memory nobody else uses, and the gradient of the branch."""
+    """Return dx plus the gradient of the branch. Nobody else uses the memory of dx, so it may be changed."""
     (extra,) = grads
     if extra is None or branch.in_place or extra.dtype != dx.dtype:
         return branch.summed(dx, extra)
@@ -98,7 +98,7 @@ def _with_branch(branch: MakeExtraOutput, dx: Tensor, grads: tuple[Tensor | None
 
 
 def fuse_backward_activation_bias(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
-    """Only where gradients are quantized: what is saved is a high-precision gradient between the two."""
+    """Fuse only with a recipe, because the fusion saves memory only if gradients are quantized."""
     return ops if recipe is None else _fused(ops, Bias, ActivationOperation, BackwardActivationBias)
 
 

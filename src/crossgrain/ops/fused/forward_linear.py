@@ -1,6 +1,6 @@
-"""Forward passes of a linear layer together with what follows it: the GEMM's result is worked on in place.
+"""Fused forward passes of a linear operation and those after it: they modify the result of the GEMM in place.
 
-Each rounds where the single operations do, so the numbers are the same bit for bit.
+Each fusion rounds where the single operations do, so results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..op import BasicOperation, ForwardResult, FusedOperation, FusibleOperation
 
 
 class _ForwardLinear(FusedOperation):
-    """A `BasicLinear` and the operations after it, which work in place on its fresh result."""
+    """Base class: a `BasicLinear` and the operations after it, which modify its result in place."""
 
     def fuser_forward(
         self,
@@ -43,7 +43,7 @@ class _ForwardLinear(FusedOperation):
 
 
 def _continued(op: BasicOperation, ctx: OperationContext, y: Tensor, extras: tuple[Tensor, ...]) -> Tensor:
-    """What ``op`` makes of y, whose memory nobody else uses."""
+    """Apply ``op`` to y. Nobody else uses the memory of y, so it may be changed."""
     if isinstance(op, Bias):
         return y if op.added_by_gemm else y.add_(op.bias.detach().to(y.dtype))
     if isinstance(op, ConstantScale):
@@ -52,7 +52,7 @@ def _continued(op: BasicOperation, ctx: OperationContext, y: Tensor, extras: tup
         return op.added(y, extras[0])
     if isinstance(op, ActivationOperation):
         return op.activation_forward(ctx, y)
-    raise TypeError(f"{type(op).__name__} is not fused with a linear layer")
+    raise TypeError(f"{type(op).__name__} cannot be fused with a linear operation")
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
