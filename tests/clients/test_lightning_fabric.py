@@ -52,7 +52,7 @@ def test_a_recipe_as_a_dictionary():
     model = this.setup(llama())
     tokens = torch.arange(32).view(2, 16)
     recipe = cg.recipe.DelayedScaling(
-        fp8_format=cg.recipe.Format.E4M3, amax_history_len=2, amax_compute_algo="most_recent"
+        fp8_format=cg.recipe.FP8Format.E4M3, amax_history_len=2, amax_compute_algo="most_recent"
     )
     with cg.autocast(recipe=recipe):
         expected = with_our_layers(llama())(input_ids=tokens).logits

@@ -166,7 +166,8 @@ def test_the_modules_are_attributes_of_each_other():
 
 
 def test_where_the_trees_agree_a_module_is_the_very_module():
-    assert compat.transformer_engine.common.recipe is cg.recipe
+    assert compat.transformer_engine.common.recipe.DelayedScaling is cg.recipe.DelayedScaling
+    assert compat.transformer_engine.common.recipe.Format is cg.recipe.FP8Format
     assert te.tensor.float8_tensor is sys.modules["crossgrain.quantizers.float8"]
     assert (
         te.tensor.storage.nvfp4_tensor_storage is te.tensor.nvfp4_tensor is sys.modules["crossgrain.quantizers.nvfp4"]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import crossgrain as cg
 from crossgrain.distributed import count_gathered_bytes, gather_quantized
-from crossgrain.distributed.weight_shard import WeightPlan, WeightShard
+from crossgrain.distributed.weight_shard import WeightLayout, WeightShard
 from crossgrain.linear.gathered_weight import GatheredWeight
 from crossgrain.planes import ROWWISE, Direction
 from crossgrain.tensor.sharding import local_part
@@ -56,7 +56,7 @@ def _arrivals(rank, weights):
     mesh, found = mesh_of(4), {}
     for name, quantizer in _quantizers().items():
         for weight, padded in zip(weights, ROWS, strict=True):
-            plan = WeightPlan("layer", quantizer, tuple(weight.shape), (padded[1], WIDTH), tuple(Direction))
+            plan = WeightLayout("layer", quantizer, tuple(weight.shape), (padded[1], WIDTH), tuple(Direction))
             start, stop = plan.own_rows(4)[rank]
             mine = WeightShard(weight[start:stop], plan)
             (buffer,), gather = mine.fsdp_pre_all_gather(mesh)
@@ -263,7 +263,7 @@ def test_weights_that_are_not_one_matrix_are_refused():
 
 
 def test_a_shard_is_a_tensor_like_others():
-    plan = WeightPlan("layer", cg.quantizer_for("mxfp8"), (64, 32), (64, 32), (ROWWISE,))
+    plan = WeightLayout("layer", cg.quantizer_for("mxfp8"), (64, 32), (64, 32), (ROWWISE,))
     plain = torch.randn(64, 32)
     shard_ = nn.Parameter(WeightShard(plain.clone(), plan))
     assert torch.equal(shard_ * 2, plain * 2)

@@ -149,7 +149,7 @@ def test_what_serves_both_directions_is_gathered_once(recipe):
 def test_gathered_bytes_are_those_of_the_shards(recipe):
     """Each rank's rows of a real weight, as they would be sent."""
     ranks, weight = 2, torch.randn(256, 128)
-    quantizer = cg.GemmRecipe.load(recipe).plan("").quantizer("weight")
+    quantizer = cg.GemmRecipe.load(recipe).layer_formats("").quantizer("weight")
     quantizer.set_usage(rowwise=True, columnwise=True)
     whole = quantizer(weight)
     planned = gathered_bytes(recipe, weight.shape, ranks=ranks, dtype=torch.float32)

@@ -10,7 +10,7 @@ from crossgrain.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Format,
+    FP8Format,
     MMParams,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -34,20 +34,20 @@ ALL = pytest.mark.parametrize("make", RECIPES.values(), ids=RECIPES)
 
 
 def test_formats():
-    assert {fmt.name: tuple(fmt.value) for fmt in Format} == {
+    assert {fmt.name: tuple(fmt.value) for fmt in FP8Format} == {
         "E2M1": (6, 6),
         "E4M3": (448, 448),
         "E5M2": (57344, 57344),
         "HYBRID": (448, 57344),
     }
-    assert (Format.HYBRID.value.max_fwd, Format.HYBRID.value.max_bwd) == (448, 57344)
+    assert (FP8Format.HYBRID.value.max_fwd, FP8Format.HYBRID.value.max_bwd) == (448, 57344)
 
 
 def test_defaults():
     expected = {
         "delayed": {
             "margin": 0,
-            "fp8_format": Format.HYBRID,
+            "fp8_format": FP8Format.HYBRID,
             "amax_history_len": 1024,
             "amax_compute_algo": "max",
             "scaling_factor_compute_algo": None,
@@ -55,7 +55,7 @@ def test_defaults():
         },
         "float8_current_scaling": {
             "use_power_2_scales": False,
-            "fp8_format": Format.HYBRID,
+            "fp8_format": FP8Format.HYBRID,
             "fp8_quant_fwd_inp": QParams(),
             "fp8_quant_fwd_weight": QParams(),
             "fp8_quant_bwd_grad": QParams(),
@@ -63,10 +63,10 @@ def test_defaults():
             "fp8_gemm_dgrad": MMParams(use_split_accumulator=True),
             "fp8_gemm_wgrad": MMParams(use_split_accumulator=True),
         },
-        "mxfp8": {"margin": 0, "fp8_format": Format.E4M3, "enable_2d_quantization": False},
+        "mxfp8": {"margin": 0, "fp8_format": FP8Format.E4M3, "enable_2d_quantization": False},
         "float8_block_scaling": {
             "use_f32_scales": False,
-            "fp8_format": Format.E4M3,
+            "fp8_format": FP8Format.E4M3,
             "x_block_scaling_dim": 1,
             "w_block_scaling_dim": 2,
             "grad_block_scaling_dim": 1,
@@ -81,13 +81,13 @@ def test_defaults():
             "nvfp4_4over6": "none",
             "nvfp4_4over6_e4m3_use_256": "all",
             "nvfp4_4over6_err_mode": "MAE",
-            "fp4_format": Format.E2M1,
-            "fp8_format": Format.E4M3,
+            "fp4_format": FP8Format.E2M1,
+            "fp8_format": FP8Format.E4M3,
             "fp4_quant_fwd_inp": QParams(random_hadamard_transform=True),
             "fp4_quant_fwd_weight": QParams(fp4_2d_quantization=True),
             "fp4_quant_bwd_grad": QParams(random_hadamard_transform=True, stochastic_rounding=True),
         },
-        "custom": {"qfactory": identity_factory, "fp8_format": Format.HYBRID, "quantization_alignment": 128},
+        "custom": {"qfactory": identity_factory, "fp8_format": FP8Format.HYBRID, "quantization_alignment": 128},
     }
     common = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
     for kind, make in RECIPES.items():
@@ -96,10 +96,10 @@ def test_defaults():
 
 
 def test_positional_order_of_fields():
-    recipe = DelayedScaling(1, Format.E4M3, 16, "most_recent")
+    recipe = DelayedScaling(1, FP8Format.E4M3, 16, "most_recent")
     assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len, recipe.amax_compute_algo) == (
         1,
-        Format.E4M3,
+        FP8Format.E4M3,
         16,
         "most_recent",
     )
@@ -164,7 +164,7 @@ def test_a_class_may_set_its_parameters():
 @pytest.mark.parametrize("kind", ["delayed", "float8_current_scaling", "mxfp8", "float8_block_scaling"])
 def test_pure_e5m2_is_refused(kind):
     with pytest.raises(AssertionError, match="E5M2"):
-        RECIPES[kind](fp8_format=Format.E5M2)
+        RECIPES[kind](fp8_format=FP8Format.E5M2)
 
 
 @ALL
@@ -200,8 +200,8 @@ def test_block_scaling_refuses(options, match):
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"fp4_format": Format.E4M3}, "codes are E2M1"),
-        ({"fp8_format": Format.HYBRID}, "scales are E4M3"),
+        ({"fp4_format": FP8Format.E4M3}, "codes are E2M1"),
+        ({"fp8_format": FP8Format.HYBRID}, "scales are E4M3"),
         ({"nvfp4_4over6": "some"}, "nvfp4_4over6 is"),
         ({"nvfp4_4over6_e4m3_use_256": "some"}, "use_256 is"),
         ({"nvfp4_4over6_err_mode": "RMS"}, "err_mode"),

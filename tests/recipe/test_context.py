@@ -183,9 +183,9 @@ def test_alignment():
 @pytest.mark.parametrize(
     "fmt, forward, dtype, largest",
     [
-        (r.Format.E4M3, False, torch.float8_e4m3fn, 448.0),
-        (r.Format.HYBRID, True, torch.float8_e4m3fn, 448.0),
-        (r.Format.HYBRID, False, torch.float8_e5m2, 57344.0),
+        (r.FP8Format.E4M3, False, torch.float8_e4m3fn, 448.0),
+        (r.FP8Format.HYBRID, True, torch.float8_e4m3fn, 448.0),
+        (r.FP8Format.HYBRID, False, torch.float8_e5m2, 57344.0),
     ],
 )
 def test_types_of_recipes(fmt, forward, dtype, largest):

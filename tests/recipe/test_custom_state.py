@@ -7,7 +7,7 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, DType
 from crossgrain.quantizers.hybrid import HybridQuantizer
 from crossgrain.quantizers.request import QuantizerRequest
-from crossgrain.recipe import CustomRecipe, DelayedScalingRequest, Format, QuantizerRole, Recipe, RecipeState
+from crossgrain.recipe import CustomRecipe, DelayedScalingRequest, FP8Format, QuantizerRole, Recipe, RecipeState
 
 ROLES = [QuantizerRole("linear", "input", "fc"), QuantizerRole("linear", "weight", "fc"), None]
 SHORT = DelayedScalingRequest(amax_history_len=4)
@@ -99,11 +99,11 @@ def test_requests_share_one_state():
 
 def test_request_options_reach_the_recipe(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")  # of no concern to a request
-    request = DelayedScalingRequest(Format.E4M3, 2, 8, "most_recent", None, False)
+    request = DelayedScalingRequest(FP8Format.E4M3, 2, 8, "most_recent", None, False)
     state = state_of(lambda role: request)
     state.make_quantizers()
     inner = state._inner_delayed_scaling_recipe
-    assert (inner.fp8_format, inner.margin, inner.amax_history_len) == (Format.E4M3, 2, 8)
+    assert (inner.fp8_format, inner.margin, inner.amax_history_len) == (FP8Format.E4M3, 2, 8)
     assert (inner.amax_compute_algo, inner.scaling_factor_compute_algo, inner.reduce_amax) == (
         "most_recent",
         None,

@@ -5,7 +5,7 @@ import torch
 
 import crossgrain as cg
 from crossgrain import DType
-from crossgrain.recipe import DelayedScaling, Format, MXFP8BlockScaling, RecipeState
+from crossgrain.recipe import DelayedScaling, FP8Format, MXFP8BlockScaling, RecipeState
 from crossgrain.recipe.delayed_state import _amax_and_scale_update, _default_sf_compute
 
 from ..common.golden_cases import golden
@@ -23,7 +23,7 @@ def test_buffers_and_types():
     assert backward.amax_history.shape == (7, 2)
     assert [q.dtype for q in forward.make_quantizers()] == [DType.kFloat8E4M3] * 3
     assert [q.dtype for q in backward.make_quantizers()] == [DType.kFloat8E5M2] * 2
-    assert state_of(DelayedScaling(fp8_format=Format.E4M3), "backward", 1).dtype is DType.kFloat8E4M3
+    assert state_of(DelayedScaling(fp8_format=FP8Format.E4M3), "backward", 1).dtype is DType.kFloat8E4M3
 
 
 def test_quantizers_look_into_the_state():
@@ -126,12 +126,12 @@ def test_incompatible_states_are_not_inherited(other):
 def test_another_fp8_type_is_not_inherited():
     """A scale for E5M2 is 128 times that for E4M3."""
     old = state_of(DelayedScaling(amax_history_len=4), "backward")
-    new = state_of(DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3), "backward")
+    new = state_of(DelayedScaling(amax_history_len=4, fp8_format=FP8Format.E4M3), "backward")
     assert not new.inherit_state_from(old)
 
 
 def test_gradients_do_not_inherit_from_activations():
-    e4m3 = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    e4m3 = DelayedScaling(amax_history_len=4, fp8_format=FP8Format.E4M3)
     assert not state_of(e4m3, "backward").inherit_state_from(state_of(e4m3, "forward"))
 
 

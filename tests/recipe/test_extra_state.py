@@ -10,7 +10,7 @@ from crossgrain.recipe import (
     CustomRecipe,
     DelayedScaling,
     DelayedScalingRequest,
-    Format,
+    FP8Format,
     MXFP8BlockScaling,
     QuantizerRole,
     RecipeState,
@@ -162,7 +162,7 @@ def test_only_dicts_are_taken():
     "others, match",
     [
         (lambda: states(counts=(3, 3)), "for 2 backward tensors, the module has 3"),
-        (lambda: states(DelayedScaling(fp8_format=Format.E4M3)), "backward scales are for kFloat8E5M2"),
+        (lambda: states(DelayedScaling(fp8_format=FP8Format.E4M3)), "backward scales are for kFloat8E5M2"),
     ],
 )
 def test_state_of_other_modules_is_refused_before_anything_is_written(others, match):

@@ -12,7 +12,7 @@ from crossgrain.recipe import (
     DelayedScalingRequest,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Format,
+    FP8Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizerRole,
@@ -142,7 +142,7 @@ def test_every_call_makes_new_quantizers(factory):
 
 def test_request_defaults():
     assert factories.delayed_scaling_factory(None) == DelayedScalingRequest(
-        Format.HYBRID, margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=True
+        FP8Format.HYBRID, margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=True
     )
     assert DType.kFloat8E4M3.name[-4:] == "E4M3"
 

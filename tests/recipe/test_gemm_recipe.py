@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import crossgrain as cg
 from crossgrain.quantizers.hybrid import HybridQuantizer
-from crossgrain.recipe import DelayedScalingRequest, Format
+from crossgrain.recipe import DelayedScalingRequest, FP8Format
 from crossgrain.recipe.base import Recipe
 from crossgrain.recipe.format_spec import FormatSpec
 from crossgrain.recipe.gemm_recipe import GemmRecipe
@@ -160,12 +160,12 @@ def test_compiled_quantizers_quantize(x: torch.Tensor) -> None:
 
 
 def test_delayed_scaling_is_requested() -> None:
-    assert quantizers("fp8-delayed") == (DelayedScalingRequest(fp8_format=Format.HYBRID),) * 3
+    assert quantizers("fp8-delayed") == (DelayedScalingRequest(fp8_format=FP8Format.HYBRID),) * 3
     line = "all: fp8(delayed(history=16, algo=most_recent, margin=1, reduce=false))"
     input, _, grad_output = quantizers(line)
     options = {"amax_history_len": 16, "amax_compute_algo": "most_recent", "margin": 1, "reduce_amax": False}
-    assert input == DelayedScalingRequest(fp8_format=Format.HYBRID, **options)
-    assert grad_output == DelayedScalingRequest(fp8_format=Format.E4M3, **options)
+    assert input == DelayedScalingRequest(fp8_format=FP8Format.HYBRID, **options)
+    assert grad_output == DelayedScalingRequest(fp8_format=FP8Format.E4M3, **options)
 
 
 def test_a_request_may_be_the_child_of_a_hybrid() -> None:
@@ -225,7 +225,7 @@ def test_a_rule_that_does_not_pair_is_named() -> None:
 
 def test_a_rule_may_complete_one_before_it() -> None:
     recipe = GemmRecipe.load("mxfp8; attn.*: fprop: nvfp4; attn.q: fprop.input: nvfp4(row_scaled)")
-    assert recipe.plan("attn.q").format("fprop", "input").value.row_scaled
+    assert recipe.layer_formats("attn.q").format("fprop", "input").value.row_scaled
     recipe = GemmRecipe.load("mxfp8; *.q: fprop: nvfp4; *.k: fprop.input: nvfp4")
     with pytest.raises(ValueError, match="layer 'a.k': fprop multiplies"):  # found when they turn out not to meet
         recipe.qfactory(QuantizerRole("linear", "weight", "a.k"))

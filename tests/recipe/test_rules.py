@@ -14,7 +14,7 @@ from ..common.recipes import Model
 
 def formats(recipe: GemmRecipe | str, name: str, module_type: str = "linear") -> list[str]:
     """Of the operands, in the order fprop input, weight; dgrad grad_output, weight; wgrad grad_output, input."""
-    plan = GemmRecipe.load(recipe).plan(name, module_type)
+    plan = GemmRecipe.load(recipe).layer_formats(name, module_type)
     operands = ("fprop.input", "fprop.weight", "dgrad.grad_output", "dgrad.weight", "wgrad.grad_output", "wgrad.input")
     return [str(plan.format(*operand.split(".")).value) for operand in operands]
 
@@ -88,14 +88,14 @@ def test_within_a_rule_the_operand_wins() -> None:
 
 def test_a_format_for_everything_also_resets_the_sources() -> None:
     recipe = GemmRecipe.load("nvfp4, weight.source: dequantized; *.a: mxfp8; *.b: fprop: mxfp8, dgrad: mxfp8")
-    assert recipe.plan("x.a").source("weight").value == "original"
-    assert recipe.plan("x.b").source("weight").value == "dequantized"
+    assert recipe.layer_formats("x.a").source("weight").value == "original"
+    assert recipe.layer_formats("x.b").source("weight").value == "dequantized"
 
 
 def test_a_format_for_everything_leaves_attention() -> None:
     recipe = GemmRecipe.load("nvfp4, attention: fp8; *: hp; *.core: attention: mxfp8")
-    assert str(recipe.plan("x").format("attention", "qkv").value) == "fp8"
-    assert str(recipe.plan("x.core").format("attention", "qkv").value) == "mxfp8"
+    assert str(recipe.layer_formats("x").format("attention", "qkv").value) == "fp8"
+    assert str(recipe.layer_formats("x.core").format("attention", "qkv").value) == "mxfp8"
 
 
 # ---- binding ---------------------------------------------------------------------------------------

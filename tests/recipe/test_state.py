@@ -10,7 +10,7 @@ from crossgrain.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Format,
+    FP8Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -93,7 +93,7 @@ def test_current_scaling():
     assert [q.amax_epsilon for q in quantizers(recipe, "backward", 2)] == [2e-3, 0.0]
 
 
-@pytest.mark.parametrize("fmt, backward", [(Format.E4M3, E4M3), (Format.HYBRID, E5M2)])
+@pytest.mark.parametrize("fmt, backward", [(FP8Format.E4M3, E4M3), (FP8Format.HYBRID, E5M2)])
 def test_mxfp8(fmt, backward):
     recipe = MXFP8BlockScaling(fp8_format=fmt, enable_2d_quantization=True)
     assert [(q.dtype, q.with_2d_quantization) for q in quantizers(recipe)] == [
@@ -107,7 +107,7 @@ def test_mxfp8(fmt, backward):
     assert not any(q.with_2d_quantization for q in quantizers(recipe, roles=attention))
 
 
-@pytest.mark.parametrize("fmt, backward", [(Format.E4M3, E4M3), (Format.HYBRID, E5M2)])
+@pytest.mark.parametrize("fmt, backward", [(FP8Format.E4M3, E4M3), (FP8Format.HYBRID, E5M2)])
 def test_block_scaling(fmt, backward):
     recipe = Float8BlockScaling(fp8_format=fmt)
     recipe.fp8_quant_bwd_grad = QParams(amax_epsilon=1e-3)
@@ -169,7 +169,7 @@ def test_roles_decide_before_positions():
     roles = [linear("weight"), linear("input"), linear("output")]
     assert [q.with_2d_quantization for q in quantizers(NVFP4BlockScaling(), roles=roles)] == [True, False, False]
     grads = [linear("grad_output")]
-    assert quantizers(Float8BlockScaling(fp8_format=Format.HYBRID), "forward", 1, grads)[0].dtype is E5M2
+    assert quantizers(Float8BlockScaling(fp8_format=FP8Format.HYBRID), "forward", 1, grads)[0].dtype is E5M2
 
 
 def test_a_state_knows_when_its_recipe_has_changed():

@@ -44,7 +44,7 @@ def test_tiles_that_are_registered_are_an_option():
     assert spec.quantizer() == cg.FormatQuantizer(tiled, stochastic_rounding=True)
     assert spec.stored_format(cg.COLUMNWISE) == tiled
     assert "mxfp4_2d" in aliases() and "mxfp4_2d" not in format_names()
-    plan = GemmRecipe.load("all: mxfp4(2d, sr)").plan("layer", "linear")
+    plan = GemmRecipe.load("all: mxfp4(2d, sr)").layer_formats("layer", "linear")
     assert str(plan.format("fprop", "weight").value) == "mxfp4(2d)"  # tiles are for weights
     assert str(plan.format("dgrad", "grad_output").value) == "mxfp4(sr)"
 

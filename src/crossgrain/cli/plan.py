@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from ..planning import Plan
-from ..planning import plan as make_plan
+from ..planning import plan as make_layer_formats
 from ..planning.devices import DEVICES
 from ..planning.report import COMPARISON_NOTE, as_table, bullets, comparison, missing_rates, sections, title, verdict
 from .output import AsJson, print_json
@@ -76,7 +76,7 @@ def plan(
     recipes = labelled(split_recipes(recipe))
     with mistakes_are_shown():
         plans = {
-            label: make_plan(
+            label: make_layer_formats(
                 model,
                 chosen,
                 gpus=gpus,

@@ -17,7 +17,7 @@ from ..planes import ROWWISE, Direction
 from ..recipe import Recipe, as_recipe
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded, local_part, sharded_like, why_not_sharded
-from .weight_shard import WeightPlan, WeightShard
+from .weight_shard import WeightLayout, WeightShard
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
                 continue  # which travels quantized by itself
             own_recipe = module.bound_recipe or (None if recipe is None else as_recipe(recipe))
             reason = _why_left(parameter, owners, own_recipe)
-            plan = None if reason or own_recipe is None else _plan(module, index, weight, own_recipe, where)
-            if plan is None:
+            layout = None if reason or own_recipe is None else _layout(module, index, weight, own_recipe, where)
+            if layout is None:
                 report.left[where] = reason or "its recipe keeps it in high precision"
                 continue
-            report.quantized[where] = " / ".join(f"{d.value} {_name(plan, d)}" for d in plan.directions)
-            found.append((module, name, WeightShard(weight.detach(), plan)))
+            report.quantized[where] = " / ".join(f"{d.value} {_name(layout, d)}" for d in layout.directions)
+            found.append((module, name, WeightShard(weight.detach(), layout)))
     for module, name, shard in found:
         old = getattr(module, name)
         setattr(module, name, nn.Parameter(sharded_like(shard, old), requires_grad=old.requires_grad))
@@ -101,7 +101,7 @@ def _why_left(parameter: Tensor, owners: dict[int, int], recipe: Recipe | None) 
     return None
 
 
-def _plan(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe, where: str) -> WeightPlan | None:
+def _layout(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe, where: str) -> WeightLayout | None:
     """How to send the weight; None if its layer keeps it in high precision."""
     details = _details(module, index, weight, recipe, where)
     quantizer = details.weight.copy()
@@ -114,7 +114,7 @@ def _plan(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe, w
         raise NotImplementedError(f"{where}: {problem}")
     rows, columns = weight.shape
     padded = details.padding.padded(Sizes(0, columns, rows), backward=True)
-    return WeightPlan(module.layer, quantizer, (rows, columns), (padded.n, padded.k), directions)
+    return WeightLayout(module.layer, quantizer, (rows, columns), (padded.n, padded.k), directions)
 
 
 def _details(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe, where: str) -> LinearDetails:
@@ -142,7 +142,7 @@ def _problem(
     return why_not_sharded(quantizer, [fmt for fmt in formats if fmt is not None])
 
 
-def _name(plan: WeightPlan, direction: Direction) -> str:
-    fmt = known_format(plan.quantizer, direction)
+def _name(layout: WeightLayout, direction: Direction) -> str:
+    fmt = known_format(layout.quantizer, direction)
     assert fmt is not None
     return fmt.name

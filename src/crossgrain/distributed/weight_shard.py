@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class WeightPlan:
+class WeightLayout:
     """How a layer quantizes its weight.
 
     Attributes:
@@ -89,15 +89,15 @@ class WeightPlan:
 
 
 class WeightShard(Tensor):
-    """A plain tensor with a plan for gathering it quantized. All operations act on ``_plain``; aliases stay aliases."""
+    """A plain tensor that knows how to be gathered quantized. Operations act on ``_plain``; aliases stay aliases."""
 
     _plain: Tensor
-    plan: WeightPlan
+    gather_layout: WeightLayout
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: type[WeightShard], values: Tensor, plan: WeightPlan) -> WeightShard:
+    def __new__(cls: type[WeightShard], values: Tensor, layout: WeightLayout) -> WeightShard:
         new = Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -106,7 +106,7 @@ class WeightShard(Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        new._plain, new.plan = values.detach(), plan
+        new._plain, new.gather_layout = values.detach(), layout
         return new
 
     @classmethod
@@ -126,43 +126,43 @@ class WeightShard(Tensor):
             return tree_map(lambda value: owners.get(id(value), value), result)
         if func not in _STAY_SHARDS:
             return result
-        plan = next(iter(owners.values())).plan
-        return tree_map(lambda value: cls(value, plan) if isinstance(value, Tensor) else value, result)
+        layout = next(iter(owners.values())).gather_layout
+        return tree_map(lambda value: cls(value, layout) if isinstance(value, Tensor) else value, result)
 
     # ---- FSDP2 ---------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Gather]:
         """Hook of FSDP2: quantize this shard and return the bytes to send."""
-        plan, ranks, rank, group = self.plan, mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        layout, ranks, rank, group = self.gather_layout, mesh.size(), mesh.get_local_rank(), mesh.get_group()
         wanted = gathered_directions()
-        directions = tuple(direction for direction in plan.directions if direction in wanted) or plan.directions
-        own, windows = plan.own_rows(ranks), plan.windows(ranks)
+        directions = tuple(direction for direction in layout.directions if direction in wanted) or layout.directions
+        own, windows = layout.own_rows(ranks), layout.windows(ranks)
         start, stop = own[rank]
-        if tuple(self.shape) != (stop - start, plan.shape[1]):
+        if tuple(self.shape) != (stop - start, layout.shape[1]):
             raise RuntimeError(
-                f"{plan.layer}: rank {rank} of {ranks} should have rows {start} to {stop} of the weight "
-                f"{list(plan.shape)}, but its shard is {list(self.shape)}: shard the weight along its first dimension"
+                f"{layout.layer}: rank {rank} of {ranks} should have rows {start} to {stop} of the weight "
+                f"{list(layout.shape)}, but its shard is {list(self.shape)}: shard the weight along its first dimension"
             )
-        with torch.no_grad(), telling_others(plan.layer):
+        with torch.no_grad(), telling_others(layout.layer):
             shard = self._quantized(own, windows, rank, group, directions)
         planes = shard._planes_that_travel(directions)
-        shipment = Shipment(plan.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), plan.known(own))
+        shipment = Shipment(layout.padded, tuple(windows), tuple(kind_of(plane) for plane in planes), layout.known(own))
         return (packed(planes, shipment, rank),), Gather(shipment, directions)
 
     def _quantized(
         self, own: Sequence[Rows], windows: Sequence[Rows], rank: int, group: Any, directions: Sequence[Direction]
     ) -> QuantizedTensorStorage:
-        plan, (first, last), (start, stop) = self.plan, windows[rank], own[rank]
+        layout, (first, last), (start, stop) = self.gather_layout, windows[rank], own[rank]
         before = torch.nn.functional.pad(self._plain, (0, 0, start - first if stop > start else 0, 0))
-        matrix = padded_matrix(before, last - first, plan.padded[1])
-        quantizer = plan.quantizer.storing(**{direction.value: direction in directions for direction in Direction})
+        matrix = padded_matrix(before, last - first, layout.padded[1])
+        quantizer = layout.quantizer.storing(**{direction.value: direction in directions for direction in Direction})
         if len(own) > 1:
             reduce_over(quantizer, group)
-        if plan.known(own) is not None:
+        if layout.known(own) is not None:
             return quantized_window(matrix, quantizer, own, first, rank, group)
-        if not plan.cuts_between_blocks(own):
-            cuts = [stop for _, stop in own if stop != plan.shape[0]]
-            fill_split_blocks(matrix, cuts, plan.block_rows(), first, group)
+        if not layout.cuts_between_blocks(own):
+            cuts = [stop for _, stop in own if stop != layout.shape[0]]
+            fill_split_blocks(matrix, cuts, layout.block_rows(), first, group)
         made: QuantizedTensorStorage = quantizer.quantize(matrix)
         return made
 
@@ -170,12 +170,14 @@ class WeightShard(Tensor):
         self, outputs: tuple[Tensor], metadata: Gather, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[GatheredWeight, list[Tensor]]:
         """Hook of FSDP2: return the whole quantized weight and its buffers. If ``out`` is given, it is filled again."""
-        plan = self.plan
+        layout = self.gather_layout
         if out is None:
-            make = plan.quantizer.storing(**{direction.value: direction in plan.directions for direction in Direction})
+            make = layout.quantizer.storing(
+                **{direction.value: direction in layout.directions for direction in Direction}
+            )
             with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
-                quantized = make._made(plan.padded, self._plain.dtype, self._plain.device)
-                weight = GatheredWeight(plan.shape, param_dtype, quantized, plan.quantizer)
+                quantized = make._made(layout.padded, self._plain.dtype, self._plain.device)
+                weight = GatheredWeight(layout.shape, param_dtype, quantized, layout.quantizer)
         else:
             weight = getattr(out, "_local_tensor", out)
         fill(weight.quantized, outputs[0], metadata.shipment, metadata.directions)
@@ -191,12 +193,12 @@ class WeightShard(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         # torch's setter moves shape, dtype and device, but knows nothing of the plain tensor.
-        new = type(self)(getattr(value, "_plain", value), self.plan)
+        new = type(self)(getattr(value, "_plain", value), self.gather_layout)
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._plain = new._plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = type(self)(self._plain.clone(), self.plan)
+        new = type(self)(self._plain.clone(), self.gather_layout)
         if getattr(self, "_is_param", False):
             new = torch.nn.Parameter(new, self.requires_grad)  # type: ignore[assignment]
         memo[id(self)] = new
@@ -211,7 +213,7 @@ class WeightShard(Tensor):
         return reduced
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self._plain!r}, layer={self.plan.layer!r})"
+        return f"{type(self).__name__}({self._plain!r}, layer={self.gather_layout.layer!r})"
 
 
 _STAY_SHARDS = frozenset(

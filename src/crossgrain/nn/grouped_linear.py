@@ -23,7 +23,7 @@ from ..runtime.passes import current_pass
 from ..tensor import QuantizedTensor
 from .base import Mode
 from .compiled import compilable
-from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterPlan, default_init
+from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterSpec, default_init
 from .options import parameter_options
 
 
@@ -125,7 +125,7 @@ class GroupedLinear(LinearModule):
         if self.single_grouped_weight:
             cut = None if mode is None else {"column": 1, "row": 2}[mode]
             shape = (self.num_gemms, rows, columns)
-            self._make_parameter("weight", ParameterPlan(shape, partial(_init_each, init), True, cut), factory)
+            self._make_parameter("weight", ParameterSpec(shape, partial(_init_each, init), True, cut), factory)
             self._check_weight_can_be_cut()
         for g in range(self.num_gemms):
             if not self.single_grouped_weight:
@@ -134,7 +134,7 @@ class GroupedLinear(LinearModule):
                 self._add_bias(f"bias{g}", rows, factory, mode=mode)
         if self.single_grouped_bias:
             cut = 1 if mode == "column" else None
-            self._make_parameter("bias", ParameterPlan((self.num_gemms, rows), nn.init.zeros_, cut=cut), factory)
+            self._make_parameter("bias", ParameterSpec((self.num_gemms, rows), nn.init.zeros_, cut=cut), factory)
 
     def _check_weight_can_be_cut(self) -> None:
         try:

@@ -63,7 +63,7 @@ class LinearDetails(NamedTuple):
     padding: Padding
 
 
-class ParameterPlan(NamedTuple):
+class ParameterSpec(NamedTuple):
     """How to create a parameter, and how `reset_parameters` initializes it again."""
 
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ class LinearModule(QuantizedModule):
         self.ub_name = gpu_options.get("ub_name")
         self.rng_tracker_name = rng_tracker_name
         self._rng_tracker = (get_rng_state_tracker, rng_tracker_name)
-        self._plans: dict[str, ParameterPlan] = {}
+        self._parameter_specs: dict[str, ParameterSpec] = {}
 
     # ---- parameters ----------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class LinearModule(QuantizedModule):
     ) -> None:
         """Create the weight of a GEMM. With a parallel ``mode`` it is marked as this rank's part."""
         cut = None if mode is None else {"column": 0, "row": 1}[mode]
-        self._make_parameter(name, ParameterPlan(shape, init, is_weight=True, cut=cut), factory)
+        self._make_parameter(name, ParameterSpec(shape, init, is_weight=True, cut=cut), factory)
 
     def _add_bias(
         self,
@@ -139,30 +139,30 @@ class LinearModule(QuantizedModule):
             return
         cut = 0 if mode == "column" else None
         marked = self.sequence_parallel if mode == "row" else None
-        self._make_parameter(name, ParameterPlan((size,), nn.init.zeros_, cut=cut, sequence_parallel=marked), factory)
+        self._make_parameter(name, ParameterSpec((size,), nn.init.zeros_, cut=cut, sequence_parallel=marked), factory)
 
-    def _make_parameter(self, name: str, plan: ParameterPlan, factory: Mapping[str, Any]) -> None:
-        self._plans[name] = plan
-        value = torch.empty(plan.shape, **factory)
+    def _make_parameter(self, name: str, spec: ParameterSpec, factory: Mapping[str, Any]) -> None:
+        self._parameter_specs[name] = spec
+        value = torch.empty(spec.shape, **factory)
         if not value.is_meta:
-            self._initialise(value, plan)
-        if plan.is_weight:
+            self._initialise(value, spec)
+        if spec.is_weight:
             self._register_weight(name, value)
         else:
             self.register_parameter(name, nn.Parameter(value))
-        if plan.cut is not None:
-            set_tensor_model_parallel_attributes(getattr(self, name), True, plan.cut, 1)
-        if plan.sequence_parallel is not None:
-            mark_sequence_parallel(self, name, marked=plan.sequence_parallel)
+        if spec.cut is not None:
+            set_tensor_model_parallel_attributes(getattr(self, name), True, spec.cut, 1)
+        if spec.sequence_parallel is not None:
+            mark_sequence_parallel(self, name, marked=spec.sequence_parallel)
 
-    def _initialise(self, value: Tensor, plan: ParameterPlan) -> None:
+    def _initialise(self, value: Tensor, spec: ParameterSpec) -> None:
         tracker, tracker_name = self._rng_tracker
         with torch.no_grad():
-            if tracker is None or not plan.is_weight:
-                plan.init(value)
+            if tracker is None or not spec.is_weight:
+                spec.init(value)
             else:
                 with tracker().fork(tracker_name) if tracker_name else tracker().fork():
-                    plan.init(value)
+                    spec.init(value)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialize the parameters again, in place.
@@ -176,29 +176,29 @@ class LinearModule(QuantizedModule):
         if defer_init:
             return
         self._weight_cache.clear()
-        for name, plan in self._plans.items():
+        for name, spec in self._parameter_specs.items():
             old: Any = getattr(self, name)
             quantized = isinstance(old, QuantizedTensor)
             if is_sharded(old):
-                self._reset_shard(name, old, plan)
-            elif old.is_meta or (plan.is_weight and self._parameter_init is not None and not quantized):
+                self._reset_shard(name, old, spec)
+            elif old.is_meta or (spec.is_weight and self._parameter_init is not None and not quantized):
                 device = torch.get_default_device() if old.is_meta else old.device
-                self._make_parameter(name, plan, {"dtype": old.dtype, "device": device})
+                self._make_parameter(name, spec, {"dtype": old.dtype, "device": device})
             elif quantized:
-                self._requantize_in_place(old, self._new_value(old, plan))
+                self._requantize_in_place(old, self._new_value(old, spec))
             else:
-                self._initialise(old, plan)
+                self._initialise(old, spec)
 
-    def _new_value(self, parameter: Tensor, plan: ParameterPlan) -> Tensor:
-        value = torch.empty(plan.shape, dtype=parameter.dtype, device=parameter.device)
-        self._initialise(value, plan)
+    def _new_value(self, parameter: Tensor, spec: ParameterSpec) -> Tensor:
+        value = torch.empty(spec.shape, dtype=parameter.dtype, device=parameter.device)
+        self._initialise(value, spec)
         return value
 
-    def _reset_shard(self, name: str, parameter: Any, plan: ParameterPlan) -> None:
+    def _reset_shard(self, name: str, parameter: Any, spec: ParameterSpec) -> None:
         """Draw the whole parameter on every rank and keep this rank's part: the numbers are those of one process."""
         if parameter.is_meta:
             raise RuntimeError(f"{self.layer}: {name} is sharded and on the meta device; call model.to_empty() first")
-        whole, own = self._new_value(parameter, plan), local_part(parameter)
+        whole, own = self._new_value(parameter, spec), local_part(parameter)
         value = own_part(whole, parameter.device_mesh, parameter.placements)
         if not isinstance(own, QuantizedTensor):
             own.copy_(value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..linear.parallel import local
 from ..runtime.collectives import gathered_with_gradient
 from .forward_pass import ForwardPass, TracedPass
-from .linear_module import LinearModule, ParameterPlan
+from .linear_module import LinearModule, ParameterSpec
 from .norm import NORMALIZATIONS, normalized
 
 
@@ -31,10 +31,10 @@ class NormFirst(LinearModule):
         self.zero_centered_gamma = zero_centered_gamma
         neutral = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
         marked = self.sequence_parallel
-        self._make_parameter("layer_norm_weight", ParameterPlan((size,), neutral, sequence_parallel=marked), factory)
+        self._make_parameter("layer_norm_weight", ParameterSpec((size,), neutral, sequence_parallel=marked), factory)
         if normalization == "LayerNorm":
-            plan = ParameterPlan((size,), nn.init.zeros_, sequence_parallel=marked)
-            self._make_parameter("layer_norm_bias", plan, factory)
+            spec = ParameterSpec((size,), nn.init.zeros_, sequence_parallel=marked)
+            self._make_parameter("layer_norm_bias", spec, factory)
         else:
             self.register_parameter("layer_norm_bias", None)
 

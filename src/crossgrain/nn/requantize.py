@@ -43,7 +43,7 @@ def requantize_(
     recipe = as_recipe(recipe)
     _refuse_other_modules(model)
     made: dict[int, QuantizedTensor] = {}  # by the old parameter: tied weights stay tied
-    plans: list[tuple[str, QuantizedModule, Built, dict[str, QuantizedTensor]]] = []
+    pending: list[tuple[str, QuantizedModule, Built, dict[str, QuantizedTensor]]] = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedModule) and module.primary_weights_in_fp8:
             built = module._made_for(recipe)
@@ -53,11 +53,11 @@ def requantize_(
                 if id(weight) not in made:
                     made[id(weight)] = module._quantized_parameter(_value(weight, optimizer), name, built)
                 weights[name] = made[id(weight)]
-            plans.append((path, module, built, weights))
+            pending.append((path, module, built, weights))
 
     parameters: dict[int, Any] = {}
     replaced: dict[str, nn.Parameter] = {}
-    for path, module, built, weights in plans:
+    for path, module, built, weights in pending:
         for name, quantized in weights.items():
             old: Any = getattr(module, name)
             if type(old) is type(quantized):

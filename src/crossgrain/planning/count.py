@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..linear.padding import Sizes
 from ..planes import COLUMNWISE, ROWWISE
 from ..recipe import GemmRecipe
-from ..recipe.layer_formats import LayerPlan
+from ..recipe.layer_formats import LayerFormats
 from .devices import KINDS
 from .layer_cost import Gemm, attention_cost, layer_cost, padded_shapes
 from .network import Core, LinearLayer, Network, unit_of
@@ -18,7 +18,7 @@ from .plane_bytes import (
     DTYPES,
     Gathered,
     buffer_bytes,
-    gathered_by_plan,
+    gathered_by_formats,
     master_bytes,
     moment_bytes,
     numbers_in_shards,
@@ -91,13 +91,13 @@ class Count:
     def _add_layer(self, layer: LinearLayer) -> None:
         setup, dtype, ranks = self.setup, self.setup.torch_dtype, self.setup.tensor_parallel
         recipe = GemmRecipe.load("hp") if self._stays(layer) else self.recipe
-        layer_plan = recipe.plan(layer.name, layer.module_type)
+        layer_formats = recipe.layer_formats(layer.name, layer.module_type)
         outputs = layer.outputs // (ranks if layer.cut == "outputs" else 1)
         inputs = layer.inputs // (ranks if layer.cut == "inputs" else 1)
         apart = 1 if layer.cut else ranks  # what is not cut works on a part of the tokens
         tokens = math.ceil(setup.tokens * layer.share / apart)
         comes_quantized = setup.weights_come_quantized and not layer.tied  # a tied weight is an embedding first
-        cost = layer_cost(layer_plan, recipe.backward_override, tokens, inputs, outputs, dtype, comes_quantized)
+        cost = layer_cost(layer_formats, recipe.backward_override, tokens, inputs, outputs, dtype, comes_quantized)
         unit = unit_of(layer.name)
         for gemm in cost.gemms:
             self._add_gemm(gemm, layer.copies, unit)
@@ -114,13 +114,13 @@ class Count:
             self.parallel_bytes += (1 + passes) * setup.tokens * layer.outputs * dtype.itemsize
         self.numbers += 0 if layer.tied else layer.inputs * layer.outputs * layer.copies
         if not layer.tied:
-            self._add_weight(layer, layer_plan, (outputs, inputs), unit)
+            self._add_weight(layer, layer_formats, (outputs, inputs), unit)
 
     def _keeps_output(self, core: str) -> bool:
         """Whether an attention core keeps its output as it is."""
-        return bool(core) and self.recipe.plan(core, "dpa").format("attention", "o").value.format == "hp"
+        return bool(core) and self.recipe.layer_formats(core, "dpa").format("attention", "o").value.format == "hp"
 
-    def _add_weight(self, layer: LinearLayer, layer_plan: LayerPlan, shape: tuple[int, int], unit: str) -> None:
+    def _add_weight(self, layer: LinearLayer, layer_formats: LayerFormats, shape: tuple[int, int], unit: str) -> None:
         setup, dtype = self.setup, self.setup.torch_dtype
         quantized = setup.parameters == "quantized" and not self._stays(layer)
         plain = math.prod(shape) * dtype.itemsize
@@ -128,12 +128,12 @@ class Count:
             self._add_parameter(unit, shape, quantized)
         sizes = self._gathered_plain(shape)
         if setup.weights_come_quantized and not self._stays(layer):
-            sizes = self._gathered_planes(layer, layer_plan, shape)
+            sizes = self._gathered_planes(layer, layer_formats, shape)
         self._add_gather(unit, *(size * layer.copies for size in sizes))
         if not quantized:
             self.weights[setup.dtype] += plain * layer.copies
             return
-        rows, columns = planes_of(layer_plan, "weight", shape, dtype, (ROWWISE, COLUMNWISE))
+        rows, columns = planes_of(layer_formats, "weight", shape, dtype, (ROWWISE, COLUMNWISE))
         if rows.data is columns.data:
             name = setup.dtype if rows.format.is_identity else f"{rows.format.name}, one for both directions"
             self.weights[name] += buffer_bytes([rows, columns]) * layer.copies
@@ -147,15 +147,15 @@ class Count:
         size = numbers_in_shards(shape, self.setup.replicas) * self.setup.torch_dtype.itemsize
         return Gathered(size, size, size)
 
-    def _gathered_planes(self, layer: LinearLayer, layer_plan: LayerPlan, shape: tuple[int, int]) -> Gathered:
+    def _gathered_planes(self, layer: LinearLayer, layer_formats: LayerFormats, shape: tuple[int, int]) -> Gathered:
         override, setup = self.recipe.backward_override, self.setup
         padded = shape
         if setup.parameters != "quantized":  # what is quantized before it travels may be padded
-            padded = padded_shapes(layer_plan, override, Sizes(setup.tokens, shape[1], shape[0]))["weight"]
+            padded = padded_shapes(layer_formats, override, Sizes(setup.tokens, shape[1], shape[0]))["weight"]
         read = (ROWWISE, COLUMNWISE) if override is None else (ROWWISE,)
         try:
-            sizes = gathered_by_plan(
-                layer_plan, shape, setup.replicas, setup.torch_dtype, padded=padded, directions=read
+            sizes = gathered_by_formats(
+                layer_formats, shape, setup.replicas, setup.torch_dtype, padded=padded, directions=read
             )
         except ValueError as error:
             raise ValueError(f"{layer.name}: the weight cannot be kept quantized: {error}") from error
@@ -177,11 +177,11 @@ class Count:
 
     def _add_core(self, core: Core) -> None:
         setup = self.setup
-        core_plan = self.recipe.plan(core.name, "dpa")
+        core_formats = self.recipe.layer_formats(core.name, "dpa")
         ranks = setup.tensor_parallel
         heads, kv_heads = core.heads // ranks, core.kv_heads // ranks
         gemms, saved = attention_cost(
-            core_plan, setup.tokens, setup.sequence, heads, kv_heads, core.channels, setup.torch_dtype
+            core_formats, setup.tokens, setup.sequence, heads, kv_heads, core.channels, setup.torch_dtype
         )
         for gemm in gemms:
             self._add_gemm(gemm, 1, unit_of(core.name))

@@ -12,7 +12,7 @@ from ..linear.padding import Sizes, padding_for
 from ..planes import COLUMNWISE, ROWWISE, Direction
 from ..recipe.base import BackwardOverride
 from ..recipe.format_spec import FormatSpec
-from ..recipe.layer_formats import LayerPlan
+from ..recipe.layer_formats import LayerFormats
 from .devices import HIGH_PRECISION, KINDS, kind_of_element
 from .plane_bytes import buffer_bytes, plane_bytes, planes_of, quantizer_for
 
@@ -52,7 +52,7 @@ class LayerCost:
 
 @lru_cache(maxsize=4096)
 def layer_cost(
-    plan: LayerPlan,
+    chosen: LayerFormats,
     override: BackwardOverride,
     tokens: int,
     inputs: int,
@@ -61,10 +61,10 @@ def layer_cost(
     weight_is_kept: bool,
 ) -> LayerCost:
     """``weight_is_kept``: the weight comes quantized, so that the layer neither quantizes nor saves it."""
-    shapes = padded_shapes(plan, override, Sizes(tokens, inputs, outputs))
+    shapes = padded_shapes(chosen, override, Sizes(tokens, inputs, outputs))
 
     def size(tensor: str, *directions: Direction) -> int:
-        return plane_bytes(plan, tensor, shapes[tensor], dtype, directions)
+        return plane_bytes(chosen, tensor, shapes[tensor], dtype, directions)
 
     backward = override is None
     made_in_forward = (ROWWISE, COLUMNWISE) if backward else (ROWWISE,)
@@ -72,13 +72,13 @@ def layer_cost(
     weight = 0 if weight_is_kept else size("weight", *made_in_forward)
 
     def traffic(tensor: str, directions: tuple[Direction, ...]) -> int:
-        return _traffic(plan, tensor, shapes[tensor], dtype, directions)
+        return _traffic(chosen, tensor, shapes[tensor], dtype, directions)
 
     return LayerCost(
-        gemms=tuple(_gemm(name, plan, override, Sizes(tokens, inputs, outputs), shapes, dtype) for name in GEMMS),
-        saved_input=_saved(plan, override, "input", tokens * inputs, shapes, dtype),
-        saved_weight=0 if weight_is_kept else _saved(plan, override, "weight", 0, shapes, dtype),
-        keeps_input_itself=_saves_itself(plan, override, "input", dtype),
+        gemms=tuple(_gemm(name, chosen, override, Sizes(tokens, inputs, outputs), shapes, dtype) for name in GEMMS),
+        saved_input=_saved(chosen, override, "input", tokens * inputs, shapes, dtype),
+        saved_weight=0 if weight_is_kept else _saved(chosen, override, "weight", 0, shapes, dtype),
+        keeps_input_itself=_saves_itself(chosen, override, "input", dtype),
         operands=max(size("input", *made_in_forward) + weight, gradient),
         quantized_forward=traffic("input", made_in_forward)
         + (0 if weight_is_kept else traffic("weight", made_in_forward)),
@@ -86,16 +86,16 @@ def layer_cost(
     )
 
 
-def padded_shapes(plan: LayerPlan, override: BackwardOverride, sizes: Sizes) -> dict[str, tuple[int, int]]:
+def padded_shapes(chosen: LayerFormats, override: BackwardOverride, sizes: Sizes) -> dict[str, tuple[int, int]]:
     """Of x, W and dy, in whole blocks."""
-    gradient = quantizer_for(plan, "grad_output") if override is None else None
-    padding = padding_for(quantizer_for(plan, "input"), quantizer_for(plan, "weight"), gradient)
+    gradient = quantizer_for(chosen, "grad_output") if override is None else None
+    padding = padding_for(quantizer_for(chosen, "input"), quantizer_for(chosen, "weight"), gradient)
     m, k, n = padding.padded(sizes, backward=True)
     return {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
 
 
 def _saved(
-    plan: LayerPlan,
+    chosen: LayerFormats,
     override: BackwardOverride,
     tensor: str,
     plain: int,
@@ -103,36 +103,36 @@ def _saved(
     dtype: torch.dtype,
 ) -> int:
     """``plain``: numbers to save where the tensor is saved as it is; a weight is a parameter and costs nothing."""
-    if _saves_itself(plan, override, tensor, dtype):
+    if _saves_itself(chosen, override, tensor, dtype):
         return plain * dtype.itemsize
-    return plane_bytes(plan, tensor, shapes[tensor], dtype, (_saved_direction(override),))
+    return plane_bytes(chosen, tensor, shapes[tensor], dtype, (_saved_direction(override),))
 
 
 def _saved_direction(override: BackwardOverride) -> Direction:
     return ROWWISE if override == "dequantized" else COLUMNWISE
 
 
-def _saves_itself(plan: LayerPlan, override: BackwardOverride, tensor: str, dtype: torch.dtype) -> bool:
-    return override == "high_precision" or _is_itself(plan, tensor, _saved_direction(override), dtype)
+def _saves_itself(chosen: LayerFormats, override: BackwardOverride, tensor: str, dtype: torch.dtype) -> bool:
+    return override == "high_precision" or _is_itself(chosen, tensor, _saved_direction(override), dtype)
 
 
-def _is_itself(plan: LayerPlan, tensor: str, direction: Direction, dtype: torch.dtype) -> bool:
+def _is_itself(chosen: LayerFormats, tensor: str, direction: Direction, dtype: torch.dtype) -> bool:
     """Whether a direction is the tensor as it came: in high precision, and not made from decoded numbers."""
-    spec: FormatSpec = plan.format_in(tensor, direction).value
+    spec: FormatSpec = chosen.format_in(tensor, direction).value
     if spec.format != "hp" or (spec.dtype is not None and spec.dtype != _DTYPE_NAMES[dtype]):
         return False
-    rowwise: FormatSpec = plan.format_in(tensor, ROWWISE).value
-    return direction is ROWWISE or plan.source(tensor).value == "original" or rowwise.format == "hp"
+    rowwise: FormatSpec = chosen.format_in(tensor, ROWWISE).value
+    return direction is ROWWISE or chosen.source(tensor).value == "original" or rowwise.format == "hp"
 
 
 def _traffic(
-    plan: LayerPlan, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
+    chosen: LayerFormats, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
 ) -> int:
     """Memory read and written to quantize a tensor: read once, and once more where an amax of all comes first."""
-    made = tuple(d for d in directions if not _is_itself(plan, tensor, d, dtype))
+    made = tuple(d for d in directions if not _is_itself(chosen, tensor, d, dtype))
     if not made:
         return 0
-    planes = planes_of(plan, tensor, shape, dtype, made)
+    planes = planes_of(chosen, tensor, shape, dtype, made)
     measured = any(p.format.global_amax or (p.format.block is None and not p.format.is_identity) for p in planes)
     return shape[0] * shape[1] * dtype.itemsize * (2 if measured else 1) + buffer_bytes(planes)
 
@@ -142,7 +142,7 @@ def _traffic(
 
 def _gemm(
     name: str,
-    plan: LayerPlan,
+    chosen: LayerFormats,
     override: BackwardOverride,
     sizes: Sizes,
     shapes: dict[str, tuple[int, int]],
@@ -155,8 +155,8 @@ def _gemm(
     if override is not None and name != "fprop":
         read = sum(rows * columns for rows, columns in (shapes[tensor] for tensor in GEMMS[name])) * dtype.itemsize
         return Gemm(name, _DTYPE_NAMES[dtype], *_plain_kind(dtype), flops, read + written)
-    read = sum(plane_bytes(plan, t, shapes[t], dtype, (direction,)) for t, direction in GEMMS[name].items())
-    specs: list[FormatSpec] = [plan.format(name, tensor).value for tensor in GEMMS[name]]
+    read = sum(plane_bytes(chosen, t, shapes[t], dtype, (direction,)) for t, direction in GEMMS[name].items())
+    specs: list[FormatSpec] = [chosen.format(name, tensor).value for tensor in GEMMS[name]]
     kind = _kind_and_scaling(specs, list(GEMMS[name].values()), dtype)
     return Gemm(name, _format_name(specs, dtype), *kind, flops, read + written)
 
@@ -190,7 +190,7 @@ def _plain_kind(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def attention_cost(
-    plan: LayerPlan, tokens: int, sequence: int, heads: int, kv_heads: int, channels: int, dtype: torch.dtype
+    chosen: LayerFormats, tokens: int, sequence: int, heads: int, kv_heads: int, channels: int, dtype: torch.dtype
 ) -> tuple[list[Gemm], int]:
     """The products of a causal attention core, and the bytes that it keeps: q, k, v, its output, a sum per head.
 
@@ -200,8 +200,8 @@ def attention_cost(
     moved = tokens * (2 * heads + 2 * kv_heads) * channels * dtype.itemsize
     gemms = []
     for name, tensor, count, passes in (("attention forward", "qkv", 2, 1), ("attention backward", "do", 5, 3)):
-        specs: list[FormatSpec] = [plan.format("attention", tensor).value]
+        specs: list[FormatSpec] = [chosen.format("attention", tensor).value]
         kind = _kind_and_scaling(specs, [ROWWISE], dtype)
         gemms.append(Gemm(name, _format_name(specs, dtype), *kind, count * product, passes * moved))
-    kept = plane_bytes(plan, "qkv", (tokens, (heads + 2 * kv_heads) * channels), dtype, (ROWWISE,))
-    return gemms, kept + plane_bytes(plan, "o", (tokens, heads * channels), dtype, (ROWWISE,)) + tokens * heads * 4
+    kept = plane_bytes(chosen, "qkv", (tokens, (heads + 2 * kv_heads) * channels), dtype, (ROWWISE,))
+    return gemms, kept + plane_bytes(chosen, "o", (tokens, heads * channels), dtype, (ROWWISE,)) + tokens * heads * 4

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..distributed.weight_shard import WeightPlan
+from ..distributed.weight_shard import WeightLayout
 from ..formats.dtypes import DType
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane
 from ..planes.transport import Shipment, kind_of
 from ..quantizers.base import Quantizer
 from ..quantizers.float8 import Float8CurrentScalingQuantizer
 from ..recipe import GemmRecipe
-from ..recipe.layer_formats import Choice, LayerPlan
+from ..recipe.layer_formats import Choice, LayerFormats
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOMENTS = ("fp32", "bf16", "fp16", "fp8")
@@ -30,30 +30,30 @@ MASTERS = ("fp32", "fp16", "remainder", "none")
 _META = torch.device("meta")
 
 
-def quantizer_for(plan: LayerPlan, tensor: str) -> Quantizer:
+def quantizer_for(chosen: LayerFormats, tensor: str) -> Quantizer:
     """What quantizes a tensor; delayed scaling stores the same bytes as current scaling."""
-    formats = tuple((place, Choice(choice.value.without(["delayed"]), choice.why)) for place, choice in plan.formats)
-    quantizer = replace(plan, formats=formats).quantizer(tensor)
+    formats = tuple((place, Choice(choice.value.without(["delayed"]), choice.why)) for place, choice in chosen.formats)
+    quantizer = replace(chosen, formats=formats).quantizer(tensor)
     assert isinstance(quantizer, Quantizer)
     return quantizer
 
 
 @lru_cache(maxsize=4096)
 def planes_of(
-    plan: LayerPlan, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
+    chosen: LayerFormats, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
 ) -> tuple[Plane, ...]:
     """The planes of these directions, without memory; ValueError for shapes that do not divide into blocks."""
     # Rows are always there, and columns may be another view of them.
-    storing = quantizer_for(plan, tensor).storing(rowwise=True, columnwise=COLUMNWISE in directions)
+    storing = quantizer_for(chosen, tensor).storing(rowwise=True, columnwise=COLUMNWISE in directions)
     made: Any = storing.make_empty(shape, dtype=dtype, device=_META)
     return tuple(made.plane(direction) for direction in directions)
 
 
 def plane_bytes(
-    plan: LayerPlan, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
+    chosen: LayerFormats, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
 ) -> int:
     """Of the planes of these directions; a buffer that they share counts once."""
-    return buffer_bytes(planes_of(plan, tensor, shape, dtype, directions))
+    return buffer_bytes(planes_of(chosen, tensor, shape, dtype, directions))
 
 
 def buffer_bytes(planes: Iterable[Plane]) -> int:
@@ -93,12 +93,12 @@ def gathered_bytes(
     """
     if len(shape) != 2:
         raise ValueError(f"a weight of a linear layer has two dimensions, not the shape {list(shape)}")
-    plan = GemmRecipe.load(recipe).plan(layer, module_type)
-    return gathered_by_plan(plan, (shape[0], shape[1]), ranks, dtype)
+    chosen = GemmRecipe.load(recipe).layer_formats(layer, module_type)
+    return gathered_by_formats(chosen, (shape[0], shape[1]), ranks, dtype)
 
 
-def gathered_by_plan(
-    plan: LayerPlan,
+def gathered_by_formats(
+    chosen: LayerFormats,
     shape: tuple[int, int],
     ranks: int,
     dtype: torch.dtype,
@@ -108,9 +108,9 @@ def gathered_by_plan(
 ) -> Gathered:
     """``padded`` as it is quantized; ``directions`` that GEMMs read, which say where shards end between blocks."""
     padded = shape if padded is None else padded
-    rows, columns = planes_of(plan, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
+    rows, columns = planes_of(chosen, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
     one_serves_both = rows.data is columns.data or (rows.format == columns.format and rows.format.is_symmetric)
-    windows = WeightPlan("weight", quantizer_for(plan, "weight"), shape, padded, directions).windows(ranks)
+    windows = WeightLayout("weight", quantizer_for(chosen, "weight"), shape, padded, directions).windows(ranks)
 
     def sent(*planes: Plane) -> int:
         kinds = tuple(kind_of(plane) for plane in planes)

@@ -28,7 +28,7 @@ from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
 from .pairing import check_pairs
-from .params import Format, MMParams, QParams
+from .params import FP8Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 from .presets import PRESETS, preset_table
 from .requests import DelayedScalingRequest
@@ -65,12 +65,12 @@ __all__ = [
     "DelayedScalingRecipeState",
     "DelayedScalingRequest",
     "Explanation",
+    "FP8Format",
     "FP8GlobalStateManager",
     "Float8BlockScaling",
     "Float8BlockScalingRecipeState",
     "Float8CurrentScaling",
     "Float8CurrentScalingRecipeState",
-    "Format",
     "FormatSpec",
     "GemmRecipe",
     "MMParams",

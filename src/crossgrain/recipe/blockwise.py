@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import ClassVar, Literal
 
 from .base import RecipeFields, flag_from_environment, require
-from .params import SPLIT, Format, MMParams, QParams
+from .params import SPLIT, FP8Format, MMParams, QParams
 from .per_tensor import refuse_pure_e5m2
 
 Scope = Literal["none", "weights", "activations", "all"]
@@ -20,7 +20,7 @@ class MXFP8BlockScaling(RecipeFields):
     """A power-of-two scale for every 32 along the summed dimension; weights perhaps by 32x32 tiles."""
 
     margin: int = 0  # no meaning here, kept for callers that pass it
-    fp8_format: Format = Format.E4M3
+    fp8_format: FP8Format = FP8Format.E4M3
     enable_2d_quantization: bool = False
 
     _kind: ClassVar[str] = "mxfp8"
@@ -35,7 +35,7 @@ class Float8BlockScaling(RecipeFields):
     """An fp32 scale for every 1x128 (dim 1) or 128x128 (dim 2) block, a power of two unless ``use_f32_scales``."""
 
     use_f32_scales: bool = field(default_factory=partial(flag_from_environment, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
-    fp8_format: Format = Format.E4M3
+    fp8_format: FP8Format = FP8Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
@@ -106,15 +106,15 @@ class NVFP4BlockScaling(RecipeFields):
         default_factory=partial(_scope_from_environment, "NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
     )
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = field(default_factory=_error_mode_from_environment)
-    fp4_format: Format = Format.E2M1
-    fp8_format: Format = Format.E4M3
+    fp4_format: FP8Format = FP8Format.E2M1
+    fp8_format: FP8Format = FP8Format.E4M3
 
     _kind: ClassVar[str] = "nvfp4"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.fp4_format is Format.E2M1, f"NVFP4 codes are E2M1, not {self.fp4_format!r}")
-        require(self.fp8_format is Format.E4M3, f"NVFP4 scales are E4M3, not {self.fp8_format!r}")
+        require(self.fp4_format is FP8Format.E2M1, f"NVFP4 codes are E2M1, not {self.fp4_format!r}")
+        require(self.fp8_format is FP8Format.E4M3, f"NVFP4 scales are E4M3, not {self.fp8_format!r}")
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             scope = getattr(self, name)
             known = scope in ("none", "weights", "activations", "all")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from ..quantizers.base import Quantizer
 from ..quantizers.request import QuantizerRequest
 from .base import RecipeFields
-from .params import Format
+from .params import FP8Format
 from .roles import QuantizerRole
 
 QuantizerFactory = Callable[[QuantizerRole | None], Quantizer | QuantizerRequest]
@@ -40,7 +40,7 @@ class CustomRecipe(RecipeFields):
     """
 
     qfactory: QuantizerFactory
-    fp8_format: Format = Format.HYBRID
+    fp8_format: FP8Format = FP8Format.HYBRID
     quantization_alignment: int = 128
     qfactory_key: tuple[str, int] | None = field(default=None, compare=False)
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..gemm.operands import GEMMS
 from .base import BackwardOverride
 from .binding import layers_of
-from .layer_formats import ATTENTION, LayerPlan, make_plan
+from .layer_formats import ATTENTION, LayerFormats, make_layer_formats
 
 if TYPE_CHECKING:
     from .gemm_recipe import GemmRecipe
@@ -88,31 +88,31 @@ def explain(recipe: GemmRecipe, model: nn.Module | None = None, *, every_layer: 
     """See `GemmRecipe.explain`."""
     rows: list[ExplainRow] = []
     if model is None:
-        for label, plan, attention in _cases(recipe):
-            rows += _rows(label, plan, [*GEMMS, *(["attention"] * attention)], recipe.backward_override)
+        for label, chosen, attention in _cases(recipe):
+            rows += _rows(label, chosen, [*GEMMS, *(["attention"] * attention)], recipe.backward_override)
     else:
         recipe = recipe.for_model(model)
         for layer in layers_of(model):
-            plan = recipe.plan(layer.name, layer.module_type)
+            chosen = recipe.layer_formats(layer.name, layer.module_type)
             places = ["attention"] if layer.module_type == "dpa" else list(GEMMS)
-            rows += _rows(layer.name, plan, places, recipe.backward_override)
+            rows += _rows(layer.name, chosen, places, recipe.backward_override)
     return Explanation(str(recipe), rows, every_layer)
 
 
-def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerPlan, bool]]:
+def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerFormats, bool]]:
     """The default and each rule on top of it, and whether attention is worth a word."""
     stages = recipe._stages(range(len(recipe.rules)))
     default = recipe._stages([])
-    yield "default", make_plan(default), recipe.fp8_dpa
+    yield "default", make_layer_formats(default), recipe.fp8_dpa
     for stage in stages[len(default) :]:
-        yield stage[0], make_plan((*default, stage)), any(key.startswith("attention") for key, _ in stage[1])
+        yield stage[0], make_layer_formats((*default, stage)), any(key.startswith("attention") for key, _ in stage[1])
 
 
-def _rows(layer: str, plan: LayerPlan, places: Iterable[str], override: BackwardOverride) -> Iterator[ExplainRow]:
+def _rows(layer: str, chosen: LayerFormats, places: Iterable[str], override: BackwardOverride) -> Iterator[ExplainRow]:
     for place in places:
         if place == "attention":
             for tensor in ATTENTION:
-                choice = plan.format(place, tensor)
+                choice = chosen.format(place, tensor)
                 yield ExplainRow(layer, tensor, "both", place, str(choice.value), "original", choice.why)
             continue
         for tensor, direction in GEMMS[place].items():
@@ -120,7 +120,7 @@ def _rows(layer: str, plan: LayerPlan, places: Iterable[str], override: Backward
                 kept = "dequantized" if override == "dequantized" and tensor != "grad_output" else "original"
                 yield ExplainRow(layer, tensor, direction.value, place, "hp", kept, f"backward_override: {override}")
                 continue
-            choice, source = plan.format(place, tensor), plan.source(tensor)
+            choice, source = chosen.format(place, tensor), chosen.source(tensor)
             columnwise = direction.value == "columnwise"
             made_from = source.value if columnwise else "original"
             yield ExplainRow(layer, tensor, direction.value, place, str(choice.value), made_from, choice.why)

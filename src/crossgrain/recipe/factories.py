@@ -9,7 +9,7 @@ from ..quantizers.identity import IdentityQuantizer
 from ..quantizers.mxfp8 import MXFP8Quantizer
 from ..quantizers.nvfp4 import NVFP4Quantizer
 from .custom import quantizer_factory
-from .params import Format
+from .params import FP8Format
 from .requests import DelayedScalingRequest
 from .roles import QuantizerRole
 
@@ -30,7 +30,7 @@ def high_precision_factory(role: QuantizerRole | None) -> IdentityQuantizer:
 @quantizer_factory(key=("delayed_scaling_factory", 1))
 def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
     """Delayed scaling for all: E4M3 forward, E5M2 backward."""
-    return DelayedScalingRequest(fp8_format=Format.HYBRID)
+    return DelayedScalingRequest(fp8_format=FP8Format.HYBRID)
 
 
 @quantizer_factory(key=("current_scaling_factory", 1))

@@ -21,7 +21,7 @@ from ..quantizers.identity import IdentityQuantizer
 from ..quantizers.mxfp8 import MXFP8Quantizer
 from ..quantizers.nvfp4 import NVFP4Quantizer
 from ..quantizers.request import QuantizerRequest
-from .params import Format as Elements
+from .params import FP8Format as Elements
 from .requests import DelayedScalingRequest
 from .syntax import Call, RecipeSyntaxError, did_you_mean, parse_call
 from .variants import names_of_variants, options_of_format, quantizer_class, variant

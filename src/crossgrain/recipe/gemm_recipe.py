@@ -19,8 +19,8 @@ from .binding import bound, check_names, layers_of
 from .document import OPTIONS, Document, document_of, make_option, make_rule, mapping_of
 from .files import is_recipe_path, read_mapping, write_mapping
 from .format_spec import FormatSpec
-from .layer_formats import ATTENTION, LayerPlan, Settings, gemms_of, make_plan, make_settings
-from .params import Format
+from .layer_formats import ATTENTION, LayerFormats, Settings, gemms_of, make_layer_formats, make_settings
+from .params import FP8Format
 from .presets import PRESETS
 from .roles import QuantizerRole
 from .rules import ModuleType, Rule
@@ -52,7 +52,7 @@ class GemmRecipe(Recipe):
 
     _kind: ClassVar[str] = "custom"
     quantization_alignment: ClassVar[int] = 128
-    fp8_format: ClassVar[Format] = Format.HYBRID
+    fp8_format: ClassVar[FP8Format] = FP8Format.HYBRID
 
     settings: Settings
     rules: tuple[Rule, ...]
@@ -216,12 +216,12 @@ class GemmRecipe(Recipe):
         Tensors that no GEMM of the module reads (boundary slots, whose role is None or says so) stay as they are.
         """
         tensor, module_type, name = _tensor_of(role)
-        return IdentityQuantizer() if tensor is None else self.plan(name, module_type).quantizer(tensor)
+        return IdentityQuantizer() if tensor is None else self.layer_formats(name, module_type).quantizer(tensor)
 
-    def plan(self, name: str, module_type: str = "linear") -> LayerPlan:
+    def layer_formats(self, name: str, module_type: str = "linear") -> LayerFormats:
         """What the layer of this name does with each direction of its tensors."""
         matching = [i for i, rule in enumerate(self.rules) if rule.matcher.matches(name, module_type)]
-        return _checked_plan(self._stages(matching), self._gemms_to_check(), name)
+        return _checked_formats(self._stages(matching), self._gemms_to_check(), name)
 
     def for_model(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
         """This recipe with its blocks known; ValueError if a pattern matches no layer, or formats do not pair."""
@@ -232,7 +232,7 @@ class GemmRecipe(Recipe):
         rules = [Rule(bound(rule.matcher, model, layers, blocks), rule.settings) for rule in self.rules]
         recipe = self._with(rules=tuple(rules), blocks=blocks)
         for layer in layers:
-            recipe.plan(layer.name, layer.module_type)
+            recipe.layer_formats(layer.name, layer.module_type)
         return recipe
 
     def explain(self, model: nn.Module | None = None, *, every_layer: bool = False) -> Explanation:
@@ -269,7 +269,7 @@ class GemmRecipe(Recipe):
 
         Which rules meet in a layer is known only with a model; a rule may complete one before it.
         """
-        _checked_plan(self._stages([]), self._gemms_to_check(), "")
+        _checked_formats(self._stages([]), self._gemms_to_check(), "")
         for i in range(len(self.rules)):
             before = [[], *([j] for j in range(i)), list(range(i))]
             problems = [self._problem([*others, i]) for others in before]
@@ -278,7 +278,7 @@ class GemmRecipe(Recipe):
 
     def _problem(self, rules: list[int]) -> str | None:
         try:
-            _checked_plan(self._stages(rules), self._gemms_to_check(), "")
+            _checked_formats(self._stages(rules), self._gemms_to_check(), "")
         except ValueError as error:
             return str(error)
         return None
@@ -296,10 +296,10 @@ def _quantizes_attention(settings: Settings, tensors: Iterable[str]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _checked_plan(stages: tuple[tuple[str, Settings], ...], gemms: tuple[str, ...], layer: str) -> LayerPlan:
-    plan = make_plan(stages)
-    plan.check_pairs(layer, gemms)
-    return plan
+def _checked_formats(stages: tuple[tuple[str, Settings], ...], gemms: tuple[str, ...], layer: str) -> LayerFormats:
+    formats = make_layer_formats(stages)
+    formats.check_pairs(layer, gemms)
+    return formats
 
 
 def _as_rule(rule: Rule | str | tuple[str, Any]) -> Rule:

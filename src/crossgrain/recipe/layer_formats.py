@@ -152,7 +152,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerFormats:
     """Formats by (GEMM or attention, tensor) and sources by tensor, for one layer."""
 
     formats: tuple[tuple[tuple[str, str], Choice], ...]
@@ -198,7 +198,7 @@ class LayerPlan:
 
 
 @lru_cache(maxsize=1024)
-def make_plan(stages: tuple[tuple[str, Settings], ...]) -> LayerPlan:
+def make_layer_formats(stages: tuple[tuple[str, Settings], ...]) -> LayerFormats:
     """Settings applied one after the other; each has a label that says where it is from.
 
     A stage sets what it names and leaves the rest; within a stage the special beats the general. Setting a
@@ -220,7 +220,7 @@ def make_plan(stages: tuple[tuple[str, Settings], ...]) -> LayerPlan:
                     formats.update(_choices(gemm, spec, why))
             else:
                 formats.update(_choices(place, value, why))
-    return LayerPlan(tuple(formats.items()), tuple(sources.items()))
+    return LayerFormats(tuple(formats.items()), tuple(sources.items()))
 
 
 def _choices(place: str, spec: FormatSpec, why: str) -> Iterable[tuple[tuple[str, str], Choice]]:

@@ -14,7 +14,7 @@ class _Largest(NamedTuple):
     max_bwd: float
 
 
-class Format(enum.Enum):
+class FP8Format(enum.Enum):
     """Element formats of a recipe, forward and backward; HYBRID is E4M3 forward and E5M2 backward."""
 
     E2M1 = _Largest(6, 6)
@@ -23,7 +23,7 @@ class Format(enum.Enum):
     HYBRID = _Largest(448, 57344)
 
     def __repr__(self) -> str:
-        return f"Format.{self.name}"
+        return f"FP8Format.{self.name}"
 
 
 @dataclass(frozen=True)

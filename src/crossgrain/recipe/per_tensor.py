@@ -11,14 +11,16 @@ from torch import Tensor
 
 from .amax_history import AmaxAlgorithm
 from .base import RecipeFields, flag_from_environment, require
-from .params import FAST, SPLIT, Format, MMParams, QParams
+from .params import FAST, SPLIT, FP8Format, MMParams, QParams
 
 ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
 """``(amax[n], old_scale[n], fp8_max, recipe) -> scale[n]``."""
 
 
-def refuse_pure_e5m2(fp8_format: Format) -> None:
-    require(fp8_format is not Format.E5M2, "E5M2 in both passes is not supported: use Format.E4M3 or Format.HYBRID")
+def refuse_pure_e5m2(fp8_format: FP8Format) -> None:
+    require(
+        fp8_format is not FP8Format.E5M2, "E5M2 in both passes is not supported: use FP8Format.E4M3 or FP8Format.HYBRID"
+    )
 
 
 @dataclass(repr=False)
@@ -34,7 +36,7 @@ class DelayedScaling(RecipeFields):
     """
 
     margin: int = 0
-    fp8_format: Format = Format.HYBRID
+    fp8_format: FP8Format = FP8Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
@@ -68,7 +70,7 @@ class Float8CurrentScaling(RecipeFields):
     use_power_2_scales: bool = field(
         default_factory=partial(flag_from_environment, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
     )
-    fp8_format: Format = Format.HYBRID
+    fp8_format: FP8Format = FP8Format.HYBRID
     fp8_gemm_fprop: MMParams = FAST
     fp8_gemm_dgrad: MMParams = SPLIT
     fp8_gemm_wgrad: MMParams = SPLIT

@@ -18,7 +18,7 @@ from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .custom import CustomRecipe
 from .gemm_recipe import GemmRecipe
-from .params import Format, MMParams, QParams
+from .params import FP8Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 
 _CLASSES: dict[str, type[Any]] = {
@@ -71,7 +71,7 @@ def recipe_from_text(text: str, *, import_functions: bool = False) -> Recipe:
 def _to_plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Format):
+    if isinstance(value, FP8Format):
         return {"Format": value.name}
     if isinstance(value, QParams | MMParams):
         return {type(value).__name__: asdict(value)}
@@ -86,7 +86,7 @@ def _from_plain(value: Any, import_functions: bool) -> Any:
     try:
         ((kind, content),) = value.items()
         if kind == "Format":
-            return Format[content]
+            return FP8Format[content]
         if kind in _PARAMS:
             return _PARAMS[kind](**content)
         if kind == "function":

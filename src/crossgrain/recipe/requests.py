@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from ..quantizers.request import QuantizerRequest
 from .amax_history import AmaxAlgorithm
-from .params import Format
+from .params import FP8Format
 from .per_tensor import DelayedScaling, ScaleAlgorithm
 
 
@@ -14,7 +14,7 @@ from .per_tensor import DelayedScaling, ScaleAlgorithm
 class DelayedScalingRequest(QuantizerRequest):
     """Delayed scaling for this tensor: the module's state keeps its history. Fields as in `DelayedScaling`."""
 
-    fp8_format: Format = Format.HYBRID
+    fp8_format: FP8Format = FP8Format.HYBRID
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"

@@ -14,7 +14,7 @@ from ..formats.dtypes import DType, TE_DType_To_Torch
 from ..runtime.settings import get_device_compute_capability, settings
 from .base import Recipe
 from .blockwise import MXFP8BlockScaling
-from .params import Format
+from .params import FP8Format
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 
 Support = tuple[bool, str]
@@ -102,7 +102,7 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
     """The FP8 type of forward or backward tensors."""
     fmt: Any = fp8_recipe.fp8_format  # type: ignore[attr-defined]
-    if fmt is Format.E4M3 or (fmt is Format.HYBRID and fprop_tensor):
+    if fmt is FP8Format.E4M3 or (fmt is FP8Format.HYBRID and fprop_tensor):
         return DType.kFloat8E4M3
     return DType.kFloat8E5M2
 
@@ -117,6 +117,6 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
     fmt: Any = fp4_recipe.fp4_format  # type: ignore[attr-defined]
-    if fmt is not Format.E2M1:
+    if fmt is not FP8Format.E2M1:
         raise ValueError(f"FP4 is E2M1, not {fmt!r}")
     return DType.kFloat4E2M1

@@ -51,7 +51,8 @@ def names_of_variants() -> dict[str, str]:
     return _names_of_variants(tuple(formats()))
 
 
-# Specs are made over and over while plans are worked out, so what follows from the registry is kept while it stays.
+# Specs are made over and over while the formats of layers are worked out, so what follows from the registry is kept
+# while it stays.
 
 
 @lru_cache(maxsize=16)

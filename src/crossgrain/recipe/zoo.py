@@ -19,7 +19,7 @@ from ..quantizers.nvfp4 import NVFP4Quantizer
 from ..quantizers.request import QuantizerRequest
 from .custom import quantizer_factory
 from .factories import LINEAR, mxfp8_factory, nvfp4_factory, tensor_of
-from .params import Format
+from .params import FP8Format
 from .requests import DelayedScalingRequest
 from .roles import QuantizerRole
 
@@ -98,7 +98,7 @@ def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Quantizer | Quan
     """NVFP4 layers and FP8 attention (with ``fp8_dpa=True``); softmax and its gradient by delayed scaling."""
     tensor_type = tensor_of(role, "dpa")
     if tensor_type in ("s", "dp"):
-        return DelayedScalingRequest(Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent")
+        return DelayedScalingRequest(FP8Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent")
     # Attention names tensors whose consumer it does not know only by this ending.
     boundary = role.name if role is not None and not role.module_type else ""
     is_attention = role is not None and role.module_type == "dpa"

@@ -152,7 +152,7 @@ def test_models_made_without_gradients_train_alike(recipe: str) -> None:
 
 # Another recipe of the same class for validation: quantizers are built anew there, and again for training.
 RESETS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
-    "mxfp8": (MXFP8BlockScaling, lambda: MXFP8BlockScaling(fp8_format=cg.recipe.Format.HYBRID)),
+    "mxfp8": (MXFP8BlockScaling, lambda: MXFP8BlockScaling(fp8_format=cg.recipe.FP8Format.HYBRID)),
     "nvfp4": (NVFP4BlockScaling, lambda: NVFP4BlockScaling(disable_stochastic_rounding=True)),
     "fp8_block": (Float8BlockScaling, lambda: Float8BlockScaling(use_f32_scales=True)),
     "literal": (ALL_RECIPES["literal"], lambda: CustomRecipe(qfactory=lambda role: _literal_factory(role))),
@@ -244,7 +244,7 @@ def test_usages_are_carried_over_unchanged(rowwise: bool, columnwise: bool, grad
     weight._quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     planes, before = weight.get_usages(), weight._quantizer
     with torch.set_grad_enabled(grad):
-        op.reset_recipe_state(recipe=MXFP8BlockScaling(fp8_format=cg.recipe.Format.HYBRID))
+        op.reset_recipe_state(recipe=MXFP8BlockScaling(fp8_format=cg.recipe.FP8Format.HYBRID))
     assert weight._quantizer is not before
     assert weight._quantizer.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
     assert weight.get_usages() == planes == {"rowwise": True, "columnwise": True}

@@ -12,7 +12,10 @@ _ROUTER = "crossgrain.nn.moe.router"
 TOP: dict[str, Entry] = {
     "transformer_engine": these("crossgrain.compat.version", __version__="VERSION"),
     "transformer_engine.common": {},
-    "transformer_engine.common.recipe": "crossgrain.recipe",
+    "transformer_engine.common.recipe": {
+        "*": ["crossgrain.recipe"],
+        **these("crossgrain.recipe", Format="FP8Format"),
+    },
     "transformer_engine.pytorch": {
         "*": ["crossgrain"],
         **these("crossgrain.compat.adapters.utils", "get_cudnn_version", "is_bf16_available"),
