@@ -7,10 +7,12 @@ import json
 import pytest
 import torch
 
-from benchmarks import groups, linear, others, products, small
+from benchmarks import calls, groups, linear, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
-from benchmarks.timing import least_times
+from benchmarks.timing import least_times, one_thread
 from crossgrain.formats import formats
+
+from .test_layers import ROOMS
 
 NAMES = {fmt.name for fmt in formats()} - {"identity"}  # as registered by the package alone
 LAYERS = {"MXFP8", "NVFP4", "FP8 current", "FP8 block", "MXFP8 forward, NVFP4 backward"}
@@ -139,3 +141,28 @@ def test_slow_jobs_are_repeated_less_often():
     least = least_times([lambda: job(0, 1.0), lambda: job(1, 0.25)], repeats=10, clock=lambda: now)
     assert least == [1.0, 0.25]
     assert runs == [1 + 4, 1 + 10]  # one untimed run each; the first stops once it has used more than 3 s
+
+
+# ---- calls of a step -----------------------------------------------------------------------------------
+
+MOST_CALLS = {"MXFP8": (300, 250), "MXFP8 forward, NVFP4 backward": (400, 300), "NVFP4": (400, 300)}
+MOST_FILES = 25
+
+
+@pytest.mark.parametrize("name", MOST_CALLS)
+def test_a_step_of_a_linear_layer_takes_few_calls_and_never_turns_back(name):
+    """Of all Python code. Rooms call rooms below them: nothing is handed down to be called back."""
+    with one_thread():
+        step = calls.step_of(calls.RECIPES[name])
+    counts = (len(step.forward.calls), len(step.backward.calls))
+    assert counts[0] <= MOST_CALLS[name][0] and counts[1] <= MOST_CALLS[name][1], f"{counts} Python calls"
+    for walk in step:
+        assert not walk.upward(ROOMS)
+        assert len(walk.files) <= MOST_FILES, walk.files
+
+
+def test_the_counts_are_printed_with_the_walk(capsys):
+    calls.main(["--recipe", "mxfp8", "--walk"])
+    printed = capsys.readouterr().out
+    assert "Python calls of one Linear" in printed
+    assert "forward  linear/function.py" in printed and "gradients  linear/function.py" in printed

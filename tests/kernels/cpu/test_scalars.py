@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import crossgrain as cg
 from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import Target
-from crossgrain.kernels.cpu.scalars import global_factors, tensor_factor
+from crossgrain.kernels.cpu.scalars import tensor_factor
+from crossgrain.kernels.cpu.support import global_factors
 from crossgrain.kernels.reference.encode import tensor_scale
 from crossgrain.kernels.reference.scaling import global_scale
 from crossgrain.planes import ROWWISE, empty_plane

@@ -10,7 +10,6 @@ import ctypes
 import math
 import struct
 
-from ...formats import Format
 from ...formats.encoding import Encoding
 from ..reference.elements import FP32_MAX
 
@@ -46,15 +45,3 @@ def tensor_factor(amax: float, encoding: Encoding) -> float:
 def _power_of_two_below(factor: float) -> float:
     (bits,) = struct.unpack("<I", struct.pack("<f", factor))
     return from_bits(bits & 0xFF800000)
-
-
-def global_factors(amax: float, fmt: Format) -> tuple[float, float]:
-    """The encode and the decode half of a two-level format's global scale."""
-    assert fmt.element is not None
-    if amax == 0.0:
-        return 1.0, 1.0
-    encode = ctypes.c_float(fmt.element.max * fmt.scale_bound / amax).value
-    encode = min(encode, FP32_MAX) if encode == encode else encode
-    if encode == 0.0:
-        encode = 1.0
-    return encode, ctypes.c_float(1.0 / encode).value

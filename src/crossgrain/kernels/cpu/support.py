@@ -16,6 +16,7 @@ from torch import Tensor
 from ...formats import Element, Format
 from ...formats.dtypes import HIGH_PRECISION
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..reference.elements import FP32_MAX
 from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
 from ..reference.scaling import global_scale, quotient
@@ -76,11 +77,23 @@ def global_scales(target: Target) -> tuple[Numbers, Numbers]:
     return Numbers(encode_scales.contiguous()), Numbers(decode_scales.contiguous())
 
 
+def global_factors(amax: float, fmt: Format) -> tuple[float, float]:
+    """The encode and the decode half of a two-level format's global scale."""
+    assert fmt.element is not None
+    if amax == 0.0:
+        return 1.0, 1.0
+    encode = c_float(fmt.element.max * fmt.scale_bound / amax).value
+    encode = min(encode, FP32_MAX) if encode == encode else encode
+    if encode == 0.0:
+        encode = 1.0
+    return encode, c_float(1.0 / encode).value
+
+
 def _two_level_numbers(target: Target) -> tuple[float, float, float]:
     """The same of one amax, and that amax, as Python numbers."""
     assert target.amax is not None
     amax = target.amax.item()
-    encode, decode = scalars.global_factors(amax, target.encoding.format)
+    encode, decode = global_factors(amax, target.encoding.format)
     return encode if target.encoding.four_over_six is not None else c_float(encode * _SIXTH).value, decode, amax
 
 
