@@ -153,3 +153,13 @@ def test_the_design_document_lists_the_rooms_in_their_order():
     table = text[text.index("## Rooms") :].split("\n## ")[0]
     listed = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
     assert tuple(listed) == ROOMS
+
+
+def test_the_guide_to_the_code_names_files_that_are_there():
+    text = (DESIGN.parent.parent / "CONTRIBUTING.md").read_text()
+    table = text[text.index("### Where is what") :].split("\n\n")[1]
+    named = re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", table)
+    walk = DESIGN.read_text().partition("### The walk of one step")[2].partition("\nRooms only")[0]
+    named += re.findall(r"`([a-z_]+/\w+\.py)`", walk)
+    assert len(named) > 30
+    assert [name for name in named if not (SOURCE / name).exists()] == []
