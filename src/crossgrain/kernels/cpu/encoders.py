@@ -133,7 +133,7 @@ def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
-    run_kernel(rows.encode_rows, arguments, at.height, x.numel())
+    run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen)
     _finish(target)
     return True
 
@@ -152,7 +152,7 @@ def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             first, last, at.height, width, strip, scratch, *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
-    run_kernel(transposed.encode_columns, arguments, -(-at.height // transposed.HEIGHT), x.numel())
+    run_kernel(transposed.encode_columns, arguments, -(-at.height // transposed.HEIGHT), x.numel(), chosen)
     _finish(target)
     return True
 
@@ -166,7 +166,7 @@ def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
     def arguments(first: Ints, last: Ints) -> Arguments:
         return (at.x, at.codes, factor, first, last, tag_of_input(x), element, YES)
 
-    run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel())
+    run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel(), chosen)
     write_tensor_scale(target)
     return True
 
@@ -190,7 +190,7 @@ def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             *run.place, first, last, width, strip, scratch, *run.keys, tag_of_input(x), element, *run.tags,
         )  # fmt: skip
 
-    run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel())
+    run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen)
     _finish(row)
     return True
 
@@ -225,7 +225,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             plane.format.block != (1, 16), tag_of_input(x), *tags, *run.tags,
         )  # fmt: skip
 
-    if not all(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel())):
+    if not all(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen)):
         return False
     _finish(column)
     _finish(row)
@@ -251,7 +251,7 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
         )  # fmt: skip
 
     by_rows = nvfp4_rows.tile_rows if is_nvfp4_tile_rows(target) else nvfp4_rows.block_rows
-    if not all(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel())):
+    if not all(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel(), chosen)):
         return False
     _finish(target)
     return True
@@ -279,7 +279,7 @@ def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             first, last, width, ROWWISE in places, COLUMNWISE in places, tag_of_input(x), tag_of_plane(plane),
         )  # fmt: skip
 
-    run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel())
+    run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel(), chosen)
     return True
 
 
@@ -313,7 +313,7 @@ def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             tag_of_input(x), tag_of_plane(first.plane), yes_or_no(encoding.power_of_two),
         )  # fmt: skip
 
-    run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel())
+    run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel(), chosen)
     if fmt.block is None:
         for target in group:
             write_tensor_scale(target)

@@ -7,6 +7,7 @@ second OpenMP runtime beside torch's, any number of callers at once, and nothing
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,8 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
         return [work(0, count)]
     ranges = deque(enumerate(pairwise(count * i // threads for i in range(threads + 1))))
     results: list[Any] = [None] * threads
+    gates = [threading.RLock() for _ in range(threads - 1)]  # each held by a helper while it may be writing
+    unused = deque(gates)
 
     def take_ranges() -> None:
         while True:
@@ -84,31 +87,63 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
                 return
             results[i] = work(first, last)
 
-    helpers = _submit(take_ranges, threads - 1)
-    take_ranges()
-    for helper in helpers:
-        if not helper.cancel():  # one that has not started has nothing left to do
-            helper.result()
+    def help_out() -> None:
+        gate = unused.popleft()
+        if gate.acquire(blocking=False):  # else it is over, and the caller holds the gate
+            try:
+                take_ranges()
+            finally:
+                gate.release()
+
+    try:
+        helpers = _submit(help_out, threads - 1)
+        take_ranges()
+        for helper in helpers:
+            if not helper.cancel():  # one that has not started has nothing left to do
+                helper.result()
+    except BaseException:  # also an interrupt: whoever handles it may free the memory that helpers write to
+        ranges.clear()
+        for gate in gates:
+            _pass(gate)
+        raise
     return results
+
+
+def _pass(gate: Any) -> None:
+    """Wait for the helper that holds the gate, whatever interrupts the waiting: an interrupt is on its way up already.
+
+    All time is spent inside ``acquire``, where another one is caught. Memory does not depend on it: helpers own what
+    they write to (`run_kernel`).
+    """
+    while True:
+        try:
+            gate.acquire()
+            return
+        except BaseException:
+            continue
 
 
 Arguments = tuple[Any, ...]  # of a kernel: numbers or arrays of them, then tags
 
 
-def run_kernel(dispatcher: Any, arguments: Callable[[Any, Any], Arguments], count: Any, elements: int) -> list[Any]:
+def run_kernel(
+    dispatcher: Any, arguments: Callable[[Any, Any], Arguments], count: Any, elements: int, keep: Any = None
+) -> list[Any]:
     """A kernel over ``range(count)``, on several threads if it pays. Its arguments follow from first and last.
+
+    ``keep`` owns the memory that the arguments are addresses of; every thread that runs the kernel holds on to it.
 
     ``count`` may be an array, of one for each of several groups, as the arguments may then be. They are worked on
     in one call of a thread.
     """
     if isinstance(count, int):
 
-        def work(first: int, last: int) -> Any:
+        def work(first: int, last: int, keep: Any = keep) -> Any:
             given = arguments(first, last)
             return kernel(dispatcher, *given)(*given)
 
         return run_ranges(work, count, elements)
-    return [result for part in run_groups(dispatcher, arguments, count, elements) for result in part.results]
+    return [result for part in run_groups(dispatcher, arguments, count, elements, keep) for result in part.results]
 
 
 class PartOfGroups(NamedTuple):
@@ -119,12 +154,16 @@ class PartOfGroups(NamedTuple):
 
 
 def run_groups(
-    dispatcher: Any, arguments: Callable[[Any, Any], Arguments], counts: np.ndarray[Any, Any], elements: int
+    dispatcher: Any,
+    arguments: Callable[[Any, Any], Arguments],
+    counts: np.ndarray[Any, Any],
+    elements: int,
+    keep: Any = None,
 ) -> list[PartOfGroups]:
     """A kernel over ``range(count)`` of each group. Threads share them out evenly, so two may have parts of one."""
     ends = np.cumsum(counts)
 
-    def work(first: int, last: int) -> PartOfGroups:
+    def work(first: int, last: int, keep: Any = keep) -> PartOfGroups:
         begin, end = (np.clip(limit - (ends - counts), 0, counts) for limit in (first, last))
         groups = np.flatnonzero(begin < end)
         given = arguments(begin, end)
