@@ -106,6 +106,62 @@ def test_checkpoints_keep_masters_and_moments_in_float32(tmp_path):
     assert torch.equal(others[1], params[1])
 
 
+BEGINS_WITH_A_STATE = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax]
+
+
+@pytest.mark.parametrize("optimizer", [*BEGINS_WITH_A_STATE, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_checkpoint_of_parameters_that_never_had_a_gradient_is_loaded(optimizer):
+    """As the experts of a layer that got no tokens: the optimizer has not begun with them, but they have masters."""
+
+    def made(seed):
+        params = [quantized_parameter(QUANTIZERS["mxfp8"](), seed + at) for at in range(2)]
+        return params, with_masters(optimizer, params, lr=1e-3)
+
+    params, opt = made(0)
+    params[0].grad = gradient(0)
+    opt.step()
+    others, again = made(5)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for mine, theirs in zip(others, params, strict=True):
+        assert torch.equal(again.state[mine]["master_param"], opt.state[theirs]["master_param"])
+        mine.data.copy_(theirs.data)
+    for p, q in zip(params, others, strict=True):
+        p.grad, q.grad = gradient(1), gradient(1)
+    opt.step()
+    again.step()
+    for mine, theirs in zip(others, params, strict=True):
+        assert_same_bytes(mine, theirs)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["new", "used"])
+def test_a_state_without_masters_makes_them_from_the_loaded_weights(before):
+    """What a run that is abandoned had as masters must not overwrite the weights that are loaded."""
+    p = quantized_parameter(QUANTIZERS["mxfp8"]())
+    opt = with_masters(torch.optim.AdamW, [p], lr=1e-3)
+    run_steps(opt, [p], before)
+    plain = nn.Parameter(weight_value(9).float())
+    theirs = torch.optim.AdamW([plain], lr=1e-3)
+    run_steps(theirs, [plain], 1)
+    opt.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        p.copy_(plain)  # after the state of the optimizer, as some frameworks do it
+    decoded = p.dequantize(dtype=torch.float32)
+    p.grad = torch.zeros_like(p)
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    opt.step()
+    assert torch.equal(opt.state[p]["master_param"], decoded)
+    assert torch.equal(p.dequantize(), decoded.to(p.dtype))
+
+
+def test_a_load_that_fails_leaves_no_masters_behind():
+    p = quantized_parameter(QUANTIZERS["mxfp8"]())
+    opt = with_masters(torch.optim.AdamW, [p], lr=1e-3)
+    with pytest.raises(ValueError, match="parameter group"):
+        opt.load_state_dict({"state": {}, "param_groups": []})
+    assert "master_param" not in opt.state.get(p, {})
+
+
 def test_schedulers_hooks_groups_and_frozen_parameters():
     p, frozen, late = (quantized_parameter(QUANTIZERS["mxfp8"](), seed) for seed in range(3))
     frozen.requires_grad_(False)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..tensor.sharding import sharded_like
+from ..tensor.sharding import local_part, sharded_like
 from .base import MASTER
 from .masters import as_plain, check_in_use, check_shapes, is_quantized, take_master, write_params
 
@@ -79,20 +79,53 @@ class _WithMasters(Optimizer):
         return param.requires_grad or param.grad is not None or param in self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict. A parameter whose state has no master gets one from its values in the next step.
+
+        Raises:
+            ValueError: a master has another shape than its parameter.
+        """
         check_shapes(self, state_dict, [MASTER])
-        with self._masters_in_place():  # torch casts states to the dtype of their parameter
-            super().load_state_dict(dict(state_dict))
+        masters = {index: state[MASTER] for index, state in state_dict["state"].items() if MASTER in state}
+        # The optimizer itself knows no masters: it takes any state that is not empty for one that it has begun.
+        states = {index: _without_master(state) for index, state in state_dict["state"].items()}
+        own = {**state_dict, "state": {index: state for index, state in states.items() if state}}
+        blank: list[Tensor] = []
+        try:
+            with self._masters_in_place(partial(_noted_blank_master, blank)):  # torch casts states to their dtype
+                super().load_state_dict(own)
+        except BaseException:
+            for param in blank:
+                self._take_loaded_master(param, None)
+            raise
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(saved, [p for group in self.param_groups for p in group["params"]], strict=True):
+            self._take_loaded_master(param, masters.get(index))
+
+    def _take_loaded_master(self, param: Tensor, loaded: Any) -> None:
+        """Replace the master of ``param``. One of the run before the load would overwrite what was loaded."""
+        wanted, state = self._wants_master(param), self.state.pop(param, {})
+        master = state.pop(MASTER, None)
+        if loaded is not None and wanted:
+            master = _blank_master(param) if master is None else master
+            local_part(master).copy_(local_part(torch.as_tensor(loaded)))
+            state[MASTER] = master
+        if state:
+            self.state[param] = state
 
     @contextmanager
-    def _masters_in_place(self) -> Iterator[list[Pair]]:
-        """Context manager: inside, groups and states have the masters in place of the parameters. Yields the pairs."""
+    def _masters_in_place(self, make: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Pair]]:
+        """Context manager: inside, groups and states have the masters in place of the parameters. Yields the pairs.
+
+        ``make`` returns the master of a parameter that has none; by default it is made from the parameter.
+        """
+        make = make or _master_of
         pairs = []
         for param in [param for group in self.param_groups for param in group["params"]]:
             if self._wants_master(param):
                 state = self.state.pop(param, {})
                 master = state.pop(MASTER, None)  # optimizers take an empty state for the first step
                 if master is None:
-                    master = sharded_like(take_master(param), param)
+                    master = make(param)
                     state = _in_float32(state, param)  # some optimizers make it along with themselves
                 if state:
                     self.state[master] = state
@@ -104,11 +137,7 @@ class _WithMasters(Optimizer):
             self._exchange([(master, param) for param, master in pairs])
             for param, master in pairs:
                 master.grad = None
-                state = self.state.pop(master, {})
-                loaded = state.pop(MASTER, None)
-                if loaded is not None:
-                    master.copy_(loaded)
-                self.state[param] = {**state, MASTER: master}
+                self.state[param] = {**self.state.pop(master, {}), MASTER: master}
 
     def _exchange(self, pairs: Sequence[Pair]) -> None:
         """Replace the first of each pair by the second in all groups."""
@@ -131,6 +160,24 @@ class _WithMasters(Optimizer):
                 _hand_gradients(pairs)
 
         return evaluate
+
+
+def _master_of(param: Tensor) -> Tensor:
+    return sharded_like(take_master(param), param)
+
+
+def _blank_master(param: Tensor) -> Tensor:
+    """A master without values, for those that are loaded."""
+    return sharded_like(torch.zeros(local_part(param).shape, dtype=torch.float32, device=param.device), param)
+
+
+def _noted_blank_master(params: list[Tensor], param: Tensor) -> Tensor:
+    params.append(param)
+    return _blank_master(param)
+
+
+def _without_master(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != MASTER}
 
 
 def _in_float32(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
