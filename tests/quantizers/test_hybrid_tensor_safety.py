@@ -66,6 +66,35 @@ def test_a_child_that_missed_a_write_is_stale(h, x, missed):
 
 
 @BOTH
+@HYBRIDS
+@pytest.mark.parametrize("alias", [lambda q: q.detach(), lambda q: q.view(-1, q.shape[-1])])
+def test_aliases_that_hold_one_child_each_notice_the_writes_of_the_other(h, x, missed, alias):
+    q = h(x.clone())
+    held = alias(q)
+    held.update_usage(**{f"{missed.other.value}_usage": False})
+    held = held.detach()  # an alias of it knows as well
+    q.update_usage(**{f"{missed.value}_usage": False})
+    held.dequantize()
+    q.quantize_(x * 2)
+    with pytest.raises(RuntimeError, match=f"{missed.value} .* stale"):
+        held.dequantize()
+    held.quantize_(x * 3)
+    held.dequantize()
+    with pytest.raises(RuntimeError, match=f"{missed.other.value} .* stale"):
+        q.dequantize()
+
+
+def test_a_slice_that_holds_one_child_notices_a_write_to_the_other(x):
+    q = hybrid_of("mxfp8", "nvfp4_2d")(x)
+    part = q[:64]
+    part.update_usage(rowwise_usage=False)
+    q.update_usage(columnwise_usage=False)
+    q.quantize_(x * 2)
+    with pytest.raises(RuntimeError, match="columnwise .* stale"):
+        part.dequantize()
+
+
+@BOTH
 def test_a_write_to_one_child_makes_the_other_stale(x, missed):
     for write in (lambda c: c.quantize_(x * 2), lambda c: c.mul_(2), lambda c: c.detach().copy_(x * 2)):
         q = hybrid_of("mxfp8", "nvfp4")(x)

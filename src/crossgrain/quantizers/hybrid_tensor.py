@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -34,6 +35,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
     _agreed: Mapping[Direction, int]  # the last write of each child when they were put together
+    _dropped: Mapping[Direction, Sequence[Epoch]] = MappingProxyType(
+        {}
+    )  # notes of writes to children that were dropped
 
     def _init_fields(
         self,
@@ -134,10 +138,14 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     def _is_stale(self, direction: Direction) -> bool:
         """Whether the other child was written after the two agreed, and this one not along with it."""
         children = self._children()
-        if len(children) < 2:
+        if direction not in children:
             return False
-        mine, others = children[direction]._last_write(), children[direction.other]._last_write()
-        return mine < others and others > self._agreed[direction.other]
+        other = children.get(direction.other)
+        if other is not None:
+            others = other._last_write()
+        else:  # aliases may still hold it, and write it
+            others = max((mark.number for mark in self._dropped.get(direction.other, ())), default=0)
+        return children[direction]._last_write() < others and others > self._agreed.get(direction.other, 0)
 
     @property
     def _formats(self) -> dict[Direction, Format]:  # type: ignore[override]
@@ -173,9 +181,11 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     @classmethod
     def _shared_names(cls) -> tuple[str, ...]:
-        return (*cls._state_names(), "_agreed")  # the history of writes is with the children
+        return (*cls._state_names(), "_agreed", "_dropped")  # the history of other writes is with the children
 
     def _join(self, other: PlaneHolder) -> None:
+        if isinstance(other, HybridQuantizedTensorStorage):
+            self._dropped = other._dropped
         for direction, child in self._children().items():
             self._set_child(direction, _shallow(child))  # so that emptying one leaves the other
 
@@ -201,8 +211,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         *,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
+        alias: bool = False,
     ) -> Self:
-        """A new hybrid of the same class whose children are ``change(child)``."""
+        """A new hybrid of the same class whose children are ``change(child)``; ``alias``: over the same buffers."""
         for direction, child in self._children().items():
             if change is not _shallow and not child._plane_buffers:
                 raise NotImplementedError(
@@ -216,14 +227,21 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         buffers = {name: buffer for child in children.values() for name, buffer in child._buffers()}
         new = self._blank(torch.Size(shape), dtype, buffers)
         new._put_together(children, shape, dtype, self._agreed)
+        if alias:
+            new._dropped = self._dropped
         new._quantizer = None if self._quantizer is None else self._quantizer.copy()
         new._shard = self._shard
         return new
 
     def _rewrap(self, *, shape: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> Self:
         if shape is None and dtype is None and not changes:
-            return self._mapped(_shallow)
-        return self._mapped(lambda child: child._rewrap(shape=shape, dtype=dtype, **changes), shape=shape, dtype=dtype)
+            return self._mapped(_shallow, alias=True)
+        return self._mapped(
+            lambda child: child._rewrap(shape=shape, dtype=dtype, **changes),
+            shape=shape,
+            dtype=dtype,
+            alias=not changes.get("fresh", False),
+        )
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         self._check_fresh()  # the copy would not know
@@ -238,11 +256,11 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         return new
 
     def _viewed(self, shape: Sequence[int]) -> Self:
-        return self._mapped(lambda child: child._viewed(shape), shape=shape)
+        return self._mapped(lambda child: child._viewed(shape), shape=shape, alias=True)
 
     def _sliced(self, dim: int, start: int, stop: int) -> Self:
         shape = (*self._shape[:dim], stop - start, *self._shape[dim + 1 :])
-        return self._mapped(lambda child: child._sliced(dim, start, stop), shape=shape)
+        return self._mapped(lambda child: child._sliced(dim, start, stop), shape=shape, alias=True)
 
     def _clone(self) -> Self:
         self._check_fresh()
@@ -312,8 +330,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
                     f"{type(self).__name__} of shape {list(self._shape)}: {direction.value} usage requested, but there "
                     "is no such child, and its format cannot be made from the other. Request it when quantizing."
                 )
-        for direction, want in wanted.items():
-            if want is False:
+        for direction, child in self._children().items():
+            if wanted[direction] is False:
+                self._dropped = {**self._dropped, direction: child._write_marks()}
                 self._set_child(direction, None)
 
     def _derivable(self, direction: Direction) -> Plane | None:
@@ -363,6 +382,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
             if not child._plane_buffers:
                 child._epochs = dict.fromkeys(Direction, Epoch(child._last_write()))  # as planes do for themselves
         self._lent = lent  # a child that is dropped meanwhile still has its place in the list
+        self._dropped = {}  # later writes are not ours
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
