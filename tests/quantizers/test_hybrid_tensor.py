@@ -224,7 +224,7 @@ def test_as_strided_goes_by_the_strides_of_the_hybrid(h, x):
     whole = h(torch.cat((x, x * 2)))
     part = whole[128:]
     for q in (whole, part, h(x.float().t().contiguous().t().to(x.dtype))):
-        assert_decodes_like(q.as_strided(q.shape, q.stride(), 0), q)
+        assert_decodes_like(q.as_strided(q.shape, q.stride()), q)
     assert_decodes_like(whole.as_strided((128, 256), (256, 1), 128 * 256), part)
     beyond = ((128, 256), (256, 1), 129 * 256)
     cut_up = ((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)

@@ -45,6 +45,24 @@ def test_views_alias_and_keep_strides(x):
     assert [piece.shape for piece in q.split(100)] == [(100, 256), (28, 256)]
 
 
+@pytest.mark.parametrize("relabel", [lambda q: q.to(torch.float32), lambda q: q.to_dtype(torch.float32)])
+def test_another_dtype_takes_writes_in_that_dtype(x, relabel):
+    q = relabel(cg.quantize(x.clone(), "identity"))
+    exact = torch.full(x.shape, 1.0 + 2**-20)
+    q.quantize_(exact)
+    assert torch.equal(q.dequantize(), exact)
+    kept = relabel(cg.IdentityQuantizer(dtype=torch.float16)(x))
+    assert kept._hp_data.dtype == torch.float16, "that is the quantizer's choice"
+
+
+def test_a_parameter_takes_writes_in_its_dtype(x):
+    parameter = torch.nn.Parameter(cg.quantize(x.clone(), "identity"))
+    parameter.dtype = torch.float32
+    with torch.no_grad():
+        parameter.copy_(torch.full(x.shape, 1.0 + 2**-20))
+    assert torch.equal(parameter.dequantize(), torch.full(x.shape, 1.0 + 2**-20))
+
+
 def test_update_copies_in_place_or_rebinds(x):
     q = cg.quantize(x.clone(), "identity")
     buffer = q._hp_data

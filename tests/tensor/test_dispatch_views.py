@@ -175,6 +175,22 @@ def test_as_strided(quantizer, x):
                 q.as_strided(size, stride, offset)
 
 
+def test_as_strided_of_a_slice_counts_from_the_whole(quantizer, x):
+    """Other rows than torch's would be wrong numbers without a word."""
+    q, plain = quantizer(torch.cat((x, x * 2, x * 3))), torch.arange(3 * x.numel()).view(3 * x.shape[0], -1)
+    rows, width = x.shape
+    part, theirs = q[rows:], plain[rows:]
+    for offset in (None, rows * width, 2 * rows * width):
+        first = theirs.as_strided((rows, width), (width, 1), offset)[0, 0].item() // width
+        mine = part.as_strided((rows, width), (width, 1), offset)
+        assert torch.equal(mine.dequantize(), q.dequantize()[first : first + rows])
+    if not is_identity(q):
+        with pytest.raises(ValueError, match="slice that begins at element .* the offset lies before that: 0"):
+            part.as_strided((rows, width), (width, 1), 0)
+        again = part.view(-1, width)[rows:]
+        assert torch.equal(again.as_strided((rows, width), (width, 1)).dequantize(), again.dequantize())
+
+
 def test_writing_to_a_slice_writes_the_whole_or_is_refused(quantizer, x):
     """A slice shares its buffers; a scale of the whole tensor must not change under the rest."""
     q = quantizer(torch.cat((x, x)).clone())

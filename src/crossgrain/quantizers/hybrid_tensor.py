@@ -35,9 +35,8 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
     _agreed: Mapping[Direction, int]  # the last write of each child when they were put together
-    _dropped: Mapping[Direction, Sequence[Epoch]] = MappingProxyType(
-        {}
-    )  # notes of writes to children that were dropped
+    # What notes the writes to children that were dropped here and that aliases may still hold.
+    _dropped: Mapping[Direction, Sequence[Epoch]] = MappingProxyType({})
 
     def _init_fields(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -67,6 +67,31 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         IdentityQuantizer(dtype=self._buffer().dtype).update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
+    # Under another nominal dtype the numbers are of that dtype: later writes must not be rounded to the old one.
+
+    def _rewrap(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        buffers: Mapping[str, Tensor | None] | None = None,
+        **changes: Any,
+    ) -> Self:
+        if buffers is None and self._casts_to(dtype):
+            buffers, changes = {"_hp_data": self._buffer().to(dtype)}, {**changes, "fresh": True}
+        return super()._rewrap(dtype=dtype, buffers=buffers, **changes)
+
+    def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        dtype = changes.get("dtype")
+        if not self._casts_to(dtype):
+            return super()._map_buffers(change, **changes)
+        return super()._map_buffers(lambda buffer: change(buffer).to(dtype), **changes)
+
+    def _casts_to(self, dtype: torch.dtype | None) -> bool:
+        """Whether ``dtype`` is another one than that of the numbers; a dtype that the quantizer was given stays."""
+        if dtype is None or self._hp_data is None or getattr(self._quantizer, "dtype", None) is not None:
+            return False
+        return self._hp_data.dtype == self._dtype != dtype
+
     # A plain buffer can be viewed and cut like any tensor.
 
     def _on_buffer(self, buffer: Tensor) -> Self:
@@ -86,7 +111,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
             return self._rewrap()
         return self._on_buffer(self._buffer().narrow(dim, start, stop - start))
 
-    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
+    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Self:
         return self._on_buffer(self._buffer().as_strided(tuple(size), tuple(stride), offset))
 
     def _empty_like(

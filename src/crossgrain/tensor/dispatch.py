@@ -8,6 +8,7 @@ is present. Collectives never take that path: ranks would end up with different 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -152,12 +153,15 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], *_: Any) -> 
 
 
 def _cut(tensor: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
-    return _knowing_cuts(tensor._sliced(dim, start, stop), tensor, (dim, start, stop))
+    new = _knowing_cuts(tensor._sliced(dim, start, stop), tensor, (dim, start, stop))
+    new._begins_at = tensor._begins_at + start * math.prod(tensor.shape[dim + 1 :])
+    return new
 
 
 def _knowing_cuts(new: QuantizedTensor, tensor: QuantizedTensor, *cuts: tuple[int, int, int]) -> QuantizedTensor:
     if tensor._cuts or cuts:
         new._cuts = (*tensor._cuts, *cuts)
+        new._begins_at = tensor._begins_at
     return new
 
 
@@ -200,7 +204,7 @@ def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], 
 def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> QuantizedTensor:
-    return tensor._strided(size, stride, int(tensor.storage_offset() if offset is None else offset))
+    return tensor._strided(size, stride, None if offset is None else int(offset))
 
 
 # ---- copies ------------------------------------------------------------------------------------------

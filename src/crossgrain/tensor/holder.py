@@ -77,6 +77,7 @@ class PlaneHolder:
     _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
     _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
     _cuts: Cuts = ()  # that were made, as operations of torch, out of the tensor whose marks of writes it shares
+    _begins_at: int = 0  # the element of that tensor which is the first one here
     _shard: Any = None  # of a parameter that FSDP2 gathered: what this rank keeps of it
     _made_of_zeros: bool = False  # for FSDP2 to fill the first rows of: what is cut off may be part of a block
 
@@ -401,8 +402,18 @@ class PlaneHolder:
         axis = 1 if dim == len(self._shape) - 1 else 0
         return self._with_planes(planes, shape=shape, cut_axes=tuple({*self._cut_axes, axis}))
 
-    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Self:
-        """as_strided: the tensor itself or a run of its first dimension; all else would cut through blocks."""
+    def _strided(self, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Self:
+        """as_strided: the tensor itself or a run of its first dimension; all else would cut through blocks.
+
+        As in torch, an offset counts from the beginning of the memory: of the tensor that a slice was cut from.
+        """
+        offset = 0 if offset is None else offset - self._begins_at
+        if offset < 0:
+            raise ValueError(
+                f"as_strided: this {type(self).__name__} of shape {list(self._shape)} is a slice that begins at "
+                f"element {self._begins_at} of the tensor it was cut from, and the offset lies before that: "
+                f"{offset + self._begins_at}. Call as_strided on the whole tensor."
+            )
         rows = math.prod(self._shape[1:])
         contiguous = torch.empty(self._shape, device="meta").stride()
         first = offset // max(rows, 1)
