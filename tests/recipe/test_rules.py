@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from crossgrain.nn import Linear, name_layers
+from crossgrain.recipe import gemm_recipe
 from crossgrain.recipe.binding import Layer, layers_of
 from crossgrain.recipe.gemm_recipe import GemmRecipe
 from crossgrain.recipe.roles import QuantizerRole
@@ -224,3 +225,22 @@ def test_layers_of_this_library_are_found_and_named() -> None:
     recipe = GemmRecipe.load("mxfp8; 2: hp").for_model(model)
     role = model[2].get_quantizer_roles(fwd=True, num_quantizers=3)[0]
     assert recipe.qfactory(role) == GemmRecipe.load("hp").qfactory(role)
+
+
+def test_many_rules_are_checked_once_for_each_thing_that_they_say() -> None:
+    """Not one by one against all before: the number of rules may be that of the layers of a large model."""
+    lines = [f"layers.{i}: {('nvfp4', 'hp', 'fp8_block')[i % 3]}" for i in range(1000)]
+    before = gemm_recipe._checked_formats.cache_info().misses
+    recipe = GemmRecipe.load("; ".join(["all: mxfp8", *lines]))
+    assert gemm_recipe._checked_formats.cache_info().misses - before <= 8
+    assert len(recipe.rules) == 1000
+    assert GemmRecipe.load(str(recipe)) == recipe
+
+
+def test_a_rule_is_checked_with_those_before_it() -> None:
+    """It may not pair with the default and still be meant for layers that another rule matches as well."""
+    with pytest.raises(ValueError, match=r"rule 1 \(b\)"):
+        GemmRecipe.load("all: mxfp8; b: fprop.weight: fp8")
+    GemmRecipe.load("all: mxfp8; *: fprop: fp8; b: fprop.weight: fp8")
+    with pytest.raises(ValueError, match=r"rule 1 \(b\)"):
+        GemmRecipe.load("all: mxfp8; b: fprop.weight: fp8; *: fprop: fp8")

@@ -270,15 +270,24 @@ class GemmRecipe(Recipe):
         Which rules meet in a layer is known only with a model; a rule may complete one before it.
         """
         _checked_formats(self._stages([]), self._gemms_to_check(), "")
-        for i in range(len(self.rules)):
-            before = [[], *([j] for j in range(i)), list(range(i))]
-            problems = [self._problem([*others, i]) for others in before]
-            if all(problems):
-                raise ValueError(f"{self.rule_label(i)}: {problems[0]}")
+        before: dict[Settings, None] = {}  # of the rules before, each once: a later rule says the last word
+        for i, rule in enumerate(self.rules):
+            problem = self._problem(rule.settings)
+            if problem is not None:
+                others = (self._problem(other, rule.settings) for other in before)
+                if all(others) and self._problem(*before, rule.settings) is not None:
+                    raise ValueError(f"{self.rule_label(i)}: {problem}")
+            before.pop(rule.settings, None)
+            before[rule.settings] = None
 
-    def _problem(self, rules: list[int]) -> str | None:
+    def _problem(self, *settings: Settings) -> str | None:
+        """Why a layer that rules with these settings match, one after the other, would not pair; None if it would.
+
+        Labels of rules have no part in it, so that rules that set the same are looked at once.
+        """
+        stages = (*self._stages([]), *(("rule", each) for each in settings))
         try:
-            _checked_formats(self._stages(rules), self._gemms_to_check(), "")
+            _checked_formats(stages, self._gemms_to_check(), "")
         except ValueError as error:
             return str(error)
         return None
