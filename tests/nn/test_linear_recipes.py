@@ -273,3 +273,27 @@ def test_backward_override(family):
     assert torch.equal(step.y, plain.y)
     torch.testing.assert_close(step.dx, dy @ w.dequantize(direction=ROWWISE))
     torch.testing.assert_close(step.dw, dy.t() @ q.dequantize(direction=ROWWISE))
+
+
+# ---- where new tensors are made --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [*cg.recipe.PRESETS, "all: nvfp4(row_scaled)", "all: mxint8", "all: hifloat8"])
+def test_the_default_device_has_no_part_in_a_step(recipe):
+    """Code that builds models under `torch.device("meta")` may also run layers that have memory."""
+    recipe = cg.GemmRecipe.load(recipe)
+
+    def step():
+        torch.manual_seed(0)
+        layer = cg.Linear(64, 96)
+        x, dy = sizes()
+        return run(layer, x, recipe, dy)
+
+    expected = step()
+    torch.manual_seed(0)
+    layer = cg.Linear(64, 96)
+    x, dy = sizes()
+    with torch.device("meta"):
+        found = run(layer, x, recipe, dy)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)

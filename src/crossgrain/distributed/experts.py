@@ -112,7 +112,7 @@ class TokenExchange:
     """
 
     def __init__(self, counts: Tensor | Sequence[int], group: Any = None) -> None:
-        counts, ranks = torch.as_tensor(counts, dtype=torch.int64).cpu(), group_size(group)
+        counts, ranks = torch.as_tensor(counts, dtype=torch.int64, device="cpu"), group_size(group)
         with telling_others("tokens of experts"):
             if counts.dim() != 1 or counts.numel() % ranks:
                 raise ValueError(
@@ -130,7 +130,7 @@ class TokenExchange:
         self._got: list[int] = arriving.view(ranks, here).sum(1).tolist()
         self.sizes: list[int] = arriving.view(ranks, here).sum(0).tolist()
         # They arrive by rank and then by expert; sorting keeps the order of the ranks within an expert.
-        expert = torch.arange(here).repeat(ranks).repeat_interleave(arriving)
+        expert = torch.arange(here, device="cpu").repeat(ranks).repeat_interleave(arriving)
         self._by_expert = expert.argsort(stable=True)
         self._by_rank = self._by_expert.argsort()
 

@@ -45,7 +45,7 @@ def expect_random_state(manifest: Mapping[str, Any], wanted: bool | None, tensor
             f"the checkpoint has random states of {len(sizes)} ranks, but it is loaded by {group_size()}; pass "
             "random_state=False or None"
         )
-    mine = tensors[_name()] = torch.empty(sizes[group_rank()], dtype=torch.uint8)
+    mine = tensors[_name()] = torch.empty(sizes[group_rank()], dtype=torch.uint8, device="cpu")
     return lambda: set_random_state(torch.load(io.BytesIO(mine.numpy().tobytes()), weights_only=True))
 
 

@@ -149,7 +149,7 @@ def _value(plain: Any) -> Any:
         "dtype": dtype_from,
         "Format": format_from,
         "Quantizer": quantizer_from,
-        "float32": lambda numbers: torch.tensor(numbers, dtype=torch.float32),
+        "float32": lambda numbers: torch.tensor(numbers, dtype=torch.float32, device="cpu"),
     }[kind]
     return read(content)
 

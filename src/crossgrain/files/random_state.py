@@ -16,7 +16,7 @@ def get_random_state() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
     }
     if torch.cuda.is_available():

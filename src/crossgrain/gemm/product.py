@@ -273,19 +273,19 @@ def _scale_by_vectors(product: Tensor, row_scale: float | Tensor, column_scale: 
     """A scale for each row of the left operand scales rows of the product, one of the right operand its columns."""
     both_one = _is_single(row_scale) and _is_single(column_scale)
     if not both_one and _is_single(row_scale):
-        product.mul_(_fp32(column_scale * row_scale * alpha).view(1, -1))
+        product.mul_(_fp32(column_scale * row_scale * alpha, product).view(1, -1))
     elif not both_one and _is_single(column_scale):
-        product.mul_(_fp32(row_scale * column_scale * alpha).view(-1, 1))
+        product.mul_(_fp32(row_scale * column_scale * alpha, product).view(-1, 1))
     else:  # one after the other, so that 0 stays 0 where the product of the scales is beyond fp32
-        product.mul_(_fp32(row_scale * alpha).view(-1, 1)).mul_(_fp32(column_scale).view(1, -1))
+        product.mul_(_fp32(row_scale * alpha, product).view(-1, 1)).mul_(_fp32(column_scale, product).view(1, -1))
 
 
 def _is_single(scale: float | Tensor) -> bool:
     return isinstance(scale, float) or scale.numel() == 1
 
 
-def _fp32(factor: float | Tensor) -> Tensor:
-    return torch.as_tensor(factor, dtype=torch.float32)
+def _fp32(factor: float | Tensor, like: Tensor) -> Tensor:
+    return torch.as_tensor(factor, dtype=torch.float32, device=like.device)  # whatever the default device is
 
 
 def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:

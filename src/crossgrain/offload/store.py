@@ -126,7 +126,7 @@ class HostStore(Store):
             memory = again.pop() if again else None
         self._settle()
         if memory is None:
-            memory = torch.empty(place.room, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            memory = torch.empty(place.room, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
         place.memory = memory.copy_(source)
 
     def read(self, place: Place, nbytes: int) -> Tensor:

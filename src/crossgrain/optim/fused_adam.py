@@ -86,7 +86,7 @@ class FusedAdam(FusedOptimizer):
     def _begin(self, group: dict[str, Any]) -> None:
         step = group.get("step", 0)
         if self.capturable and not isinstance(step, Tensor):
-            step = torch.tensor([step], dtype=torch.int32)
+            step = torch.tensor([step], dtype=torch.int32, device=group["params"][0].device)
         step += 1
         group["step"] = step
 

@@ -413,7 +413,7 @@ def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, r
 
 
 def _shared_seed(group: Any, ranks: int) -> int:
-    seed = torch.tensor([draw_seed()], dtype=torch.int64)
+    seed = torch.tensor([draw_seed()], dtype=torch.int64, device="cpu")
     if ranks > 1:
         maximise_(seed, group)
     return int(seed)

@@ -8,6 +8,7 @@ is present. Collectives never take that path: ranks would end up with different 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -196,7 +197,7 @@ def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], 
     dim = dim % tensor.dim()
     if sum(sizes) != tensor.shape[dim]:
         raise ValueError(f"split sizes {list(sizes)} do not add up to {tensor.shape[dim]}, the size of dimension {dim}")
-    ends = torch.tensor(sizes).cumsum(0).tolist()
+    ends = itertools.accumulate(sizes)
     return [_cut(tensor, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
