@@ -447,3 +447,14 @@ def test_columns_of_rows_that_are_there():
     assert_same_bytes(hybrid.quantized_from_rows(rows), hybrid(x))
     with pytest.raises(ValueError, match="made from the original, not from rows"):
         hybrid_of("mxfp8", "nvfp4").quantized_from_rows(rows)
+
+
+@pytest.mark.parametrize("row, column", [("nvfp4", "mxfp8"), ("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("mxfp8", "nvfp4")])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_columns_from_rows_do_not_depend_on_the_dtype_that_is_copied_in(row, column, source):
+    """Masters are float32, and a weight may be bfloat16: the columns are those of the rows in the weight's dtype."""
+    x = torch.randn(64, 64).to(torch.bfloat16)
+    made = hybrid_of(row, column, "rowwise_dequantized")(x)
+    written = hybrid_of(row, column, "rowwise_dequantized")(torch.zeros_like(x))
+    written.copy_(x.to(source))
+    assert_same_bytes(written, made)

@@ -292,7 +292,8 @@ class HybridQuantizer(Quantizer):
             else:
                 self._write_together(src, {ROWWISE: row})
                 row._mark_written()  # should the column fail, it is known to be old
-            src = _decoded_like(row, src).reshape(src.shape)
+            # In the dtype of the tensor, as when it was made: what is copied in may be of another.
+            src = row.dequantize(dtype=children[COLUMNWISE].dtype).detach().reshape(src.shape)
             children = {COLUMNWISE: children[COLUMNWISE]}
         self._write_together(src, children)
 
