@@ -22,6 +22,7 @@ from ..planes.rows import bytes_of_rows, plane_of_rows, rows_stand_alone
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..runtime.collectives import group_size
+from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import communicate, telling_others
 from ..tensor import QuantizedTensor
 
@@ -201,7 +202,7 @@ class _QuantizedDispatch(torch.autograd.Function):
         return own._holding(exchange._send_planes(plane), rows.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("tokens that are sent quantized")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if isinstance(gradient, QuantizedTensor):
             gradient = gradient.dequantize()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
+from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import telling_others
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
 from .operands import gradient_operands, input_operands, saved_input, saved_weight, weight_operands
@@ -103,7 +104,7 @@ class LinearFunction(torch.autograd.Function):
     forward = staticmethod(forward)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once(lambda ctx: ctx.call.layer)
     def backward(ctx: Any, dy: Tensor) -> Any:
         if ctx.call.parallel is None:
             return *gradients(ctx, dy), None, None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.derivatives import differentiable_once
 from ..tensor import QuantizedTensor
 from . import split_quantize  # looked up when called: whoever replaces the function there is asked
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
@@ -109,7 +110,7 @@ class _GroupedFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once(lambda ctx: ctx.groups.calls[0].layer)
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx, weights, biases = grouped_backward(dy, ctx.groups, ctx.contexts, ctx.saved_tensors)
         return None if dx is None else dx.reshape(ctx.shape), None, None, *weights, *biases

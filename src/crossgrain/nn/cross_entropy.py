@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.collectives import group_rank, group_size, summed
+from ..runtime.derivatives import differentiable_once
 
 
 def parallel_cross_entropy(
@@ -85,6 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counts, loss, 0.0)
 
     @staticmethod
+    @differentiable_once("parallel_cross_entropy")
     def backward(ctx: Any, grad: Tensor) -> Any:
         probs, index, mine, counts = ctx.saved_tensors
         dx = probs - ctx.smoothing / ctx.classes

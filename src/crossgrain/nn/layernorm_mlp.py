@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..gemm.activations import Activation, activation
 from ..linear.parallel import ParallelMode, share
 from ..recipe import QuantizerRole
+from ..runtime.derivatives import differentiable_once
 from .base import Mode
 from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
@@ -212,7 +213,7 @@ class _ActivationFunction(torch.autograd.Function):
         return function.forward(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("the activation of a LayerNormMLP")
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return ctx.function.backward(dy, x), None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..gemm.norms import layer_norm, norm_backward, rms_norm
 from ..linear.call import activation_dtype
 from ..linear.parallel import mark_sequence_parallel
+from ..runtime.derivatives import differentiable_once
 from ..tensor import QuantizedTensor
 from .options import parameter_options
 
@@ -47,7 +48,7 @@ class _NormFunction(torch.autograd.Function):
         return done.y.reshape(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("a norm")
     def backward(ctx: Any, dy: Tensor) -> Any:
         rows, weight, mean, rstd = ctx.saved_tensors
         dx, dw, db = norm_backward(

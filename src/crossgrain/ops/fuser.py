@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..quantizers.base import Quantizer
 from ..recipe import Recipe, active, backward_note, forward_step
+from ..runtime.derivatives import differentiable_once
 from ..runtime.torch_patches.compiler_marks import eager_only
 from .channels import Port, Wiring
 from .context import OperationContext, SavedTensors
@@ -293,7 +294,7 @@ class _FuserFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("a sequence of fusible operations")
     def backward(ctx: Any, dy: Tensor, *grad_extras: Tensor | None) -> Any:
         run: _Run = ctx.run
         assert run.saved is not None

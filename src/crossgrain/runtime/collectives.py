@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .derivatives import differentiable_once
 from .failures import communicate
 
 
@@ -114,6 +115,6 @@ class _Gather(torch.autograd.Function):
         return gathered_rows(x, group)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("rows that are gathered from other ranks")
     def backward(ctx: Any, dy: Tensor) -> Any:
         return scattered_sum(dy, ctx.group, "gathered rows"), None

@@ -25,6 +25,7 @@ from ...linear.saved_planes import BUFFERS_PER_OPERAND, Operand, buffers_and_not
 from ...planes import COLUMNWISE, ROWWISE, Direction
 from ...quantizers.base import Quantizer
 from ...recipe.base import BackwardOverride
+from ...runtime.derivatives import differentiable_once
 from .heads import decoded_heads, quantized_heads
 
 
@@ -100,7 +101,7 @@ class QuantizedAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("quantized attention")
     def backward(ctx: Any, do: Tensor) -> Any:
         call, needs, (q_like, k_like, v_like) = ctx.call, ctx.needs, ctx.inputs
         by, groups = call.quantizers, k_like[0][1]

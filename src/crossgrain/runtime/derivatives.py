@@ -1,0 +1,59 @@
+"""Functions of autograd that can be differentiated once.
+
+Their backward computes with planes, kernels and collectives that autograd does not see. A gradient that was made with
+``create_graph=True`` would silently lack the terms of all these. So it can be used, but differentiating it raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiable_once(name: str | Callable[[Any], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for ``backward`` of a `torch.autograd.Function`.
+
+    Args:
+        name: what the error calls the function: a text, or a function of ``ctx`` that returns it.
+    """
+
+    def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():  # nobody asked for a graph
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            message = (
+                f"{name if isinstance(name, str) else name(ctx)}: its gradients cannot be differentiated again, as "
+                "create_graph=True asks for, because autograd does not see how they are computed. Leave it out of what "
+                "is differentiated twice, or use the layer of torch.nn there."
+            )
+            several = isinstance(found, tuple)
+            refusing = tuple(_refusing(value, message) for value in (found if several else (found,)))
+            return refusing if several else refusing[0]
+
+        return once
+
+    return decorated
+
+
+def _refusing(value: Any, message: str) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return _Refuses.apply(value.detach().requires_grad_(), message)
+
+
+class _Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(ctx.message)
