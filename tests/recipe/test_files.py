@@ -114,3 +114,19 @@ def test_without_pyyaml_the_error_says_what_to_do(tmp_path: Path, monkeypatch: p
         RECIPE.save(tmp_path / "recipe.yaml")
     RECIPE.save(tmp_path / "recipe.json")
     assert GemmRecipe.load(tmp_path / "recipe.json") == RECIPE
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 5000 + "1" + "}" * 5000])
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path, text, suffix):
+    path = tmp_path / f"recipe.{suffix}"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"recipe.{suffix} is nested too deeply to be a recipe"):
+        GemmRecipe.load(path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe\x00fprop")
+    with pytest.raises(ValueError, match="recipe.yaml is not a text in UTF-8"):
+        GemmRecipe.load(path)

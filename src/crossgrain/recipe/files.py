@@ -19,21 +19,28 @@ def is_recipe_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What the file holds; ValueError if that is not a mapping."""
     path = _checked(path)
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        try:
-            content = json.loads(text, object_pairs_hook=_without_duplicates)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-    else:
-        yaml = _yaml(path)
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML (a pattern that begins with * has to be quoted): {error}") from None
+    try:
+        content = _parsed(path, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a recipe") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {type(content).__name__}; a recipe is a mapping, like 'fprop: mxfp8'")
     return dict(content)
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix == ".json":
+        try:
+            return json.loads(text, object_pairs_hook=_without_duplicates)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+    yaml = _yaml(path)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML (a pattern that begins with * has to be quoted): {error}") from None
 
 
 def write_mapping(mapping: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

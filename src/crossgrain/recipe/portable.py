@@ -54,7 +54,7 @@ def recipe_from_text(text: str, *, import_functions: bool = False) -> Recipe:
     try:
         content = json.loads(text)
         cls = _CLASSES[content.pop("recipe")]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"this is not the text of a recipe: {text[:200]!r}") from error
     options = {option: _from_plain(value, import_functions) for option, value in content.items()}
     arguments = {field.name for field in fields(cls) if field.init}
