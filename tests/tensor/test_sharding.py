@@ -244,7 +244,7 @@ def test_what_would_miss_other_ranks_is_refused(tmp_path):
     for requantized, delayed in run(_misused, 2, tmp_path):
         assert requantized == (
             "NotImplementedError",
-            "requantize_: 0.weight is sharded; requantize the model before it is",
+            "requantize_: 0.weight is sharded; call requantize_ before sharding the model",
         )
         assert "put off or added to main_grad would not reach the other ranks" in delayed[1]
 
