@@ -161,5 +161,9 @@ def _refused(rank):
 
 def test_experts_and_groups_that_do_not_fit_are_refused_on_all_ranks(tmp_path):
     for uneven, elsewhere in run(_refused, 2, tmp_path):
-        assert uneven[0] == "ValueError" and "the number of experts must be a multiple of the 2 ranks" in uneven[1]
+        assert uneven == (
+            "ValueError",
+            "counts has shape [3], but it must have one number for each expert, and the number of experts must be a "
+            "multiple of the 2 ranks",
+        )
         assert elsewhere[0] == "ValueError" and "reduced over other ranks" in elsewhere[1]

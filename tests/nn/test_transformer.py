@@ -137,7 +137,7 @@ def test_names():
 
 def test_errors():
     x = torch.randn(2, 5, 16, dtype=F64)
-    with pytest.raises(ValueError, match="this layer is a decoder"):
+    with pytest.raises(ValueError, match="layer_type is 'decoder': a decoder needs encoder_output"):
         layer(layer_type="decoder")(x)
     with pytest.raises(ValueError, match="layer_type must be"):
         layer(layer_type="both")

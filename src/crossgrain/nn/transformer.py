@@ -253,7 +253,7 @@ class TransformerLayer(nn.Module):
         """
         if (encoder_output is None) == (self.layer_type == "decoder"):
             raise ValueError(
-                f"this layer is a {self.layer_type}; a decoder needs encoder_output and an encoder takes none, got "
+                f"layer_type is {self.layer_type!r}: a decoder needs encoder_output and an encoder takes none, got "
                 f"{type(encoder_output).__name__}"
             )
         common: dict[str, Any] = {
