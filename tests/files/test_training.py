@@ -347,3 +347,55 @@ def test_another_recipe_is_refused_and_taken_on_request(tmp_path):
         files.load_checkpoint(tmp_path, model=other.model)
     assert_same_contents(other.everything(), before)
     files.load_checkpoint(tmp_path, model=other.model, requantize=True)
+
+
+# ---- manifests that somebody has changed and sealed again ------------------------------------------------
+
+
+def reseal(directory, change):
+    path = directory / "manifest.json"
+    content = change(path.read_bytes())
+    path.write_bytes(content)
+    (directory / "manifest.sha256").write_bytes(hashlib.sha256(content).hexdigest().encode() + b"  manifest.json\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: b"\xff" + text,
+        lambda text: b"[" * 100_000,
+        lambda text: text.replace(b'"files": {', b'"files": {"' + b"a" * 1_000_000 + b'": {"size": 1, "sha256": ""},'),
+        lambda text: text.replace(b'"files": {', b'"files": {"../other": {"size": 1, "sha256": ""},'),
+        lambda text: text.replace(b'"files": {', b'"files": {"a\\u0000b": {"size": 1, "sha256": ""},'),
+        lambda text: text.replace(b'"size"', b'"sise"'),
+        lambda text: text.replace(b'"files"', b'"filez"'),
+    ],
+    ids=["no text", "nested", "a name of 1 MB", "a name elsewhere", "a name with a zero", "no sizes", "no files"],
+)
+def test_a_manifest_that_was_sealed_again_is_damaged(tmp_path, change):
+    model = torch.nn.Linear(4, 4)
+    path = files.save_checkpoint(tmp_path, 1, model=model)
+    reseal(path, change)
+    with pytest.raises(files.DamagedFileError):
+        files.load_checkpoint(path, model=model)
+    with pytest.raises(files.DamagedFileError):
+        files.verify_checkpoint(path)
+
+
+def test_an_object_with_a_name_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be the name of a file in a checkpoint"):
+        files.save_checkpoint(tmp_path, 1, **{"a" * 1_000_000: torch.nn.Linear(4, 4)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_sealed_again_with_other_bytes_is_damaged(tmp_path):
+    """Whatever torch raises for it."""
+    model = torch.nn.Linear(4, 4)
+    path = files.save_checkpoint(tmp_path, 1, model=model)
+    for content in (b"", b"PK\x03\x04" + b"\xff" * 100, b"\x80\x02}q\x00."):
+        (path / "model.pt").write_bytes(content)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"]["model.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        reseal(path, lambda _, manifest=manifest: json.dumps(manifest).encode())
+        with pytest.raises(files.DamagedFileError):
+            files.load_checkpoint(path, model=model)

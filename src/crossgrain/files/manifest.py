@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _NAME, _SEAL = "manifest.json", "manifest.sha256"
+_LONGEST_NAME = 255  # bytes of a file name that every usual file system takes
 VERSION = 1
 
 
@@ -48,13 +49,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedFileError(f"{path} is damaged: its checksum differs from the one in {_SEAL}")
     try:
         content: dict[str, Any] = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is not a manifest of a checkpoint: {error}") from error
     if content.get("version") != VERSION:
         raise DamagedFileError(
             f"{path} has the unknown version {content.get('version')!r}; this crossgrain reads version {VERSION}"
         )
+    _check_list(path, content.get("files"))
     return content
+
+
+def _check_list(path: Path, files: Any) -> None:
+    """Raise unless ``files`` lists files of this directory, with what is to be known of each."""
+    if not isinstance(files, dict):
+        raise DamagedFileError(f"{path} lists no files")
+    for name, about in files.items():
+        if not is_file_name(name):
+            raise DamagedFileError(f"{path} lists {name[:80]!r}, which cannot be the name of a file beside it")
+        if not isinstance(about, dict) or not {"size", "sha256"} <= about.keys():
+            raise DamagedFileError(f"{path} does not say the size and the checksum of {name!r}")
+
+
+def is_file_name(name: str) -> bool:
+    """Whether every usual file system takes ``name`` for a file of a directory."""
+    return 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME and name == Path(name).name and "\0" not in name
 
 
 def check_files(directory: Path, manifest: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from .bound import RecipeChoice, recipe_text
 from .durable import whole_directory
 from .loading import load_in_place
-from .manifest import DamagedFileError, check_files, read_manifest, write_manifest
+from .manifest import DamagedFileError, check_files, is_file_name, read_manifest, write_manifest
 from .random_state import get_random_state, set_random_state
 from .steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
 from .undo import all_or_nothing
@@ -198,9 +198,9 @@ def check_request(objects: Mapping[str, Any], keep: int | None) -> None:
     for name, value in objects.items():
         if name in (_RANDOM, _EXTRAS) or name.startswith(INIT_VALUES):
             raise ValueError(f"{name!r} is a name that checkpoints use internally; save the object under another name")
-        if not name or name != Path(name).name or name.startswith("."):
+        if name.startswith(".") or not is_file_name(f"{INIT_VALUES}{name}.pt") or not name:
             raise ValueError(
-                f"objects are saved under file names, and {name!r} cannot be the name of a file in a checkpoint"
+                f"objects are saved under file names, and {name[:80]!r} cannot be the name of a file in a checkpoint"
             )
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise TypeError(
@@ -271,5 +271,5 @@ def _write(path: Path, content: Any) -> None:
 def _read(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise DamagedFileError(f"{path} cannot be loaded: {error}") from error
+    except Exception as error:  # a file that somebody has changed can make torch raise anything
+        raise DamagedFileError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
