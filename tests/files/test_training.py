@@ -352,7 +352,7 @@ def test_another_recipe_is_refused_and_taken_on_request(tmp_path):
 # ---- manifests that somebody has changed and sealed again ------------------------------------------------
 
 
-def reseal(directory, change):
+def rewrite(directory, change):
     path = directory / "manifest.json"
     content = change(path.read_bytes())
     path.write_bytes(content)
@@ -375,7 +375,7 @@ def reseal(directory, change):
 def test_a_manifest_that_was_sealed_again_is_damaged(tmp_path, change):
     model = torch.nn.Linear(4, 4)
     path = files.save_checkpoint(tmp_path, 1, model=model)
-    reseal(path, change)
+    rewrite(path, change)
     with pytest.raises(files.DamagedFileError):
         files.load_checkpoint(path, model=model)
     with pytest.raises(files.DamagedFileError):
@@ -396,6 +396,6 @@ def test_a_file_that_was_sealed_again_with_other_bytes_is_damaged(tmp_path):
         (path / "model.pt").write_bytes(content)
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"]["model.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        reseal(path, lambda _, manifest=manifest: json.dumps(manifest).encode())
+        rewrite(path, lambda _, manifest=manifest: json.dumps(manifest).encode())
         with pytest.raises(files.DamagedFileError):
             files.load_checkpoint(path, model=model)
