@@ -55,14 +55,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedFileError(
             f"{path} has the unknown version {content.get('version')!r}; this crossgrain reads version {VERSION}"
         )
-    _check_list(path, content.get("files"))
+    if "files" in content:
+        _check_list(path, content["files"])
     return content
 
 
 def _check_list(path: Path, files: Any) -> None:
     """Raise unless ``files`` lists files of this directory, with what is to be known of each."""
     if not isinstance(files, dict):
-        raise DamagedFileError(f"{path} lists no files")
+        raise DamagedFileError(f"{path} has no list of files, but {type(files).__name__}")
     for name, about in files.items():
         if not is_file_name(name):
             raise DamagedFileError(f"{path} lists {name[:80]!r}, which cannot be the name of a file beside it")

@@ -29,12 +29,12 @@ from ..planes import (
     scale_shape,
     shape_problem,
 )
-from ..runtime.collectives import maximise_
 from ..runtime.devices import resolved_device
 from ..runtime.settings import is_non_tn_fp8_gemm_supported, settings
 from ..tensor.autograd import QuantizeFunction
 from ..tensor.storage import QuantizedTensorStorage
 from ..tensor.tensor import QuantizedTensor
+from .amax_reduction import AmaxReduction
 from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
@@ -51,7 +51,7 @@ class _Layout(NamedTuple):
     transposed: bool
 
 
-class Quantizer:
+class Quantizer(AmaxReduction):
     """Makes quantized tensors of one format.
 
     ``rowwise_usage``, ``columnwise_usage``  which directions to make
@@ -77,9 +77,6 @@ class Quantizer:
     columnwise_usage: bool
     internal: bool
     optimize_for_gemm: bool
-    with_amax_reduction: bool = False
-    amax_reduction_group: Any = None  # or a tuple of groups, over each of which amaxes are reduced
-    amax_reduction_axis: int | None = None  # ranks hold parts of a tensor that was cut along it; None: they share all
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self._memo = {}
@@ -176,13 +173,6 @@ class Quantizer:
         if result._quantizer is not None:
             result._quantizer.leave_group()
         return result
-
-    def leave_group(self) -> None:
-        """A tensor outlives its process group; what it is given later is its own business."""
-        if self.with_amax_reduction or self.amax_reduction_group is not None:
-            self.amax_reduction_group = None
-            self.with_amax_reduction = False
-            self.amax_reduction_axis = None
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """The hook that custom quantizers override."""
@@ -285,12 +275,6 @@ class Quantizer:
             src = src if src.shape == dst._matrix else src.reshape(dst._matrix)
             write_planes(src, [Job(self, planes)], checked=checked)
 
-    def _settled(self, targets: list[Target]) -> list[Target]:
-        """Measured targets, reduced over ranks and noted."""
-        targets = self._reduced(targets)
-        self._observe(targets)
-        return targets
-
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
         """Raise if `update_quantized` could not write to every plane of ``dst``."""
         for plane in dst.planes():
@@ -315,41 +299,6 @@ class Quantizer:
                 f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
                 f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
             )
-
-    def _reduced(self, targets: list[AnyTarget]) -> list[AnyTarget]:
-        """Targets with their amaxes maximised over the reduction group, in one collective."""
-        if not self.with_amax_reduction:
-            return targets
-        shared = [self._shares_amax(target) for target in targets]
-        amaxes = [
-            target.amax for target, share in zip(targets, shared, strict=True) if share and target.amax is not None
-        ]
-        if not amaxes:
-            return targets
-        packed = torch.cat(amaxes)
-        maximise_(packed, self.amax_reduction_group)
-        pieces = iter(packed.split([amax.numel() for amax in amaxes]))
-        return [
-            target.with_amax(next(pieces)) if share and target.amax is not None else target
-            for target, share in zip(targets, shared, strict=True)
-        ]
-
-    def _shares_amax(self, target: Target | GroupedTarget) -> bool:
-        """Whether all ranks have the same amaxes: one per row belongs to the rank that has the row."""
-        axis = self.amax_reduction_axis
-        planes = target.planes.planes if isinstance(target, GroupedTarget) else [target.plane]
-        return axis is None or any(plane.scale_across((axis,)) is not None for plane in planes)
-
-    def reducing(self, group: Any, *, axis: int) -> Self:
-        """The quantizer of a part of a tensor that the ranks of ``group`` have cut along ``axis`` (0: M, 1: K).
-
-        A part is quantized as in the whole. What reduces its amaxes already is left as it is.
-        """
-        if self.custom or self.with_amax_reduction:
-            return self
-        new = self.copy()
-        new.with_amax_reduction, new.amax_reduction_group, new.amax_reduction_axis = True, group, axis
-        return new
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """Shape of the scale buffer of one direction, padding included."""
