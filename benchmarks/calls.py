@@ -30,6 +30,8 @@ RECIPES = {
 }
 SHAPE = (128, 256, 256)  # tokens, in, out
 
+DECORATORS = ("runtime/derivatives.py",)  # what they wrap is called from there, and is no callback
+
 _PACKAGE = Path(cg.__file__).parent
 
 
@@ -60,7 +62,7 @@ class Walk(NamedTuple):
         """Calls from a room into one that comes after it in ``rooms``: callbacks."""
         found = []
         for call in self.calls:
-            caller = None if call.caller is None else Path(call.caller).parts[0]
+            caller = None if call.caller in (None, *DECORATORS) else Path(str(call.caller)).parts[0]
             if call.room in rooms and caller in rooms and rooms.index(call.room) > rooms.index(caller):
                 found.append(call)
         return found

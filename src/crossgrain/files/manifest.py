@@ -55,7 +55,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedFileError(
             f"{path} has the unknown version {content.get('version')!r}; this crossgrain reads version {VERSION}"
         )
-    if "files" in content:
+    if content.get("files") is not None:
         _check_list(path, content["files"])
     return content
 
