@@ -24,7 +24,7 @@ from ..tensor import QuantizedTensor
 from .base import Mode
 from .compiled import compilable
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterSpec, default_init
-from .options import parameter_options
+from .options import options_for, parameter_options
 
 
 class GroupedLinear(LinearModule):
@@ -81,21 +81,8 @@ class GroupedLinear(LinearModule):
         use_grouped_tensor: bool | None = None,
         **gpu_options: Any,
     ) -> None:
-        super().__init__(
-            name,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input,
-            **gpu_options,
-        )
-        if self.tp_size > 1 and parallel_mode is None:
-            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+        super().__init__(**options_for(LinearModule.__init__, locals()))
+        self._require_parallel_mode()
         if self.sequence_parallel:
             raise NotImplementedError(
                 f"{self.layer}: sequence_parallel is not supported: ranks do not share rows of groups, whose sizes "
@@ -111,9 +98,6 @@ class GroupedLinear(LinearModule):
         rows, columns = (self.tp_size if parallel_mode == mode else 1 for mode in ("column", "row"))
         self.in_features = share(self.layer, "in_features", in_features, columns)
         self.out_features = share(self.layer, "out_features", out_features, rows)
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias and bias
         self._make_parameters(init_method or default_init, parameter_options(params_dtype, device))
