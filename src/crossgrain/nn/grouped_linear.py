@@ -21,9 +21,9 @@ from ..quantizers.groups_alike import validate_grouped_quantizer_list
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
 from ..runtime.passes import current_pass
 from ..tensor import QuantizedTensor
-from .base import Mode
 from .compiled import compilable
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterSpec, default_init
+from .module_interface import Mode
 from .options import options_for, parameter_options
 
 

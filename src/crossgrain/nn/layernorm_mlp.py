@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..gemm.activations import Activation, activation
 from ..linear.parallel import ParallelMode, share
 from ..recipe import QuantizerRole
-from .base import Mode
 from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import InitMethod, LinearModule, LinearSlots, default_init
+from .module_interface import Mode
 from .norm import Normalization
 from .norm_first import NormFirst
 from .options import options_for, parameter_options

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..linear.parallel import ParallelMode, local, share
 from ..recipe import QuantizerRole
 from ..tensor import QuantizedTensor
-from .base import Mode
 from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import InitMethod, LinearModule, default_init
+from .module_interface import Mode
 from .options import options_for, parameter_options
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..linear.call import activation_dtype
-from ..nn.base import Mode, QuantizedModule
+from ..nn.base import QuantizedModule
+from ..nn.module_interface import SLOTS, Mode
 from ..quantizers.base import Quantizer
-from ..recipe import QuantizerRole, Recipe, active
+from ..recipe import QuantizerRole, Recipe
 from .context import OperationContext
 
 __all__ = [
@@ -222,7 +223,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             raise ValueError(f"{type(self).__name__} has {count} {mode} quantizers, so there is no index {index}")
         if self._recipe is None:
             return None
-        return self.quantizers["scaling_fwd" if mode == "forward" else "scaling_bwd"][index]
+        return self.quantizers[SLOTS[mode]][index]
 
     def get_input_quantizer(self) -> Quantizer | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
@@ -243,7 +244,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
     @property
     def _calibrates(self) -> bool:
         """Whether tensors are only measured, not quantized (calibration)."""
-        return self._recipe is not None and active().calibrating and not active().enabled
+        return self._recipe is not None and self._only_calibrates()
 
     def _slot_counts(self) -> Mapping[Mode, int]:
         return {"forward": self.num_quantizers("forward"), "backward": self.num_quantizers("backward")}

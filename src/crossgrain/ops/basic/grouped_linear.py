@@ -16,7 +16,7 @@ from ...gemm.activations import compute_dtype
 from ...linear.call import Needs, check_input
 from ...linear.grouped_function import Groups, grouped_backward, grouped_forward
 from ...linear.padding import NO_PADDING, Padding
-from ...nn.base import Mode
+from ...nn.module_interface import Mode
 from ...quantizers.base import Quantizer
 from ...quantizers.groups_alike import validate_grouped_quantizer_list
 from ...recipe import QuantizerRole, Recipe

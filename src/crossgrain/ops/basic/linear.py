@@ -18,7 +18,7 @@ from ...linear.call import LinearCall, Needs, check_input
 from ...linear.function import LinearFunction
 from ...linear.padding import NO_PADDING, Padding, padding_for
 from ...linear.parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
-from ...nn.base import Mode
+from ...nn.module_interface import Mode
 from ...quantizers.base import Quantizer
 from ...recipe import QuantizerRole, Recipe
 from ...runtime.failures import telling_others

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...nn.base import Mode
+from ...nn.module_interface import Mode
 from ...quantizers.base import Quantizer
 from ...tensor import QuantizedTensor
 from ..context import OperationContext
