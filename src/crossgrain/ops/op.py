@@ -28,13 +28,15 @@ __all__ = [
     "ForwardResult",
     "FusedOperation",
     "FusibleOperation",
+    "Gradients",
     "Kwargs",
     "activation_dtype",
 ]
 
 Kwargs = Mapping[str, Any]
+Gradients = Sequence[Tensor | None]
 ForwardResult = tuple[Tensor, list[tuple[Tensor, ...]]]
-BackwardResult = tuple[Tensor | None, list[Sequence[Tensor | None]], list[Sequence[Tensor | None]]]
+BackwardResult = tuple[Tensor | None, list[Gradients], list[Gradients]]
 
 
 class FusibleOperation(nn.Module):
@@ -138,7 +140,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
         """Run forward, for an operation without extra inputs and outputs. Return the output."""
         raise NotImplementedError(f"{type(self).__name__} does not define op_forward")
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         """Run backward. Return the gradients of the input and of the parameters, in the order of ``parameters()``."""
         raise NotImplementedError(f"{type(self).__name__} does not define op_backward")
 

@@ -21,9 +21,10 @@ from ...quantizers.base import Quantizer
 from ...quantizers.groups_alike import validate_grouped_quantizer_list
 from ...recipe import QuantizerRole, Recipe
 from ...tensor import QuantizedTensor
+from ..computation import ComputationWithExtras
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BackwardResult, ForwardResult, Kwargs
+from ..handover import plain
+from ..op import Gradients, Kwargs
 from .linear import LinearOperation, calibrate
 from .parameters import init_weight, resolved_device
 
@@ -32,7 +33,7 @@ OUTPUT_BUFFER_KEY = "output_buffer"
 GRAD_INPUT_BUFFER_KEY = "grad_input_buffer"
 
 
-class GroupedLinear(LinearOperation):
+class GroupedLinear(ComputationWithExtras, LinearOperation):
     """A linear operation for each group of rows.
 
     Its extra inputs are the sizes of the groups [num_groups], and with ``scale_bias`` a factor for the bias of each
@@ -201,22 +202,14 @@ class GroupedLinear(LinearOperation):
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: list[Kwargs],
-    ) -> ForwardResult:
-        (ctx,), (extras,), (kwargs,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
+    def _computed(
+        self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         weights, biases = self._group_weights(), self._group_biases()
         check_input(input_, weights[0], self.layer)
         x = plain(input_).reshape(-1, self.in_features)
-        ctx.sizes = self._sizes(extras[0], x)
-        bias_scales = self._bias_scales(extras[1], x) if self.scale_bias else None
+        ctx.sizes = self._sizes(extra_inputs[0], x)
+        bias_scales = self._bias_scales(extra_inputs[1], x) if self.scale_bias else None
 
         operands: Any = [None] * self.num_groups
         if self._recipe is not None and not self._calibrates:
@@ -245,7 +238,7 @@ class GroupedLinear(LinearOperation):
         ctx.shape = input_.shape
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
         y = y.reshape(*input_.shape[:-1], self.out_features)
-        return handed_on(_in_buffer(y, kwargs.get(OUTPUT_BUFFER_KEY)), next_op_input_quantizer), [()]
+        return _in_buffer(y, kwargs.get(OUTPUT_BUFFER_KEY)), ()
 
     def _sizes(self, split_sizes: Tensor, x: Tensor) -> list[int]:
         sizes = [int(size) for size in split_sizes.tolist()]
@@ -269,14 +262,9 @@ class GroupedLinear(LinearOperation):
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
-        (ctx,) = basic_op_ctxs
+    def _gradients(
+        self, ctx: OperationContext, grad_output: Tensor, grad_extra_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
         bias_scales, *saved = ctx.saved_tensors
         dy = plain(grad_output).reshape(-1, self.out_features)
         dx, grads, dbs = grouped_backward(dy, ctx.groups, ctx.contexts, saved)
@@ -284,8 +272,8 @@ class GroupedLinear(LinearOperation):
         if bias_scales is not None:
             dbs, d_scales = self._scaled_bias_gradients(dy, bias_scales, ctx.sizes)
         if dx is not None:
-            dx = handed_on(_in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer), ctx.grad_input_quantizer)
-        return dx, [grads + dbs if self.has_bias else grads], [(None, d_scales) if self.scale_bias else (None,)]
+            dx = _in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer)
+        return dx, grads + dbs if self.has_bias else grads, (None, d_scales) if self.scale_bias else (None,)
 
     def _scaled_bias_gradients(
         self, dy: Tensor, scales: Tensor, sizes: list[int]

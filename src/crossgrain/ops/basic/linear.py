@@ -23,9 +23,10 @@ from ...quantizers.base import Quantizer
 from ...recipe import QuantizerRole, Recipe
 from ...runtime.failures import telling_others
 from ...tensor import QuantizedTensor
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation, activation_dtype
+from ..handover import plain
+from ..op import BasicOperation, Gradients, activation_dtype
 from .bias import Bias
 from .parameters import init_weight, resolved_device, tensor_parallel_ranks
 
@@ -88,7 +89,7 @@ def keep_usages(quantizer: Quantizer, weight: QuantizedTensor) -> None:
         quantizer.set_usage(**weight._quantizer.get_usages())
 
 
-class BasicLinear(LinearOperation):
+class BasicLinear(Computation, LinearOperation):
     """``y = x · Wᵀ`` for x [..., in_features], W [out_features, in_features].
 
     Args:
@@ -238,17 +239,8 @@ class BasicLinear(LinearOperation):
 
     # ---- forward and backward ------------------------------------------------------------------
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        y = self.gemm_forward(ctx, input_)
-        return handed_on(y, next_op_input_quantizer)
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        return self.gemm_forward(ctx, input_)
 
     def gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
         """Return y in high precision, and save in ``ctx`` what backward needs."""
@@ -272,9 +264,9 @@ class BasicLinear(LinearOperation):
         y: Tensor = LinearFunction.forward(ctx, x, self.weight, bias, call, needs)
         return y
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         dx, dw = self.gemm_backward(ctx, grad_output)
-        return None if dx is None else handed_on(dx, ctx.grad_input_quantizer), [dw]
+        return dx, [dw]
 
     def gemm_backward(self, ctx: OperationContext, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return dx in high precision, and dW."""

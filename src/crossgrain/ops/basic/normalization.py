@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...gemm.norms import l2_normalized, l2_normalized_backward, layer_norm, norm_backward, rms_norm
-from ...quantizers.base import Quantizer
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation, activation_dtype
+from ..handover import plain
+from ..op import Gradients, activation_dtype
 from .parameters import resolved_device
 
 
-class _Norm(BasicOperation):
+class _Norm(Computation):
     """Base class of norms over the last dimensions.
 
     Args:
@@ -67,15 +67,7 @@ class _Norm(BasicOperation):
                 )
             self.reset_parameters()
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         if tuple(input_.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
             raise ValueError(
                 f"{self.layer}: the last dimensions of the input must be {list(self.normalized_shape)}, got an input "
@@ -91,11 +83,10 @@ class _Norm(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(rows, done.mean, done.rstd)
             ctx.shape, ctx.dtype = input_.shape, input_.dtype
-        return handed_on(done.y.reshape(x.shape), next_op_input_quantizer)
+        return done.y.reshape(x.shape)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        dx, grads = self.norm_backward(ctx, grad_output)
-        return handed_on(dx, ctx.grad_input_quantizer), grads
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
+        return self.norm_backward(ctx, grad_output)
 
     def norm_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return dx in high precision, and the gradients of the parameters."""
@@ -123,28 +114,20 @@ class RMSNorm(_Norm):
     _has_bias = False
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(Computation):
     """``y = x / sqrt(sum(x²) + eps)`` along the last dimension."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         x = plain(input_)
         y, rnorm = l2_normalized(x, self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(x, rnorm)
-        return handed_on(y, next_op_input_quantizer)
+        return y
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         x, rnorm = ctx.saved_tensors
-        return handed_on(l2_normalized_backward(plain(grad_output), x, rnorm), ctx.grad_input_quantizer), []
+        return l2_normalized_backward(plain(grad_output), x, rnorm), []
