@@ -380,7 +380,7 @@ class LinearModule(QuantizedModule):
             return call
         details: LinearDetails = this.built.details[index]
         if this.calibrates:
-            _calibrate(details, x, weight)
+            calibrate(details.input, details.weight, x, weight)
             return call
         call.input, call.weight, call.grad_output, call.padding = details
         call.backward_override = this.recipe.backward_override
@@ -442,9 +442,10 @@ class LinearModule(QuantizedModule):
         return False
 
 
-def _calibrate(details: LinearDetails, x: Tensor, weight: Tensor) -> None:
+def calibrate(input_quantizer: Quantizer, weight_quantizer: Quantizer, x: Tensor, weight: Tensor) -> None:
+    """Let the quantizers of forward record the statistics of their operands."""
     with torch.no_grad():
-        for quantizer, tensor in ((details.input, x), (details.weight, weight)):
+        for quantizer, tensor in ((input_quantizer, x), (weight_quantizer, weight)):
             quantizer.calibrate(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach())
 
 

@@ -10,7 +10,15 @@ from ..handover import plain
 from ..op import Gradients, Kwargs
 
 
-class AddExtraInput(ComputationWithExtras):
+class _InPlace(ComputationWithExtras):
+    """Base class of operations that may write to the memory of a tensor of the branch."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+
+class AddExtraInput(_InPlace):
     """``y = x + extra``, where ``extra`` is an extra input of the sequence.
 
     Args:
@@ -18,10 +26,6 @@ class AddExtraInput(ComputationWithExtras):
     """
 
     num_extra_inputs = 1
-
-    def __init__(self, in_place: bool = False) -> None:
-        super().__init__()
-        self.in_place = in_place
 
     def _computed(
         self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
@@ -40,7 +44,7 @@ class AddExtraInput(ComputationWithExtras):
         return dy, (), (dy,)
 
 
-class MakeExtraOutput(ComputationWithExtras):
+class MakeExtraOutput(_InPlace):
     """Passes x on, and also returns it as an extra output of the sequence.
 
     Args:
@@ -48,10 +52,6 @@ class MakeExtraOutput(ComputationWithExtras):
     """
 
     num_extra_outputs = 1
-
-    def __init__(self, in_place: bool = False) -> None:
-        super().__init__()
-        self.in_place = in_place
 
     def _computed(
         self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs

@@ -18,17 +18,18 @@ from ...linear.call import LinearCall, Needs, check_input
 from ...linear.function import LinearFunction
 from ...linear.padding import NO_PADDING, Padding, padding_for
 from ...linear.parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
+from ...nn.linear_module import calibrate
 from ...nn.module_interface import Mode
+from ...nn.options import parameter_options
 from ...quantizers.base import Quantizer
 from ...recipe import QuantizerRole, Recipe
 from ...runtime.failures import telling_others
 from ...tensor import QuantizedTensor
 from ..computation import Computation
 from ..context import OperationContext
-from ..handover import plain
 from ..op import BasicOperation, Gradients, activation_dtype
 from .bias import Bias
-from .parameters import init_weight, resolved_device, tensor_parallel_ranks
+from .parameters import init_weight, tensor_parallel_ranks
 
 
 class LinearOperation(BasicOperation):
@@ -140,7 +141,7 @@ class BasicLinear(Computation, LinearOperation):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_tracker = rng_state_tracker_function
         self._bias: tuple[Bias, ...] = ()  # not as a submodule: it is an operation of its own
-        factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
+        factory = parameter_options(dtype, device)
         self._make_weight(torch.empty(self.local_out_features, self.local_in_features, **factory))
 
     def take_bias(self, bias: Bias) -> None:
@@ -251,7 +252,8 @@ class BasicLinear(Computation, LinearOperation):
         check_input(x, self.weight, self.layer)
         operands = None
         if self._calibrates:
-            calibrate(self._gemm_operands(self.quantizers)[0], x, self.weight)
+            measured = self._gemm_operands(self.quantizers)[0]
+            calibrate(measured["input"], measured["weight"], x, self.weight)
         elif self._recipe is not None:
             operands = self._gemm_operands(self.quantizers)[0]
         parallel = self._parallel()
@@ -275,9 +277,3 @@ class BasicLinear(Computation, LinearOperation):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def calibrate(operands: Mapping[str, Quantizer], x: Tensor, weight: Tensor) -> None:
-    """Let the quantizers of forward record the statistics of their operands."""
-    operands["input"].calibrate(plain(x.detach()))
-    operands["weight"].calibrate(plain(weight.detach()))
