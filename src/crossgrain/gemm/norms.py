@@ -56,6 +56,29 @@ def norm_backward(
     return (dx * rstd).to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
 
 
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Normalized, Tensor]:
+    """LayerNorm of x over its last dimensions, which have the shape of ``weight``; RMSNorm without a bias.
+
+    Returns also the rows of x, [M, K], which `normalize_backward` reads.
+    """
+    rows, flat = x.reshape(-1, weight.numel()), weight.reshape(-1)
+    if bias is None:
+        done = rms_norm(rows, flat, eps, zero_centered)
+    else:
+        done = layer_norm(rows, flat, bias.reshape(-1), eps, zero_centered)
+    return Normalized(done.y.reshape(x.shape), done.mean, done.rstd), rows
+
+
+def normalize_backward(
+    dy: Tensor, rows: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_backward` for weights of any shape: dx has the shape of dy, dw and db have that of the weight."""
+    dx, dw, db = norm_backward(dy.reshape(rows.shape), rows, weight.reshape(-1), mean, rstd, zero_centered)
+    return dx.reshape(dy.shape), dw.reshape(weight.shape), db.reshape(weight.shape)
+
+
 def _factor(weight: Tensor, like: Tensor, zero_centered: bool) -> Tensor:
     weight = weight.to(like.dtype)
     return weight + 1 if zero_centered else weight

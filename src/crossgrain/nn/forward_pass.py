@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..recipe import Recipe
-from .base import Built
+from .module_interface import Built
 
 
 class ForwardPass(NamedTuple):

@@ -17,17 +17,17 @@ from ..linear.parallel import share
 from ..linear.split_quantize import padded_groups
 from ..planes import ROWWISE, round_up
 from ..quantizers.base import Quantizer
-from ..quantizers.groups_alike import validate_grouped_quantizer_list
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
 from ..runtime.passes import current_pass
 from ..tensor import QuantizedTensor
-from .base import Mode
 from .compiled import compilable
+from .grouped_parameters import GroupedParameters
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterSpec, default_init
-from .options import parameter_options
+from .module_interface import Mode
+from .options import options_for, parameter_options
 
 
-class GroupedLinear(LinearModule):
+class GroupedLinear(GroupedParameters, LinearModule):
     """``y[rows of g] = x[rows of g] · W_gᵀ + b_g`` for x [..., in_features] whose rows are sorted by group.
 
     Args:
@@ -81,21 +81,8 @@ class GroupedLinear(LinearModule):
         use_grouped_tensor: bool | None = None,
         **gpu_options: Any,
     ) -> None:
-        super().__init__(
-            name,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input,
-            **gpu_options,
-        )
-        if self.tp_size > 1 and parallel_mode is None:
-            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+        super().__init__(**options_for(LinearModule.__init__, locals()))
+        self._require_parallel_mode()
         if self.sequence_parallel:
             raise NotImplementedError(
                 f"{self.layer}: sequence_parallel is not supported: ranks do not share rows of groups, whose sizes "
@@ -111,9 +98,6 @@ class GroupedLinear(LinearModule):
         rows, columns = (self.tp_size if parallel_mode == mode else 1 for mode in ("column", "row"))
         self.in_features = share(self.layer, "in_features", in_features, columns)
         self.out_features = share(self.layer, "out_features", out_features, rows)
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias and bias
         self._make_parameters(init_method or default_init, parameter_options(params_dtype, device))
@@ -146,36 +130,12 @@ class GroupedLinear(LinearModule):
             ) from error
 
     @property
-    def weight_names(self) -> list[str]:
-        return ["weight"] if self.single_grouped_weight else [f"weight{g}" for g in range(self.num_gemms)]
+    def _groups(self) -> int:
+        return self.num_gemms
 
     @property
-    def bias_names(self) -> list[str]:
-        if not self.use_bias:
-            return []
-        return ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(self.num_gemms)]
-
-    def _group_weights(self) -> list[Tensor]:
-        """The weight of each group; parts of the single parameter with ``single_grouped_weight``."""
-        if not self.single_grouped_weight:
-            return [getattr(self, name) for name in self.weight_names]
-        weight: Any = self.weight
-        if not isinstance(weight, QuantizedTensor):
-            return list(weight.detach().unbind(0))
-        rows = self.out_features
-        flat = weight._viewed((self.num_gemms * rows, self.in_features))
-        return [flat._sliced(0, g * rows, (g + 1) * rows) for g in range(self.num_gemms)]
-
-    def _group_biases(self) -> list[Tensor] | list[None]:
-        if not self.use_bias:
-            return [None] * self.num_gemms
-        if self.single_grouped_bias:
-            return list(self._packed("bias").detach().unbind(0))
-        return [getattr(self, name) for name in self.bias_names]
-
-    def _packed(self, name: str) -> Tensor:
-        parameter: Tensor = getattr(self, name)
-        return parameter
+    def _biased(self) -> bool:
+        return self.use_bias
 
     # ---- recipes -------------------------------------------------------------------------------
 
@@ -200,11 +160,7 @@ class GroupedLinear(LinearModule):
         return [LinearSlots(3 * g, 3 * g + 1, 3 * g + 2, 2 * g, 2 * g + 1) for g in range(self.num_gemms)]
 
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> list[LinearDetails]:
-        if recipe.custom():
-            groups = self._gemm_operands(quantizers)
-            for tensor in ("input", "weight", "grad_output"):
-                operand = f"{self.layer}: {tensor}"
-                validate_grouped_quantizer_list([group[tensor] for group in groups], operand_name=operand)
+        self._check_groups_alike(recipe, quantizers)
         return super()._details(recipe, quantizers)
 
     def _cache_name(self, index: int) -> str:
@@ -237,7 +193,7 @@ class GroupedLinear(LinearModule):
         if torch.compiler.is_compiling():
             return self._traced(inp, sizes)
         weights, biases = self._group_weights(), self._group_biases()
-        packed = self._packed("weight") if self.single_grouped_weight else None
+        packed = self._named("weight") if self.single_grouped_weight else None
         this = self._forward_pass(inp, is_first_microbatch)
         with this.step:
             if isinstance(inp, QuantizedTensor) and (this.recipe is None or this.calibrates):
@@ -255,7 +211,7 @@ class GroupedLinear(LinearModule):
                 biases if self.apply_bias else [None] * self.num_gemms,
                 calls,
                 packed_weight=packed,
-                packed_bias=self._packed("bias") if self.single_grouped_bias and self.apply_bias else None,
+                packed_bias=self._named("bias") if self.single_grouped_bias and self.apply_bias else None,
                 out=out,
                 dgrad_out=dgrad_out,
                 parallel=self._parallel(0),
@@ -290,8 +246,8 @@ class GroupedLinear(LinearModule):
 
     def _traced(self, inp: Tensor, sizes: list[int]) -> Any:
         """Forward in a compiled graph, where each group is a layer of its own; results are the same."""
-        weights = list(self._packed("weight").unbind(0)) if self.single_grouped_weight else self._group_weights()
-        biases = list(self._packed("bias").unbind(0)) if self.single_grouped_bias else self._group_biases()
+        weights = list(self._named("weight").unbind(0)) if self.single_grouped_weight else self._group_weights()
+        biases = list(self._named("bias").unbind(0)) if self.single_grouped_bias else self._group_biases()
         used = biases if self.apply_bias else [None] * self.num_gemms
         this = self._forward_pass(inp, None)
         with this.step:

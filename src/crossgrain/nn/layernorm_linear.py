@@ -11,10 +11,10 @@ from torch import Tensor
 from ..linear.parallel import ParallelMode
 from .compiled import compilable
 from .linear import ParametersSplit, SingleLinear
-from .linear_module import InitMethod
+from .linear_module import InitMethod, LinearModule
 from .norm import Normalization
 from .norm_first import NormFirst
-from .options import parameter_options
+from .options import options_for, parameter_options
 
 
 class LayerNormLinear(NormFirst, SingleLinear):
@@ -58,19 +58,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
         name: str | None = None,
         **gpu_options: Any,
     ) -> None:
-        super().__init__(
-            name,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input,
-            **gpu_options,
-        )
+        super().__init__(**options_for(LinearModule.__init__, locals()))
         if parallel_mode == "row" and self.tp_size > 1:
             raise ValueError(
                 f"{self.layer}: parallel_mode='row' is not possible: a norm needs whole rows, but each rank would have "
@@ -80,15 +68,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         factory = parameter_options(params_dtype, device)
         self._make_norm(in_features, eps, normalization, zero_centered_gamma, factory)
-        self._make_linear(
-            in_features,
-            out_features,
-            bias=bias,
-            return_bias=return_bias,
-            init_method=init_method,
-            parameters_split=parameters_split,
-            factory=factory,
-        )
+        self._make_linear(in_features, out_features, init_method, parameters_split, factory)
 
     @compilable
     def forward(

@@ -12,13 +12,13 @@ from ..gemm.activations import Activation, activation
 from ..linear.parallel import ParallelMode, share
 from ..recipe import QuantizerRole
 from ..runtime.derivatives import differentiable_once
-from .base import Mode
 from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
-from .linear_module import InitMethod, LinearSlots, default_init
+from .linear_module import InitMethod, LinearModule, LinearSlots, default_init
+from .module_interface import Mode
 from .norm import Normalization
 from .norm_first import NormFirst
-from .options import parameter_options
+from .options import options_for, parameter_options
 from .recomputed_part import recomputed
 
 _FC1 = LinearSlots(input=0, weight=1, output=2, grad_output=0, grad_input=1)
@@ -86,16 +86,7 @@ class LayerNormMLP(NormFirst):
         name: str | None = None,
         **gpu_options: Any,
     ) -> None:
-        super().__init__(
-            name,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            delay_wgrad_compute=delay_wgrad_compute,
-            **gpu_options,
-        )
+        super().__init__(**options_for(LinearModule.__init__, locals()))
         self.set_parallel_mode = set_parallel_mode
         if self.tp_size > 1 and not set_parallel_mode:
             raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs set_parallel_mode=True")
@@ -103,9 +94,6 @@ class LayerNormMLP(NormFirst):
         ffn_hidden_size = self.ffn_hidden_size = share(self.layer, "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         self.activation = activation
         self.activation_params = dict(activation_params or {})
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
@@ -146,11 +134,7 @@ class LayerNormMLP(NormFirst):
             roles = [*fc1_operands, fc2_input, fc2_input, QuantizerRole("linear", "weight", fc2), self._output_role]
         else:
             roles = [fc1_grad, self._grad_input_role, QuantizerRole("linear", "grad_output", fc2), fc1_grad]
-        if num_quantizers != len(roles):
-            raise ValueError(
-                f"{self.layer} has {len(roles)} slots for quantizers in this pass, got num_quantizers={num_quantizers}"
-            )
-        return roles
+        return self._counted(roles, num_quantizers)
 
     def _slot_counts(self) -> Mapping[Mode, int]:
         return {"forward": 6, "backward": 4}

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..linear.parallel import ParallelMode, local, share
 from ..recipe import QuantizerRole
 from ..tensor import QuantizedTensor
-from .base import Mode
 from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import InitMethod, LinearModule, default_init
-from .options import parameter_options
+from .module_interface import Mode
+from .options import options_for, parameter_options
 
 ParametersSplit = Sequence[str] | Mapping[str, int] | None
 
@@ -33,16 +33,12 @@ class SingleLinear(LinearModule):
         self,
         in_features: int,
         out_features: int,
-        *,
-        bias: bool,
-        return_bias: bool,
         init_method: InitMethod | None,
         parameters_split: ParametersSplit,
         factory: Mapping[str, Any],
     ) -> None:
         mode = self.parallel_mode
-        if self.tp_size > 1 and mode is None:
-            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+        self._require_parallel_mode()
         columns = self.tp_size if mode == "column" else 1
         splits = _resolved_splits(parameters_split, out_features)
         self._splits = {
@@ -51,9 +47,6 @@ class SingleLinear(LinearModule):
         rows = self.tp_size if mode == "row" else 1
         in_features = self.in_features = share(self.layer, "in_features", in_features, rows)
         self.out_features = sum(self._splits.values())
-        self.return_bias = return_bias
-        self.use_bias = bias
-        self.apply_bias = bias and not return_bias
         self.init_method = init_method or default_init
         if len(self._splits) > 1 and self._parameter_init is not None:
             raise NotImplementedError(
@@ -62,7 +55,7 @@ class SingleLinear(LinearModule):
             )
         for split, rows in self._splits.items():
             self._add_weight(f"{split}weight", (rows, in_features), self.init_method, factory, mode)
-            self._add_bias(f"{split}bias", rows, factory, present=bias, mode=mode)
+            self._add_bias(f"{split}bias", rows, factory, present=self.use_bias, mode=mode)
 
     @property
     def weight_names(self) -> list[str]:
@@ -79,11 +72,7 @@ class SingleLinear(LinearModule):
             if fwd
             else [QuantizerRole("linear", "grad_output", name), self._grad_input_role]
         )
-        if num_quantizers != len(roles):
-            raise ValueError(
-                f"{self.layer} has {len(roles)} slots for quantizers in this pass, got num_quantizers={num_quantizers}"
-            )
-        return roles
+        return self._counted(roles, num_quantizers)
 
     def _slot_counts(self) -> Mapping[Mode, int]:
         return {"forward": 3, "backward": 2}
@@ -186,28 +175,9 @@ class Linear(SingleLinear):
         name: str | None = None,
         **gpu_options: Any,
     ) -> None:
-        super().__init__(
-            name,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input,
-            **gpu_options,
-        )
-        self._make_linear(
-            in_features,
-            out_features,
-            bias=bias,
-            return_bias=return_bias,
-            init_method=init_method,
-            parameters_split=parameters_split,
-            factory=parameter_options(params_dtype, device),
-        )
+        super().__init__(**options_for(LinearModule.__init__, locals()))
+        factory = parameter_options(params_dtype, device)
+        self._make_linear(in_features, out_features, init_method, parameters_split, factory)
 
     @compilable
     def forward(

@@ -29,7 +29,7 @@ from ..linear.parallel import (
 from ..planes import Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
-from ..recipe import Recipe
+from ..recipe import QuantizerRole, Recipe
 from ..runtime.collectives import AwaitedGroup, group_size
 from ..runtime.failures import telling_others
 from ..runtime.passes import current_pass
@@ -78,7 +78,11 @@ def default_init(weight: Tensor) -> None:
 
 
 class LinearModule(QuantizedModule):
-    """Base class of modules that consist of linear layers. The options are described in `Linear`."""
+    """Base class of modules that consist of linear layers.
+
+    Its options are those that these modules have in common; `Linear` describes them. The modules list them in their own
+    signatures and pass them on with `options_for`.
+    """
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class LinearModule(QuantizedModule):
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
         parallel_mode: ParallelMode | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
@@ -103,6 +109,9 @@ class LinearModule(QuantizedModule):
         self.tp_group, self.tp_size = resolved_group(kind, tp_group, tp_size)
         self.parallel_mode = parallel_mode
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
@@ -244,6 +253,11 @@ class LinearModule(QuantizedModule):
                 quantizer.leave_group()
                 weight._quantizer = sharing.quantizer("weight", quantizer)
 
+    def _require_parallel_mode(self) -> None:
+        """Raise if ranks share the module and nobody has said how."""
+        if self.tp_size > 1 and self.parallel_mode is None:
+            raise ValueError(f"{self.layer}: tp_size={self.tp_size} needs a parallel_mode, 'row' or 'column'")
+
     def _mode(self, index: int) -> ParallelMode | None:
         """How ranks share linear layer ``index``: "column", "row" or None."""
         return self.parallel_mode
@@ -264,6 +278,14 @@ class LinearModule(QuantizedModule):
     def _linear_slots(self) -> Sequence[LinearSlots]:
         """The slots of each linear layer, in the order of `weight_names`."""
         return [LinearSlots()]
+
+    def _counted(self, roles: list[QuantizerRole | None], num_quantizers: int) -> list[QuantizerRole | None]:
+        """Return ``roles``; raise if the caller expects another number of them."""
+        if num_quantizers != len(roles):
+            raise ValueError(
+                f"{self.layer} has {len(roles)} slots for quantizers in this pass, got num_quantizers={num_quantizers}"
+            )
+        return roles
 
     def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
         forward, backward = quantizers["scaling_fwd"], quantizers["scaling_bwd"]
@@ -358,7 +380,7 @@ class LinearModule(QuantizedModule):
             return call
         details: LinearDetails = this.built.details[index]
         if this.calibrates:
-            _calibrate(details, x, weight)
+            calibrate(details.input, details.weight, x, weight)
             return call
         call.input, call.weight, call.grad_output, call.padding = details
         call.backward_override = this.recipe.backward_override
@@ -420,9 +442,10 @@ class LinearModule(QuantizedModule):
         return False
 
 
-def _calibrate(details: LinearDetails, x: Tensor, weight: Tensor) -> None:
+def calibrate(input_quantizer: Quantizer, weight_quantizer: Quantizer, x: Tensor, weight: Tensor) -> None:
+    """Let the quantizers of forward record the statistics of their operands."""
     with torch.no_grad():
-        for quantizer, tensor in ((details.input, x), (details.weight, weight)):
+        for quantizer, tensor in ((input_quantizer, x), (weight_quantizer, weight)):
             quantizer.calibrate(tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach())
 
 

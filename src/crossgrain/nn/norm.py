@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..gemm.norms import layer_norm, norm_backward, rms_norm
+from ..gemm.norms import normalize, normalize_backward
 from ..linear.call import activation_dtype
 from ..linear.parallel import mark_sequence_parallel
 from ..runtime.derivatives import differentiable_once
@@ -37,28 +37,54 @@ def normalized(
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-        rows = x.reshape(-1, weight.numel())
-        flat = weight.reshape(-1)
-        if bias is None:
-            done = rms_norm(rows, flat, eps, zero_centered)
-        else:
-            done = layer_norm(rows, flat, bias.reshape(-1), eps, zero_centered)
+        done, rows = normalize(x, weight, bias, eps, zero_centered)
         ctx.save_for_backward(rows, weight, done.mean, done.rstd)
         ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
-        return done.y.reshape(x.shape)
+        return done.y
 
     @staticmethod
     @differentiable_once("a norm")
     def backward(ctx: Any, dy: Tensor) -> Any:
         rows, weight, mean, rstd = ctx.saved_tensors
-        dx, dw, db = norm_backward(
-            dy.reshape(rows.shape), rows, weight.reshape(-1), mean, rstd, zero_centered=ctx.zero_centered
-        )
-        bias_gradient = None if ctx.bias_dtype is None else db.reshape(weight.shape).to(ctx.bias_dtype)
-        return dx.reshape(dy.shape), dw.reshape(weight.shape), bias_gradient, None, None
+        dx, dw, db = normalize_backward(dy, rows, weight, mean, rstd, ctx.zero_centered)
+        return dx, dw, None if ctx.bias_dtype is None else db.to(ctx.bias_dtype), None, None
 
 
-class _Norm(nn.Module):
+class NormParameters(nn.Module):
+    """The parameters of a norm over the last dimensions, of modules and of operations."""
+
+    _has_bias: ClassVar[bool] = False
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _make_parameters(
+        self, shape: int | Iterable[int], eps: float, zero_centered_gamma: bool, factory: Mapping[str, Any]
+    ) -> None:
+        self.normalized_shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        for name in ("weight", "bias") if self._has_bias else ("weight",):
+            self.register_parameter(name, nn.Parameter(torch.empty(self.normalized_shape, **factory)))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Set the weight to 1 and the bias to 0."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        bias = getattr(self, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+    def _materialise(self, device: torch.device | str) -> None:
+        """Give parameters on the meta device memory on ``device``."""
+        for name, parameter in list(self.named_parameters()):
+            if parameter.is_meta:
+                setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class _Norm(NormParameters):
     """Base class of norms over the last dimensions.
 
     Args:
@@ -71,9 +97,6 @@ class _Norm(nn.Module):
         device: device of the parameters.
         dtype: another name of ``params_dtype``.
     """
-
-    _has_bias: bool
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -95,30 +118,21 @@ class _Norm(nn.Module):
             raise ValueError(
                 f"params_dtype={params_dtype} and dtype={dtype} differ; they mean the same, so pass only one"
             )
-        shape = hidden_size if normalized_shape is None else normalized_shape
-        self.normalized_shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape or ())
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
+        shape: Any = hidden_size if normalized_shape is None else normalized_shape
         self.sequence_parallel = sequence_parallel
-        factory = parameter_options(params_dtype or dtype, device)
-        self.weight = nn.Parameter(torch.empty(self.normalized_shape, **factory))
-        self.bias = nn.Parameter(torch.empty(self.normalized_shape, **factory)) if self._has_bias else None
-        self._initialise()
+        if not self._has_bias:
+            self.bias = None
+        self._make_parameters(shape, eps, zero_centered_gamma, parameter_options(params_dtype or dtype, device))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Set the weight to 1 and the bias to 0. Parameters on the meta device get memory on the default device."""
         if defer_init:
             return
-        for name, parameter in list(self.named_parameters()):
-            if parameter.is_meta:
-                device = torch.get_default_device()
-                setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+        self._materialise(torch.get_default_device())
         self._initialise()
 
     def _initialise(self) -> None:
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super()._initialise()
         if self.sequence_parallel is not None:
             mark_sequence_parallel(self, marked=self.sequence_parallel)
 
@@ -133,9 +147,6 @@ class _Norm(nn.Module):
             dtype=activation_dtype(inp),
         )
 
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
-
 
 class LayerNorm(_Norm):
     """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``"""
@@ -145,5 +156,3 @@ class LayerNorm(_Norm):
 
 class RMSNorm(_Norm):
     """``y = x / sqrt(mean(x²) + eps) · weight``"""
-
-    _has_bias = False

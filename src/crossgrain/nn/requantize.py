@@ -12,7 +12,8 @@ from ..recipe.coerce import as_recipe
 from ..tensor import QuantizedTensor
 from ..tensor.init_values import preserved_value
 from ..tensor.sharding import is_sharded, local_part
-from .base import Built, QuantizedModule
+from .base import QuantizedModule
+from .module_interface import Built
 
 
 def requantize_(

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from ..linear.parallel import mark_sequence_parallel, set_tensor_model_parallel_attributes
-from ..nn.base import Mode
+from ..nn.module_interface import Mode
+from ..nn.options import options_for
+from ..nn.state_dicts import StateDicts
 from ..recipe import QuantizerRole, Recipe
-from ..tensor.init_values import renew_preserved_values
-from ..tensor.loading import check_formats
 from .basic.bias import Bias
 from .basic.linear import BasicLinear
 from .op import BasicOperation, FusedOperation
 
 
-class Linear(FusedOperation):
+class Linear(StateDicts, FusedOperation):
     """``y = x · Wᵀ + b``. Results are those of `crossgrain.nn.Linear`, bit for bit.
 
     Its state dict has the names of `crossgrain.nn.Linear` and `torch.nn.Linear`.
@@ -57,19 +57,7 @@ class Linear(FusedOperation):
         userbuffers_options: Mapping[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
-        linear = BasicLinear(
-            in_features,
-            out_features,
-            device=device,
-            dtype=dtype,
-            tensor_parallel_mode=tensor_parallel_mode,
-            tensor_parallel_group=tensor_parallel_group,
-            sequence_parallel=sequence_parallel,
-            rng_state_tracker_function=rng_state_tracker_function,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-            userbuffers_options=userbuffers_options,
-            name=name,
-        )
+        linear = BasicLinear(**options_for(BasicLinear.__init__, locals()))
         ops: list[BasicOperation] = [linear]
         if bias:
             ops.append(added := Bias(linear.local_out_features, device=device, dtype=linear.weight.dtype))
@@ -151,37 +139,18 @@ class Linear(FusedOperation):
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        extra = self.basic_ops[0].get_extra_state()
-        if extra:
-            destination[prefix + "_extra_state"] = extra
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.basic_ops[0].get_extra_state()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + "_extra_state"
-        if local_metadata.get("assign_to_params_buffers", False):
-            self.basic_ops[0]._expect_other_weights()
-        else:
-            check_formats(self._parameters, state_dict, prefix)
+    def set_extra_state(self, state: Any) -> None:
+        self.basic_ops[0].set_extra_state(state)
+
+    def clear_weight_cache(self) -> None:
+        """Drop the cached quantized copies of the weight; the next forward makes them again."""
         self.basic_ops[0].clear_weight_cache()
-        if key in state_dict:
-            self.basic_ops[0].set_extra_state(state_dict[key])
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if key in unexpected_keys:
-            unexpected_keys.remove(key)
-        self._share_parameters()
-        renew_preserved_values(self._parameters, state_dict, prefix)
+
+    def _expect_other_weights(self) -> None:
+        self.basic_ops[0]._expect_other_weights()
 
     def extra_repr(self) -> str:
         has_bias = self._parameters["bias"] is not None

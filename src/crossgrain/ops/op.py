@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..linear.call import activation_dtype
-from ..nn.base import Mode, QuantizedModule
+from ..nn.base import QuantizedModule
+from ..nn.module_interface import SLOTS, Mode
 from ..quantizers.base import Quantizer
-from ..recipe import QuantizerRole, Recipe, active
+from ..recipe import QuantizerRole, Recipe
 from .context import OperationContext
 
 __all__ = [
@@ -27,13 +28,15 @@ __all__ = [
     "ForwardResult",
     "FusedOperation",
     "FusibleOperation",
+    "Gradients",
     "Kwargs",
     "activation_dtype",
 ]
 
 Kwargs = Mapping[str, Any]
+Gradients = Sequence[Tensor | None]
 ForwardResult = tuple[Tensor, list[tuple[Tensor, ...]]]
-BackwardResult = tuple[Tensor | None, list[Sequence[Tensor | None]], list[Sequence[Tensor | None]]]
+BackwardResult = tuple[Tensor | None, list[Gradients], list[Gradients]]
 
 
 class FusibleOperation(nn.Module):
@@ -137,7 +140,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
         """Run forward, for an operation without extra inputs and outputs. Return the output."""
         raise NotImplementedError(f"{type(self).__name__} does not define op_forward")
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         """Run backward. Return the gradients of the input and of the parameters, in the order of ``parameters()``."""
         raise NotImplementedError(f"{type(self).__name__} does not define op_backward")
 
@@ -222,7 +225,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             raise ValueError(f"{type(self).__name__} has {count} {mode} quantizers, so there is no index {index}")
         if self._recipe is None:
             return None
-        return self.quantizers["scaling_fwd" if mode == "forward" else "scaling_bwd"][index]
+        return self.quantizers[SLOTS[mode]][index]
 
     def get_input_quantizer(self) -> Quantizer | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
@@ -243,7 +246,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
     @property
     def _calibrates(self) -> bool:
         """Whether tensors are only measured, not quantized (calibration)."""
-        return self._recipe is not None and active().calibrating and not active().enabled
+        return self._recipe is not None and self._only_calibrates()
 
     def _slot_counts(self) -> Mapping[Mode, int]:
         return {"forward": self.num_quantizers("forward"), "backward": self.num_quantizers("backward")}

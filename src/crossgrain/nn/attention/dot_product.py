@@ -18,7 +18,8 @@ from ...quantizers.identity import IdentityQuantizer
 from ...recipe import QuantizerRole, Recipe
 from ...runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
 from ...tensor import QuantizedTensor
-from ..base import Built, Mode, QuantizedModule
+from ..base import QuantizedModule
+from ..module_interface import Built, Mode
 from ..recomputed_part import recomputed
 from .kv_cache import InferenceParams
 from .layout import FORMATS, Layout, without_padding

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...formats.dtypes import DType
 from ...gemm.activations import Activation, activation
-from ...quantizers.base import Quantizer
 from ...quantizers.float8 import Float8CurrentScalingQuantizer
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation, activation_dtype
+from ..handover import plain
+from ..op import Gradients, activation_dtype
 
 
-class ActivationOperation(BasicOperation):
+class ActivationOperation(Computation):
     """Base class of activations.
 
     Args:
@@ -35,16 +34,8 @@ class ActivationOperation(BasicOperation):
     def function(self) -> Activation:
         return activation(self.activation_name, **self._options)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        return handed_on(self.activation_forward(ctx, input_), next_op_input_quantizer)
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        return self.activation_forward(ctx, input_)
 
     def activation_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """Return the output in high precision, and save the input for backward."""
@@ -54,8 +45,8 @@ class ActivationOperation(BasicOperation):
             ctx.save_for_backward(_in_fp8(x) if self.cache_quantized_input else x)
         return self.function.forward(x)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        return handed_on(self.activation_backward(ctx, grad_output), ctx.grad_input_quantizer), []
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
+        return self.activation_backward(ctx, grad_output), []
 
     def activation_backward(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """Return the gradient of the input in high precision."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +9,15 @@ from torch import Tensor, nn
 
 from ...gemm.activations import compute_dtype
 from ...linear.parallel import share
-from ...quantizers.base import Quantizer
 from ...runtime.collectives import group_size
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation
+from ..handover import plain
+from ..op import Gradients
 from .parameters import resolved_device
 
 
-class Bias(BasicOperation):
+class Bias(Computation):
     """``y = x + b`` for x [..., size], b [size].
 
     Args:
@@ -55,23 +54,15 @@ class Bias(BasicOperation):
         if self.bias.is_meta:
             self.reset_parameters()
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         x = plain(input_)
         if not self.added_by_gemm:
             x = x + self.bias.detach().to(x.dtype)
-        return handed_on(x, next_op_input_quantizer)
+        return x
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         dy = plain(grad_output)
-        return handed_on(dy, ctx.grad_input_quantizer), [self.bias_gradient(dy)]
+        return dy, [self.bias_gradient(dy)]
 
     def bias_gradient(self, dy: Tensor) -> Tensor | None:
         if not self.bias.requires_grad:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ...quantizers.base import Quantizer
 from ...runtime.collectives import gathered_rows, group_size, scattered_sum, summed
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation
+from ..handover import plain
+from ..op import Gradients
 
 
-class _Collective(BasicOperation):
+class _Collective(Computation):
     """Base class of collectives. With a single rank they do nothing.
 
     Args:
@@ -35,21 +34,13 @@ class _Collective(BasicOperation):
     def _run_backward(self, dy: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         x = plain(input_)
-        return handed_on(x if self.process_group_size == 1 else self._run(x), next_op_input_quantizer)
+        return x if self.process_group_size == 1 else self._run(x)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         dy = plain(grad_output)
-        return handed_on(dy if self.process_group_size == 1 else self._run_backward(dy), ctx.grad_input_quantizer), []
+        return dy if self.process_group_size == 1 else self._run_backward(dy), []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the process group, which cannot be pickled."""

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...quantizers.base import Quantizer
+from ..computation import ComputationWithExtras
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs
+from ..handover import plain
+from ..op import Gradients, Kwargs
 
 
-class AddExtraInput(BasicOperation):
+class _InPlace(ComputationWithExtras):
+    """Base class of operations that may write to the memory of a tensor of the branch."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+
+class AddExtraInput(_InPlace):
     """``y = x + extra``, where ``extra`` is an extra input of the sequence.
 
     Args:
@@ -19,39 +27,24 @@ class AddExtraInput(BasicOperation):
 
     num_extra_inputs = 1
 
-    def __init__(self, in_place: bool = False) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: list[Kwargs],
-    ) -> ForwardResult:
-        ((extra,),) = basic_op_extra_inputs
-        return handed_on(self.added(plain(input_), extra), next_op_input_quantizer), [()]
+    def _computed(
+        self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (extra,) = extra_inputs
+        return self.added(plain(input_), extra), ()
 
     def added(self, x: Tensor, extra: Tensor) -> Tensor:
         """Return ``x + extra``; with ``in_place``, in the dtype and memory of ``extra``."""
         return extra.detach().add_(x) if self.in_place else x + plain(extra)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
+    def _gradients(
+        self, ctx: OperationContext, grad_output: Tensor, grad_extra_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
         dy = plain(grad_output)
-        return handed_on(dy, basic_op_ctxs[0].grad_input_quantizer), [()], [(dy,)]
+        return dy, (), (dy,)
 
 
-class MakeExtraOutput(BasicOperation):
+class MakeExtraOutput(_InPlace):
     """Passes x on, and also returns it as an extra output of the sequence.
 
     Args:
@@ -60,32 +53,16 @@ class MakeExtraOutput(BasicOperation):
 
     num_extra_outputs = 1
 
-    def __init__(self, in_place: bool = False) -> None:
-        super().__init__()
-        self.in_place = in_place
+    def _computed(
+        self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return input_, (input_,)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: list[Kwargs],
-    ) -> ForwardResult:
-        return handed_on(input_, next_op_input_quantizer), [(input_,)]
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
-        ((extra,),) = basic_op_grad_extra_outputs
-        dx = self.summed(plain(grad_output), extra)
-        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [()], [()]
+    def _gradients(
+        self, ctx: OperationContext, grad_output: Tensor, grad_extra_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
+        (extra,) = grad_extra_outputs
+        return self.summed(plain(grad_output), extra), (), ()
 
     def summed(self, dy: Tensor, extra: Tensor | None) -> Tensor:
         """Return the gradient of x: the sum of both gradients."""

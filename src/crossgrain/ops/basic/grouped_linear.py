@@ -16,23 +16,25 @@ from ...gemm.activations import compute_dtype
 from ...linear.call import Needs, check_input
 from ...linear.grouped_function import Groups, grouped_backward, grouped_forward
 from ...linear.padding import NO_PADDING, Padding
-from ...nn.base import Mode
+from ...nn.grouped_parameters import GroupedParameters
+from ...nn.linear_module import calibrate
+from ...nn.module_interface import Mode
+from ...nn.options import parameter_options
 from ...quantizers.base import Quantizer
-from ...quantizers.groups_alike import validate_grouped_quantizer_list
 from ...recipe import QuantizerRole, Recipe
-from ...tensor import QuantizedTensor
+from ..computation import ComputationWithExtras
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BackwardResult, ForwardResult, Kwargs
-from .linear import LinearOperation, calibrate
-from .parameters import init_weight, resolved_device
+from ..handover import plain
+from ..op import Gradients, Kwargs
+from .linear import LinearOperation
+from .parameters import init_weight
 
 # Keyword arguments: memory of the caller's that the output, or the gradient of the input, is written to.
 OUTPUT_BUFFER_KEY = "output_buffer"
 GRAD_INPUT_BUFFER_KEY = "grad_input_buffer"
 
 
-class GroupedLinear(LinearOperation):
+class GroupedLinear(GroupedParameters, ComputationWithExtras, LinearOperation):
     """A linear operation for each group of rows.
 
     Its extra inputs are the sizes of the groups [num_groups], and with ``scale_bias`` a factor for the bias of each
@@ -86,8 +88,7 @@ class GroupedLinear(LinearOperation):
         self.scale_bias = scale_bias and bias
         self.num_extra_inputs = 2 if self.scale_bias else 1
         self._rng_tracker = rng_state_tracker_function
-        factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
-        self._make_parameters(factory)
+        self._make_parameters(parameter_options(dtype, device))
 
     # ---- parameters ----------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class GroupedLinear(LinearOperation):
 
     def reset_parameters(self) -> None:
         """Initialize the parameters again. Those on the meta device get memory on the default device."""
-        weights = [self._weight(name) for name in self.weight_names]
+        weights = [self._named(name) for name in self.weight_names]
         if weights[0].is_meta:
             self._make_parameters({"dtype": weights[0].dtype, "device": torch.get_default_device()})
             return
@@ -126,40 +127,19 @@ class GroupedLinear(LinearOperation):
                 self._parameters[name].zero_()  # type: ignore[union-attr]
 
     def pre_first_fuser_forward(self) -> None:
-        if self._weight(self.weight_names[0]).is_meta:
+        if self._named(self.weight_names[0]).is_meta:
             self.reset_parameters()
 
     @property
-    def weight_names(self) -> list[str]:
-        return ["weight"] if self.single_grouped_weight else [f"weight{g}" for g in range(self.num_groups)]
+    def _groups(self) -> int:
+        return self.num_groups
 
     @property
-    def bias_names(self) -> list[str]:
-        if not self.has_bias:
-            return []
-        return ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(self.num_groups)]
-
-    def _weight(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
-        assert parameter is not None
-        return parameter
-
-    def _group_weights(self) -> list[Tensor]:
-        """The weight of each group; parts of the single parameter with ``single_grouped_weight``."""
-        if not self.single_grouped_weight:
-            return [self._weight(name) for name in self.weight_names]
-        weight, rows = self._weight("weight"), self.out_features
-        if not isinstance(weight, QuantizedTensor):
-            return list(weight.detach().unbind(0))
-        flat = weight._viewed((self.num_groups * rows, self.in_features))
-        return [flat._sliced(0, g * rows, (g + 1) * rows) for g in range(self.num_groups)]
+    def _biased(self) -> bool:
+        return self.has_bias
 
     def _group_biases(self) -> list[Tensor] | list[None]:
-        if not self.has_bias:
-            return [None] * self.num_groups
-        if self.single_grouped_bias:
-            return list(self._weight("bias").detach().unbind(0))
-        return [self._weight(name).detach() for name in self.bias_names]
+        return [bias if bias is None else bias.detach() for bias in super()._group_biases()]  # type: ignore[return-value]
 
     # ---- quantizers ----------------------------------------------------------------------------
 
@@ -178,12 +158,8 @@ class GroupedLinear(LinearOperation):
         ]
 
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> Padding:
-        groups = self._gemm_operands(quantizers)
-        if recipe.custom():
-            for tensor in ("input", "weight", "grad_output"):
-                operand = f"{self.layer}: {tensor}"
-                validate_grouped_quantizer_list([group[tensor] for group in groups], operand_name=operand)
-        return self._padding(recipe, groups[0])
+        self._check_groups_alike(recipe, quantizers)
+        return self._padding(recipe, self._gemm_operands(quantizers)[0])
 
     def get_input_quantizer(self) -> Quantizer | None:
         """Always None: each group quantizes its own rows, so the operation before cannot do it."""
@@ -195,28 +171,20 @@ class GroupedLinear(LinearOperation):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         if self._recipe is None:
             return
-        weight_requires_grad = any(self._weight(name).requires_grad for name in self.weight_names)
+        weight_requires_grad = any(self._named(name).requires_grad for name in self.weight_names)
         for group in self._gemm_operands(self.quantizers):
             self._set_usages(group["input"], group["weight"], group["grad_output"], requires_grad, weight_requires_grad)
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: list[Kwargs],
-    ) -> ForwardResult:
-        (ctx,), (extras,), (kwargs,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
+    def _computed(
+        self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         weights, biases = self._group_weights(), self._group_biases()
         check_input(input_, weights[0], self.layer)
         x = plain(input_).reshape(-1, self.in_features)
-        ctx.sizes = self._sizes(extras[0], x)
-        bias_scales = self._bias_scales(extras[1], x) if self.scale_bias else None
+        ctx.sizes = self._sizes(extra_inputs[0], x)
+        bias_scales = self._bias_scales(extra_inputs[1], x) if self.scale_bias else None
 
         operands: Any = [None] * self.num_groups
         if self._recipe is not None and not self._calibrates:
@@ -226,16 +194,17 @@ class GroupedLinear(LinearOperation):
         for g, rows in enumerate(x.split(ctx.sizes)):
             calls[g].wgrad_queue = self._wgrads if self.delay_wgrad_compute else None
             if self._calibrates:
-                calibrate(self._gemm_operands(self.quantizers)[g], rows, weights[g])
-        dw = ctx.requires_grad and any(self._weight(name).requires_grad for name in self.weight_names)
+                measured = self._gemm_operands(self.quantizers)[g]
+                calibrate(measured["input"], measured["weight"], rows, weights[g])
+        dw = ctx.requires_grad and any(self._named(name).requires_grad for name in self.weight_names)
         db = ctx.requires_grad and not self.scale_bias and self._needs_bias_gradients()
         ctx.groups = Groups(
             ctx.sizes,
             weights,
             [None] * self.num_groups if self.scale_bias else biases,
             calls,
-            packed_weight=self._weight("weight") if self.single_grouped_weight else None,
-            packed_bias=self._weight("bias") if self.single_grouped_bias else None,
+            packed_weight=self._named("weight") if self.single_grouped_weight else None,
+            packed_bias=self._named("bias") if self.single_grouped_bias else None,
         )
         needs = [Needs(ctx.input_requires_grad, dw, db)] * self.num_groups
         y, ctx.contexts, saved = grouped_forward(x, ctx.groups, needs)
@@ -245,7 +214,7 @@ class GroupedLinear(LinearOperation):
         ctx.shape = input_.shape
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
         y = y.reshape(*input_.shape[:-1], self.out_features)
-        return handed_on(_in_buffer(y, kwargs.get(OUTPUT_BUFFER_KEY)), next_op_input_quantizer), [()]
+        return _in_buffer(y, kwargs.get(OUTPUT_BUFFER_KEY)), ()
 
     def _sizes(self, split_sizes: Tensor, x: Tensor) -> list[int]:
         sizes = [int(size) for size in split_sizes.tolist()]
@@ -265,18 +234,13 @@ class GroupedLinear(LinearOperation):
         return scales.detach().reshape(-1)
 
     def _needs_bias_gradients(self) -> bool:
-        return any(self._weight(name).requires_grad for name in self.bias_names)
+        return any(self._named(name).requires_grad for name in self.bias_names)
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
-        (ctx,) = basic_op_ctxs
+    def _gradients(
+        self, ctx: OperationContext, grad_output: Tensor, grad_extra_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
         bias_scales, *saved = ctx.saved_tensors
         dy = plain(grad_output).reshape(-1, self.out_features)
         dx, grads, dbs = grouped_backward(dy, ctx.groups, ctx.contexts, saved)
@@ -284,8 +248,8 @@ class GroupedLinear(LinearOperation):
         if bias_scales is not None:
             dbs, d_scales = self._scaled_bias_gradients(dy, bias_scales, ctx.sizes)
         if dx is not None:
-            dx = handed_on(_in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer), ctx.grad_input_quantizer)
-        return dx, [grads + dbs if self.has_bias else grads], [(None, d_scales) if self.scale_bias else (None,)]
+            dx = _in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer)
+        return dx, grads + dbs if self.has_bias else grads, (None, d_scales) if self.scale_bias else (None,)
 
     def _scaled_bias_gradients(
         self, dy: Tensor, scales: Tensor, sizes: list[int]

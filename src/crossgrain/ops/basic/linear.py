@@ -18,16 +18,18 @@ from ...linear.call import LinearCall, Needs, check_input
 from ...linear.function import LinearFunction
 from ...linear.padding import NO_PADDING, Padding, padding_for
 from ...linear.parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
-from ...nn.base import Mode
+from ...nn.linear_module import calibrate
+from ...nn.module_interface import Mode
+from ...nn.options import parameter_options
 from ...quantizers.base import Quantizer
 from ...recipe import QuantizerRole, Recipe
 from ...runtime.failures import telling_others
 from ...tensor import QuantizedTensor
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation, activation_dtype
+from ..op import BasicOperation, Gradients, activation_dtype
 from .bias import Bias
-from .parameters import init_weight, resolved_device, tensor_parallel_ranks
+from .parameters import init_weight, tensor_parallel_ranks
 
 
 class LinearOperation(BasicOperation):
@@ -88,7 +90,7 @@ def keep_usages(quantizer: Quantizer, weight: QuantizedTensor) -> None:
         quantizer.set_usage(**weight._quantizer.get_usages())
 
 
-class BasicLinear(LinearOperation):
+class BasicLinear(Computation, LinearOperation):
     """``y = x · Wᵀ`` for x [..., in_features], W [out_features, in_features].
 
     Args:
@@ -139,7 +141,7 @@ class BasicLinear(LinearOperation):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_tracker = rng_state_tracker_function
         self._bias: tuple[Bias, ...] = ()  # not as a submodule: it is an operation of its own
-        factory: Any = {"dtype": dtype or torch.get_default_dtype(), "device": resolved_device(device)}
+        factory = parameter_options(dtype, device)
         self._make_weight(torch.empty(self.local_out_features, self.local_in_features, **factory))
 
     def take_bias(self, bias: Bias) -> None:
@@ -238,17 +240,8 @@ class BasicLinear(LinearOperation):
 
     # ---- forward and backward ------------------------------------------------------------------
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        y = self.gemm_forward(ctx, input_)
-        return handed_on(y, next_op_input_quantizer)
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        return self.gemm_forward(ctx, input_)
 
     def gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
         """Return y in high precision, and save in ``ctx`` what backward needs."""
@@ -259,7 +252,8 @@ class BasicLinear(LinearOperation):
         check_input(x, self.weight, self.layer)
         operands = None
         if self._calibrates:
-            calibrate(self._gemm_operands(self.quantizers)[0], x, self.weight)
+            measured = self._gemm_operands(self.quantizers)[0]
+            calibrate(measured["input"], measured["weight"], x, self.weight)
         elif self._recipe is not None:
             operands = self._gemm_operands(self.quantizers)[0]
         parallel = self._parallel()
@@ -272,9 +266,9 @@ class BasicLinear(LinearOperation):
         y: Tensor = LinearFunction.forward(ctx, x, self.weight, bias, call, needs)
         return y
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         dx, dw = self.gemm_backward(ctx, grad_output)
-        return None if dx is None else handed_on(dx, ctx.grad_input_quantizer), [dw]
+        return dx, [dw]
 
     def gemm_backward(self, ctx: OperationContext, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return dx in high precision, and dW."""
@@ -283,9 +277,3 @@ class BasicLinear(LinearOperation):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def calibrate(operands: Mapping[str, Quantizer], x: Tensor, weight: Tensor) -> None:
-    """Let the quantizers of forward record the statistics of their operands."""
-    operands["input"].calibrate(plain(x.detach()))
-    operands["weight"].calibrate(plain(weight.detach()))

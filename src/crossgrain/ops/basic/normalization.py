@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...gemm.norms import l2_normalized, l2_normalized_backward, layer_norm, norm_backward, rms_norm
-from ...quantizers.base import Quantizer
+from ...gemm.norms import l2_normalized, l2_normalized_backward, normalize, normalize_backward
+from ...nn.norm import NormParameters
+from ...nn.options import parameter_options
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation, activation_dtype
-from .parameters import resolved_device
+from ..handover import plain
+from ..op import Gradients, activation_dtype
 
 
-class _Norm(BasicOperation):
+class _Norm(NormParameters, Computation):
     """Base class of norms over the last dimensions.
 
     Args:
@@ -28,8 +28,6 @@ class _Norm(BasicOperation):
         zero_centered_gamma: the parameter is the difference of the weight from 1.
         sm_margin: accepted and ignored.
     """
-
-    _has_bias: bool
 
     def __init__(
         self,
@@ -42,73 +40,41 @@ class _Norm(BasicOperation):
         sm_margin: Any = 0,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.normalized_shape = shape
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
         self.sm_margin = sm_margin  # of GPUs
-        factory: Any = {"dtype": dtype, "device": resolved_device(device)}
-        self.weight = nn.Parameter(torch.empty(shape, **factory))
-        if self._has_bias:
-            self.bias = nn.Parameter(torch.empty(shape, **factory))
-        self.reset_parameters()
+        self._make_parameters(normalized_shape, eps, zero_centered_gamma, parameter_options(dtype, device))
 
     def reset_parameters(self) -> None:
         """Set the weight to 1 and the bias to 0."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-        if self._has_bias:
-            nn.init.zeros_(self.bias)
+        self._initialise()
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
-            for name, parameter in list(self.named_parameters()):
-                self.register_parameter(
-                    name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
-                )
+            self._materialise("cpu")
             self.reset_parameters()
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         if tuple(input_.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
             raise ValueError(
                 f"{self.layer}: the last dimensions of the input must be {list(self.normalized_shape)}, got an input "
                 f"of shape {list(input_.shape)}"
             )
         x = plain(input_, activation_dtype(input_))
-        rows = x.reshape(-1, math.prod(self.normalized_shape))
-        weight = self.weight.detach().reshape(-1)
-        if self._has_bias:
-            done = layer_norm(rows, weight, self.bias.detach().reshape(-1), self.eps, self.zero_centered_gamma)
-        else:
-            done = rms_norm(rows, weight, self.eps, self.zero_centered_gamma)
+        bias = self.bias.detach() if self._has_bias else None  # type: ignore[union-attr]
+        done, rows = normalize(x, self.weight.detach(), bias, self.eps, self.zero_centered_gamma)
         if ctx.requires_grad:
             ctx.save_for_backward(rows, done.mean, done.rstd)
             ctx.shape, ctx.dtype = input_.shape, input_.dtype
-        return handed_on(done.y.reshape(x.shape), next_op_input_quantizer)
+        return done.y
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        dx, grads = self.norm_backward(ctx, grad_output)
-        return handed_on(dx, ctx.grad_input_quantizer), grads
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
+        return self.norm_backward(ctx, grad_output)
 
     def norm_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return dx in high precision, and the gradients of the parameters."""
         rows, mean, rstd = ctx.saved_tensors
-        dy = plain(grad_output).reshape(rows.shape)
-        weight = self.weight.detach().reshape(-1)
-        dx, *grads = norm_backward(dy, rows, weight, mean, rstd, self.zero_centered_gamma)
-        return dx.reshape(ctx.shape).to(ctx.dtype), [
-            grad.reshape(self.normalized_shape) for grad in (grads if self._has_bias else grads[:1])
-        ]
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+        weight = self.weight.detach()
+        dx, dw, db = normalize_backward(plain(grad_output), rows, weight, mean, rstd, self.zero_centered_gamma)
+        return dx.reshape(ctx.shape).to(ctx.dtype), [dw, db] if self._has_bias else [dw]
 
 
 class LayerNorm(_Norm):
@@ -120,31 +86,21 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """``y = x / sqrt(mean(x²) + eps) · weight``"""
 
-    _has_bias = False
 
-
-class L2Normalization(BasicOperation):
+class L2Normalization(Computation):
     """``y = x / sqrt(sum(x²) + eps)`` along the last dimension."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         x = plain(input_)
         y, rnorm = l2_normalized(x, self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(x, rnorm)
-        return handed_on(y, next_op_input_quantizer)
+        return y
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         x, rnorm = ctx.saved_tensors
-        return handed_on(l2_normalized_backward(plain(grad_output), x, rnorm), ctx.grad_input_quantizer), []
+        return l2_normalized_backward(plain(grad_output), x, rnorm), []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ...nn.base import Mode
+from ...nn.module_interface import Mode
 from ...quantizers.base import Quantizer
 from ...tensor import QuantizedTensor
 from ..context import OperationContext
-from ..op import BasicOperation
+from ..op import BasicOperation, Gradients
 
 
 class Quantize(BasicOperation):
@@ -29,20 +28,12 @@ class Quantize(BasicOperation):
     def num_quantizers(self, mode: Mode) -> int:
         return int(self._quantizes[mode])
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
         quantizer = self.get_input_quantizer()
         ctx.quantizer = self.get_grad_output_quantizer()
         return _quantized(input_, quantizer)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         return _quantized(grad_output, ctx.quantizer), []
 
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...gemm.activations import Activation, activation, compute_dtype
-from ...quantizers.base import Quantizer
+from ..computation import ComputationWithExtras
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BackwardResult, BasicOperation, ForwardResult, Kwargs, activation_dtype
+from ..handover import plain
+from ..op import Gradients, Kwargs, activation_dtype
 
 
-class ScaledActivation(BasicOperation):
+class ScaledActivation(ComputationWithExtras):
     """``y = f(x) · scales`` for x [..., K]; ``scales`` [...] is an extra input."""
 
     num_extra_inputs = 1
@@ -27,17 +27,10 @@ class ScaledActivation(BasicOperation):
     def function(self) -> Activation:
         return activation(self.activation_name, **self._options)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: list[Kwargs],
-    ) -> ForwardResult:
-        (ctx,), ((scales,),) = basic_op_ctxs, basic_op_extra_inputs
+    def _computed(
+        self, ctx: OperationContext, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (scales,) = extra_inputs
         x = plain(input_, activation_dtype(input_))
         if scales.shape != x.shape[:-1]:
             raise ValueError(
@@ -48,23 +41,17 @@ class ScaledActivation(BasicOperation):
             ctx.save_for_backward(x, scales)
             ctx.dtype = input_.dtype
         wide = self.function.forward(x.to(compute_dtype(x)))
-        y = (wide * scales.unsqueeze(-1).to(wide.dtype)).to(x.dtype)
-        return handed_on(y, next_op_input_quantizer), [()]
+        return (wide * scales.unsqueeze(-1).to(wide.dtype)).to(x.dtype), ()
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
-        (ctx,) = basic_op_ctxs
+    def _gradients(
+        self, ctx: OperationContext, grad_output: Tensor, grad_extra_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
         x, scales = ctx.saved_tensors
         wide = x.to(compute_dtype(x))
         dy = plain(grad_output).to(wide.dtype)
         dx = self.function.backward(dy * scales.unsqueeze(-1).to(wide.dtype), wide).to(ctx.dtype)
         d_scales = (dy * self.function.forward(wide)).sum(-1).to(scales.dtype)
-        return handed_on(dx, ctx.grad_input_quantizer), [()], [(d_scales,)]
+        return dx, (), (d_scales,)
 
 
 class ScaledSwiGLU(ScaledActivation):

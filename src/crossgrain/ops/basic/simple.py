@@ -9,56 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quantizers.base import Quantizer
+from ..computation import Computation
 from ..context import OperationContext
-from ..handover import handed_on, plain
-from ..op import BasicOperation
+from ..handover import plain
+from ..op import BasicOperation, Gradients
 
 
 class Identity(BasicOperation):
     """``y = x``"""
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
         return input_
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         return grad_output, []
 
 
-class ConstantScale(BasicOperation):
+class ConstantScale(Computation):
     """``y = x · scale``"""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        return handed_on(plain(input_) * self.scale, next_op_input_quantizer)
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        return plain(input_) * self.scale
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        return handed_on(plain(grad_output) * self.scale, ctx.grad_input_quantizer), []
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
+        return plain(grad_output) * self.scale, []
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}"
 
 
-class Dropout(BasicOperation):
+class Dropout(Computation):
     """In training, sets each element to zero with probability ``p`` and scales the others by 1 / (1 - p)."""
 
     def __init__(self, p: float) -> None:
@@ -67,15 +51,7 @@ class Dropout(BasicOperation):
             raise ValueError(f"{self.layer}: p must be a probability below 1, 0 <= p < 1, got {p}")
         self.dropout_probability = p
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         ctx.scale = 1.0 / (1.0 - self.dropout_probability)
         ctx.drops = self.training and self.dropout_probability > 0.0
         x = plain(input_)
@@ -83,45 +59,37 @@ class Dropout(BasicOperation):
             kept = torch.rand(x.shape, device=x.device) >= self.dropout_probability
             ctx.save_for_backward(kept)
             x = x * kept * ctx.scale
-        return handed_on(x, next_op_input_quantizer)
+        return x
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         dy = plain(grad_output)
         if ctx.drops:
             (kept,) = ctx.saved_tensors
             dy = dy * kept * ctx.scale
-        return handed_on(dy, ctx.grad_input_quantizer), []
+        return dy, []
 
     def extra_repr(self) -> str:
         return f"p={self.dropout_probability}"
 
 
-class Reshape(BasicOperation):
+class Reshape(Computation):
     """``y = x.reshape(shape)``; one number of ``shape`` may be -1."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
         self._shape = tuple(shape)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         known = math.prod(size for size in self._shape if size != -1)
         if -1 in self._shape and not (known and input_.numel() % known == 0):
             raise ValueError(
                 f"{self.layer}: an input of shape {list(input_.shape)} cannot be reshaped to {list(self._shape)}"
             )
         ctx.shape = input_.shape
-        return handed_on(plain(input_).reshape(self._shape), next_op_input_quantizer)
+        return plain(input_).reshape(self._shape)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        return handed_on(plain(grad_output).reshape(ctx.shape), ctx.grad_input_quantizer), []
+    def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
+        return plain(grad_output).reshape(ctx.shape), []
 
     def extra_repr(self) -> str:
         return f"shape={self._shape}"

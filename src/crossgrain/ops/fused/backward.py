@@ -17,76 +17,88 @@ from ..basic.simple import ConstantScale
 from ..context import OperationContext
 from ..fusions import fuse_windows
 from ..handover import handed_on, plain
-from ..op import BackwardResult, BasicOperation, FusedOperation, FusibleOperation
+from ..op import BackwardResult, BasicOperation, FusedOperation, FusibleOperation, Gradients
 
 
-class BackwardActivationBias(FusedOperation):
+class _BackwardPair(FusedOperation):
+    """Base class: two basic operations. The gradient of the second one is modified in place, and handed on once."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> BackwardResult:
+        dx, *grads = self._gradients(basic_op_ctxs[1], grad_output, basic_op_grad_extra_outputs[0])
+        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), grads, [(), ()]
+
+    def _gradients(
+        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Gradients, Gradients]:
+        """Return the gradient of the input, and of the parameters of both operations.
+
+        Args:
+            ctx: context of the second operation.
+            dy: gradient of its output.
+            branch_grads: gradients of the extra outputs of the first operation.
+        """
+        raise NotImplementedError
+
+
+class BackwardActivationBias(_BackwardPair):
     """[Bias, activation]: computes the gradient of the activation, sums it for the bias and quantizes it for a GEMM."""
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
+    def _gradients(
+        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Gradients, Gradients]:
         bias, activation = self.basic_ops
         assert isinstance(bias, Bias) and isinstance(activation, ActivationOperation)
-        dx = activation.activation_backward(basic_op_ctxs[1], grad_output)
-        db = bias.bias_gradient(dx)
-        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [[db], []], [(), ()]
+        dx = activation.activation_backward(ctx, dy)
+        return dx, [bias.bias_gradient(dx)], []
 
 
-class BackwardAddRMSNorm(FusedOperation):
+class BackwardAddRMSNorm(_BackwardPair):
     """[MakeExtraOutput, RMSNorm]: adds the gradient of the branch to the gradient of the norm."""
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
+    def _gradients(
+        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Gradients, Gradients]:
         branch, norm = self.basic_ops
         assert isinstance(branch, MakeExtraOutput) and isinstance(norm, RMSNorm)
-        dx, grads = norm.norm_backward(basic_op_ctxs[1], grad_output)
-        dx = _with_branch(branch, dx, basic_op_grad_extra_outputs[0])
-        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [[], grads], [(), ()]
+        dx, grads = norm.norm_backward(ctx, dy)
+        return _with_branch(branch, dx, branch_grads), [], grads
 
 
-class BackwardLinearAdd(FusedOperation):
+class BackwardLinearAdd(_BackwardPair):
     """[MakeExtraOutput, BasicLinear]: adds the gradient of the branch to the result of dgrad."""
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
+    def _gradients(
+        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Gradients, Gradients]:
         branch, linear = self.basic_ops
-        assert isinstance(branch, MakeExtraOutput) and isinstance(linear, BasicLinear)
-        dx, dw = linear.gemm_backward(basic_op_ctxs[1], grad_output)
-        assert dx is not None
-        dx = _with_branch(branch, dx, basic_op_grad_extra_outputs[0])
-        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), [[], [dw]], [(), ()]
+        assert isinstance(branch, MakeExtraOutput)
+        dx, dw = _gemm_gradients(linear, ctx, dy)
+        return _with_branch(branch, dx, branch_grads), [], [dw]
 
 
-class BackwardLinearScale(FusedOperation):
+class BackwardLinearScale(_BackwardPair):
     """[ConstantScale, BasicLinear]: scales the result of dgrad in place."""
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> BackwardResult:
+    def _gradients(
+        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Gradients, Gradients]:
         scale, linear = self.basic_ops
-        assert isinstance(scale, ConstantScale) and isinstance(linear, BasicLinear)
-        dx, dw = linear.gemm_backward(basic_op_ctxs[1], grad_output)
-        assert dx is not None
-        return handed_on(dx.mul_(scale.scale), basic_op_ctxs[0].grad_input_quantizer), [[], [dw]], [(), ()]
+        assert isinstance(scale, ConstantScale)
+        dx, dw = _gemm_gradients(linear, ctx, dy)
+        return dx.mul_(scale.scale), [], [dw]
+
+
+def _gemm_gradients(linear: BasicOperation, ctx: OperationContext, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(linear, BasicLinear)
+    dx, dw = linear.gemm_backward(ctx, dy)
+    assert dx is not None  # the operation before needs it
+    return dx, dw
 
 
 def _with_branch(branch: MakeExtraOutput, dx: Tensor, grads: tuple[Tensor | None, ...]) -> Tensor:

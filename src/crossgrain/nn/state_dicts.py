@@ -1,0 +1,114 @@
+"""State dicts of modules that may have quantized parameters, and histories of delayed scaling as extra state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..recipe import RecipeState, check_extra_state, extra_state_of, load_extra_state
+from ..recipe.pickled_state import passes_over
+from ..tensor.init_values import renew_preserved_values
+from ..tensor.loading import check_formats
+from .module_interface import Built, Mode, ModuleInterface, nothing_built
+
+_EXTRA_STATE = "_extra_state"  # torch's name
+
+
+class StateDicts(nn.Module):
+    """Base class of modules that save an extra state, unless it is empty: then the keys are those of torch.nn.
+
+    What cannot be loaded is refused before parameters are overwritten.
+    """
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the histories of delayed scaling as a plain dict. If there are none, it is empty and not saved."""
+        raise NotImplementedError
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load the histories of `get_extra_state`. Before the first forward, they wait for it."""
+        raise NotImplementedError
+
+    def clear_weight_cache(self) -> None:
+        """Drop the cached quantized copies of the weights."""
+        raise NotImplementedError
+
+    def _expect_other_weights(self) -> None:
+        """Prepare for weights that are replaced from outside: the next forward checks them."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not destination[prefix + _EXTRA_STATE]:
+            del destination[prefix + _EXTRA_STATE]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + _EXTRA_STATE
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._expect_other_weights()
+        else:
+            check_formats(self._parameters, state_dict, prefix)
+        if key in state_dict:
+            self.set_extra_state(state_dict[key])
+        self.clear_weight_cache()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        renew_preserved_values(self._parameters, state_dict, prefix)
+        if key in missing_keys:
+            missing_keys.remove(key)
+
+
+class Histories(StateDicts, ModuleInterface):
+    """The part of `QuantizedModule` that keeps the histories of delayed scaling, also when the recipe changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
+        self._unloaded: Any = None  # extra state that waits for states to load it into
+
+    def _learn(self, new: Built) -> None:
+        """Keep the histories of ``new`` from now on, after loading what has been waiting for them."""
+        learned = {mode: state for mode, state in new.states.items() if state.delayed is not None}
+        if learned and self._unloaded is not None:
+            load_extra_state(self._unloaded, new.states["forward"], new.states["backward"], self.layer)
+            self._unloaded = None
+        self._learned |= learned
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Reset the histories of delayed scaling: amaxes become 0 and scales 1."""
+        for state in self._learned.values():
+            assert state.delayed is not None
+            state.delayed.amax_history.zero_()
+            state.delayed.scale.fill_(1.0)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        if self._unloaded is not None:
+            return dict(self._unloaded)
+        return extra_state_of(self._learned.get("forward"), self._learned.get("backward"))
+
+    def set_extra_state(self, state: Any) -> None:
+        if passes_over(state, self._built.recipe or self.bound_recipe):
+            return
+        check_extra_state(state, self.layer)
+        self._unloaded = None
+        if state is None or not len(state):
+            return
+        if self._learned:
+            load_extra_state(state, self._learned.get("forward"), self._learned.get("backward"), self.layer)
+        else:
+            self._unloaded = {
+                key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+
+    def _expect_other_weights(self) -> None:
+        self._built = nothing_built()
