@@ -95,6 +95,10 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         if context.depth:
             if not (context.enabled or context.calibrating):
                 return None
+            if context.step is not None:
+                context.step.layers_ran = True
+                if context.step.roles is not None:
+                    context.step.roles.update(role for role in self._roles("forward") if role is not None)
             return active_recipe() if context.recipe is None else context.recipe
         if self.bound_recipe is None and self.fp8 and (in_backward() or this_pass().recomputes):
             raise RuntimeError(

@@ -28,6 +28,7 @@ from .delayed_state import DelayedScalingRecipeState
 from .model_calls import leave_abandoned_calls
 from .state import RecipeState
 from .support import check_recipe_support, get_default_recipe
+from .unused import expect_layers, warn_of_unused
 from .updates import Step, backward_steps
 
 RecipeLike = Recipe | str | os.PathLike[str] | None
@@ -217,6 +218,7 @@ class autocast:
         find_pass(outer)  # checkpoints note what they were entered in
         if runs and outer.step is None:
             self._step = Step()
+            expect_layers(self._step, recipe)
         activate(
             replace(
                 outer,
@@ -238,11 +240,13 @@ class autocast:
         step = active().step
         if kind is not None and step is not None:
             step.aborted = True
-        opened, outer = self._step, self._outer
+        opened, outer, recipe = self._step, self._outer, active_recipe()
         self._step = self._outer = None
         activate(outer)
         if opened is not None:
             _finish(opened, always=self._calibrating)
+            if kind is None:
+                warn_of_unused(opened, recipe, stacklevel=2)
 
 
 @contextmanager

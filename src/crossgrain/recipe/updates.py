@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..runtime.collectives import maximise_
 from .delayed_state import DelayedScalingRecipeState
+from .roles import QuantizerRole
 from .state import RecipeState
 
 
@@ -37,6 +38,8 @@ class Step:
         self._closed = False
         self._first_module = True
         self.aborted = False
+        self.layers_ran = False
+        self.roles: set[QuantizerRole] | None = None  # of the layers that ran, if somebody wants to know
 
     def add(self, state: RecipeState, group: Any = None) -> None:
         """Note that ``state`` is about to be used. Does nothing for recipes without histories."""

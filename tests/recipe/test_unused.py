@@ -1,0 +1,71 @@
+"""An autocast that has no effect says so."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import crossgrain as cg
+from crossgrain.recipe import unused
+
+
+@pytest.fixture(autouse=True)
+def nothing_compared_yet():
+    unused._checked.clear()
+
+
+def ran(model, recipe, x=None, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with cg.autocast(recipe=recipe, **options):
+            model(torch.randn(32, 64) if x is None else x)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", cg.recipe.DelayedScaling(), cg.recipe.MXFP8BlockScaling()])
+def test_a_model_without_layers_of_crossgrain_is_said(recipe):
+    (message,) = ran(nn.Linear(64, 64), recipe)
+    assert "no layer of crossgrain ran inside this autocast" in message and "crossgrain.convert" in message
+    assert ran(nn.Sequential(nn.Linear(64, 64), cg.Linear(64, 64)), recipe) == []
+    assert ran(nn.Linear(64, 64), recipe, enabled=False) == []
+
+
+def test_the_warning_is_about_the_callers_line():
+    with pytest.warns(UserWarning, match="no layer of crossgrain") as caught, cg.autocast(recipe="mxfp8"):
+        pass
+    assert caught[0].filename == __file__
+
+
+def test_an_error_inside_is_enough():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError), cg.autocast(recipe="mxfp8"):
+            raise ZeroDivisionError
+
+
+def test_compiled_and_fusible_layers_count():
+    model = cg.ops.Sequential(cg.ops.Linear(64, 64))
+    assert ran(model, "mxfp8") == []
+    assert ran(torch.compile(cg.Linear(64, 64), backend="eager"), "mxfp8") == []
+
+
+def named():
+    model = nn.Sequential(cg.Linear(64, 64), cg.LayerNormMLP(64, 64))
+    cg.name_layers(model)
+    return model
+
+
+def test_a_rule_that_matches_no_layer_is_said_once():
+    model = named()
+    (message,) = ran(model, "all: mxfp8; 0: nvfp4; lm_hed: hp; 7|1.fc2: hp")
+    assert "rule 2 (lm_hed), rule 3 (7|1.fc2)" in message and "0, 1.fc1, 1.fc2" in message
+    assert ran(model, "all: mxfp8; 0: nvfp4; lm_hed: hp; 7|1.fc2: hp") == []
+
+
+def test_rules_that_match_are_silent():
+    model = named()
+    for rules in ("0: nvfp4", "1.*: hp", "type=linear: nvfp4", "0|1.fc1: hp"):
+        assert ran(model, f"all: mxfp8; {rules}") == []
