@@ -15,7 +15,7 @@ _checked: weakref.WeakSet[GemmRecipe] = weakref.WeakSet()  # whose rules were co
 
 
 def expect_layers(step: Step, recipe: Recipe) -> None:
-    """Have modules that run in ``step`` note their roles, if ``recipe`` has rules that were not yet compared with any."""
+    """Have modules that run in ``step`` note their roles, if rules of ``recipe`` were not yet compared with any."""
     if isinstance(recipe, GemmRecipe) and recipe.rules and recipe not in _checked:
         step.roles = set()
 
