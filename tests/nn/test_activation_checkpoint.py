@@ -120,7 +120,7 @@ class ByHand(torch.autograd.Function):
 @pytest.mark.parametrize("where", ["bound", "outside", "inside"])
 def test_other_recomputations_of_delayed_scaling_are_refused(where):
     run = Run([lambda: cg.Linear(WIDTH, WIDTH)], RECIPES["delayed"](), ByHand.apply, where=where)
-    with pytest.raises(RuntimeError, match=r"Use crossgrain.checkpoint|use crossgrain.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"Recompute with crossgrain.checkpoint|use crossgrain.checkpoint"):
         run.train()
 
 
