@@ -133,7 +133,7 @@ def test_modules_that_did_not_run_the_first_time_are_refused():
             return next(takes_turns)(x)
 
     y = torch_checkpoint(changes, torch.randn(ROWS, WIDTH, requires_grad=True), use_reentrant=False)
-    with pytest.raises(RuntimeError, match="has to run the same modules in the same order"):
+    with pytest.raises(RuntimeError, match="must run the same modules in the same order"):
         y.sum().backward()
 
 
