@@ -155,4 +155,4 @@ def _different_planes(rank):
 def test_models_with_other_planes_are_refused_on_all_ranks(tmp_path):
     for kind, text in run(_different_planes, 2, tmp_path):
         assert kind == "RuntimeError"
-        assert "hold different planes on different ranks" in text
+        assert "different ranks have different planes" in text

@@ -120,7 +120,7 @@ class ByHand(torch.autograd.Function):
 @pytest.mark.parametrize("where", ["bound", "outside", "inside"])
 def test_other_recomputations_of_delayed_scaling_are_refused(where):
     run = Run([lambda: cg.Linear(WIDTH, WIDTH)], RECIPES["delayed"](), ByHand.apply, where=where)
-    with pytest.raises(RuntimeError, match=r"Use crossgrain.checkpoint|use crossgrain.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"Recompute with crossgrain.checkpoint|use crossgrain.checkpoint"):
         run.train()
 
 
@@ -133,7 +133,7 @@ def test_modules_that_did_not_run_the_first_time_are_refused():
             return next(takes_turns)(x)
 
     y = torch_checkpoint(changes, torch.randn(ROWS, WIDTH, requires_grad=True), use_reentrant=False)
-    with pytest.raises(RuntimeError, match="has to run the same modules in the same order"):
+    with pytest.raises(RuntimeError, match="must run the same modules in the same order"):
         y.sum().backward()
 
 

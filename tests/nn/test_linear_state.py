@@ -420,7 +420,7 @@ def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unp
     layer.load_state_dict(state)
     assert torch.equal(layer.weight, state["weight"]) and layer.get_extra_state() == {}
     for refusing in (trained(DELAYED), trained(None)):
-        with pytest.raises(TypeError, match="Pickled ones of others are not read"):
+        with pytest.raises(TypeError, match="Pickled extra states of other libraries are not read"):
             refusing.load_state_dict(state)
     assert not _extra_state.should_load_extra_state_pickle(payload)
     assert "code ran" not in capsys.readouterr().out

@@ -240,12 +240,12 @@ def test_rank(name):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.bool, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused(quantizer, dtype):
-    with pytest.raises(TypeError, match=f"not {dtype}"):
+    with pytest.raises(TypeError, match=f"float16 tensors, got {dtype}"):
         quantizer(torch.zeros(128, 128).to(dtype))
 
 
 def test_what_is_not_a_tensor_is_refused(quantizer):
-    with pytest.raises(TypeError, match="not list"):
+    with pytest.raises(TypeError, match="can only quantize tensors, got list"):
         quantizer([[1.0]])
 
 
@@ -253,13 +253,13 @@ def test_a_destination_that_does_not_fit_is_untouched(quantizer, x):
     q = quantizer(x.clone())
     before = buffers_of(q)
     other = cg.quantize(x, "mxfp8" if not isinstance(q, cg.MXFP8Tensor) else "nvfp4")
-    with pytest.raises(ValueError, match="cannot write"):
+    with pytest.raises(ValueError, match="can only write to a"):
         quantizer.quantize(x, out=other)
     with pytest.raises(ValueError, match=r"shape \[128, 128\]"):
         quantizer.quantize(x[:, :128], out=q)
-    with pytest.raises(ValueError, match="cannot write"):
+    with pytest.raises(ValueError, match="can only write to a"):
         quantizer.quantize(x, out=torch.empty(128, 256))
-    with pytest.raises(TypeError, match="not torch.int64"):
+    with pytest.raises(TypeError, match="got torch.int64"):
         quantizer.quantize(torch.zeros(128, 256, dtype=torch.int64), out=q)
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
 
@@ -276,7 +276,9 @@ def test_a_destination_made_for_other_buffers_is_refused(x):
     q = cg.quantize(x, "fp8_block_2d")
     before = buffers_of(q)
     one_d = cg.quantizer_for("fp8_block")
-    with pytest.raises(ValueError, match="rowwise plane .* made for fp8_block_2d and cannot hold fp8_block"):
+    with pytest.raises(
+        ValueError, match="rowwise plane .* is in the format fp8_block_2d and cannot be rewritten as fp8_block"
+    ):
         one_d.update_quantized(x, q)
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
 
@@ -290,7 +292,7 @@ def test_nominal_dtypes_are_high_precision(quantizer, x):
 
 def test_an_internal_storage_cannot_require_gradients(quantizer):
     quantizer.internal = True
-    with pytest.raises(ValueError, match="cannot require gradients"):
+    with pytest.raises(ValueError, match="requires_grad=True cannot be used with internal=True"):
         quantizer.make_empty((128, 128), requires_grad=True)
 
 
@@ -311,7 +313,7 @@ def test_flush_to_zero_is_refused(x):
     [
         (lambda: cg.MXFP8Quantizer(DType.kFloat4E2M1), "needs kFloat8E4M3 or kFloat8E5M2"),
         (lambda: cg.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=3), "1 .* or 2"),
-        (lambda: cg.NVFP4Quantizer(DType.kFloat8E4M3), "needs kFloat4E2M1"),
+        (lambda: cg.NVFP4Quantizer(DType.kFloat8E4M3), "needs fp4_dtype=kFloat4E2M1"),
         (lambda: cg.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300), "448 or 256"),
         (lambda: cg.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MAX"), "'MAE' or 'MSE'"),
         (lambda: cg.NVFP4Quantizer(with_2d_quantization=True, with_rht=True), "cannot be combined"),

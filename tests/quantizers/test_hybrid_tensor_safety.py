@@ -152,7 +152,7 @@ def test_a_write_that_cannot_be_done_changes_nothing(h, x):
     for src, error in wrong:
         with pytest.raises(error):
             q.quantize_(src)
-    with pytest.raises(ValueError, match="cannot write to a MXFP8Tensor"):
+    with pytest.raises(ValueError, match="can only write to a hybrid tensor, got a MXFP8Tensor"):
         h.quantize(x, out=cg.quantize(x, "mxfp8"))
     try:
         torch.set_flush_denormal(True)
@@ -191,7 +191,7 @@ def test_a_child_that_the_source_lacks_is_not_written_under_a_shared_scale(x):
 def test_a_quantizer_of_other_formats_is_refused_before_anything_is_written(x):
     q = hybrid_of("mxfp8", "fp8_block")(x)
     before = buffers_of(q)
-    reasons = {"nvfp4": "which NVFP4Quantizer cannot write", "fp8_block_2d": "cannot hold fp8_block_2d"}
+    reasons = {"nvfp4": "which NVFP4Quantizer cannot write", "fp8_block_2d": "cannot be rewritten as fp8_block_2d"}
     for column, reason in reasons.items():
         with pytest.raises(ValueError, match=reason):
             hybrid_of("mxfp8", column).update_quantized(x * 2, q)

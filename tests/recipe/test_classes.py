@@ -137,7 +137,7 @@ def test_environment_is_read_when_a_recipe_is_made(monkeypatch):
     current, block = Float8CurrentScaling(), Float8BlockScaling()
     assert current.use_power_2_scales and current.fp8_quant_fwd_weight.power_2_scale
     assert block.use_f32_scales and not block.fp8_quant_bwd_grad.power_2_scale
-    with pytest.raises(AssertionError, match="delayed scaling takes no backward_override"):
+    with pytest.raises(AssertionError, match="delayed scaling does not support backward_override"):
         DelayedScaling()
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "sometimes")
     with pytest.raises(AssertionError, match="sometimes"):
@@ -172,7 +172,9 @@ def test_backward_override(make):
     with pytest.raises(AssertionError, match="backward_override"):
         make(backward_override="never")
     if make is DelayedScaling:
-        with pytest.raises(AssertionError, match="takes no backward_override"):
+        with pytest.raises(
+            AssertionError, match="does not support backward_override: it must be None, got 'dequantized'"
+        ):
             make(backward_override="dequantized")
     else:
         assert make(backward_override="dequantized").backward_override == "dequantized"
@@ -181,12 +183,15 @@ def test_backward_override(make):
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"x_block_scaling_dim": 3}, "x_block_scaling_dim is 1 or 2"),
+        ({"x_block_scaling_dim": 3}, "x_block_scaling_dim must be 1 or 2"),
         ({"w_block_scaling_dim": 0}, "w_block_scaling_dim"),
         ({"grad_block_scaling_dim": 4}, "grad_block_scaling_dim"),
-        ({"x_block_scaling_dim": 2}, "x and w meet"),
-        ({"grad_block_scaling_dim": 2}, "w and grad meet"),
-        ({"w_block_scaling_dim": 1, "x_block_scaling_dim": 2, "grad_block_scaling_dim": 2}, "x and grad meet"),
+        ({"x_block_scaling_dim": 2}, "x_block_scaling_dim and w_block_scaling_dim cannot both be 2"),
+        ({"grad_block_scaling_dim": 2}, "w_block_scaling_dim and grad_block_scaling_dim cannot both be 2"),
+        (
+            {"w_block_scaling_dim": 1, "x_block_scaling_dim": 2, "grad_block_scaling_dim": 2},
+            "x_block_scaling_dim and grad_block_scaling_dim cannot both be 2",
+        ),
         ({"fp8_gemm_dgrad": MMParams(use_split_accumulator=False)}, "dgrad"),
         ({"fp8_dpa": True}, "attention"),
         ({"fp8_mha": True}, "attention"),
@@ -202,8 +207,8 @@ def test_block_scaling_refuses(options, match):
     [
         ({"fp4_format": FP8Format.E4M3}, "codes are E2M1"),
         ({"fp8_format": FP8Format.HYBRID}, "scales are E4M3"),
-        ({"nvfp4_4over6": "some"}, "nvfp4_4over6 is"),
-        ({"nvfp4_4over6_e4m3_use_256": "some"}, "use_256 is"),
+        ({"nvfp4_4over6": "some"}, "nvfp4_4over6 must be"),
+        ({"nvfp4_4over6_e4m3_use_256": "some"}, "use_256 must be"),
         ({"nvfp4_4over6_err_mode": "RMS"}, "err_mode"),
     ],
 )

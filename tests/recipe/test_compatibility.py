@@ -35,7 +35,8 @@ def test_each_quantizer_names_its_recipe(make):
         if type(recipe) is expected:
             check_weight_matches_recipe(quantizer, recipe, "fc1.weight")
         else:
-            match = f"fc1.weight was quantized by {type(quantizer).__name__}.*under {type(recipe).__name__}"
+            made_by, used_with = type(quantizer).__name__, type(recipe).__name__
+            match = f"fc1.weight was quantized by {made_by}.*cannot be used with {used_with}"
             with pytest.raises(RuntimeError, match=match):
                 check_weight_matches_recipe(quantizer, recipe, "fc1.weight")
 

@@ -127,20 +127,44 @@ def changed(**values):
 @pytest.mark.parametrize(
     "change, error, match",
     [
-        (changed(version=2), ValueError, "fc: version 2"),
-        (changed(surprise=1), ValueError, "unknown extra state 'surprise'"),
-        (lambda extra: extra.pop("backward.fp8_dtype"), ValueError, "lacks backward.fp8_dtype"),
-        (changed(forward__scale=b"\x80\x04"), TypeError, "forward.scale is a float32 tensor, not bytes"),
-        (changed(forward__scale=lambda t: t.double()), TypeError, "not torch.float64"),
+        (changed(version=2), ValueError, "fc: the extra state has version 2"),
+        (changed(surprise=1), ValueError, "the extra state has unknown keys 'surprise'"),
+        (lambda extra: extra.pop("backward.fp8_dtype"), ValueError, "the extra state has no backward.fp8_dtype"),
+        (
+            changed(forward__scale=b"\x80\x04"),
+            TypeError,
+            "forward.scale of the extra state must be a float32 tensor, got bytes",
+        ),
+        (changed(forward__scale=lambda t: t.double()), TypeError, "got torch.float64"),
         (changed(forward__scale=lambda t: t[:2]), ValueError, r"\[2\] and \[4, 3\]"),
         (changed(forward__amax_history=lambda t: t[0]), ValueError, r"\[3\] and \[3\]"),
         (changed(forward__amax_history=lambda t: t[:0]), ValueError, r"\[3\] and \[0, 3\]"),
-        (changed(backward__scale=lambda t: t * 0), ValueError, "backward.scale holds"),
-        (changed(backward__scale=lambda t: t * torch.nan), ValueError, "backward.scale holds"),
-        (changed(backward__amax_history=lambda t: -t), ValueError, "backward.amax_history holds"),
-        (changed(backward__amax_history=lambda t: t * torch.nan), ValueError, "backward.amax_history holds"),
-        (changed(forward__fp8_dtype=4), ValueError, "forward.fp8_dtype 4 is no FP8 type"),
-        (changed(forward__fp8_dtype="e4m3"), ValueError, "'e4m3' is no FP8 type"),
+        (
+            changed(backward__scale=lambda t: t * 0),
+            ValueError,
+            "backward.scale of the extra state must hold positive, finite",
+        ),
+        (
+            changed(backward__scale=lambda t: t * torch.nan),
+            ValueError,
+            "backward.scale of the extra state must hold positive, finite",
+        ),
+        (
+            changed(backward__amax_history=lambda t: -t),
+            ValueError,
+            "backward.amax_history of the extra state must not hold NaN",
+        ),
+        (
+            changed(backward__amax_history=lambda t: t * torch.nan),
+            ValueError,
+            "backward.amax_history of the extra state must not hold NaN",
+        ),
+        (
+            changed(forward__fp8_dtype=4),
+            ValueError,
+            "forward.fp8_dtype of the extra state is 4, which is not an FP8 type",
+        ),
+        (changed(forward__fp8_dtype="e4m3"), ValueError, "'e4m3', which is not an FP8 type"),
     ],
 )
 def test_damaged_state_is_refused_before_anything_is_written(change, error, match):
@@ -161,8 +185,11 @@ def test_only_dicts_are_taken():
 @pytest.mark.parametrize(
     "others, match",
     [
-        (lambda: states(counts=(3, 3)), "for 2 backward tensors, the module has 3"),
-        (lambda: states(DelayedScaling(fp8_format=FP8Format.E4M3)), "backward scales are for kFloat8E5M2"),
+        (lambda: states(counts=(3, 3)), "for 2 backward tensors, but the module has 3"),
+        (
+            lambda: states(DelayedScaling(fp8_format=FP8Format.E4M3)),
+            "backward scales of the extra state are for kFloat8E5M2",
+        ),
     ],
 )
 def test_state_of_other_modules_is_refused_before_anything_is_written(others, match):

@@ -64,16 +64,16 @@ def test_rules_may_be_a_mapping_and_a_preset_the_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("- fprop", "holds list; a recipe is a mapping"),
-        ("fprop: mxfp8\n*.head: hp", "has to be quoted"),
-        ("fporp: mxfp8", "fporp: no setting 'fporp'; did you mean 'fprop'?"),
-        ("fprop: mxfp9", "fprop: no format 'mxfp9'; did you mean 'mxfp8'?"),
+        ("- fprop", "is a list, but a recipe is a mapping"),
+        ("fprop: mxfp8\n*.head: hp", "put a pattern that begins with * in quotes"),
+        ("fporp: mxfp8", "fporp: there is no setting 'fporp'; did you mean 'fprop'?"),
+        ("fprop: mxfp9", "fprop: there is no format 'mxfp9'; did you mean 'mxfp8'?"),
         ("preset: nvfp5", "no preset 'nvfp5'; did you mean 'nvfp4'?"),
-        ("preset: hp\nrules: hp", "rules are a list of entries like"),
+        ("preset: hp\nrules: hp", "rules must be a list of entries like"),
         ("preset: hp\nrules: [{a b: hp}]", "rule 1: 'a b' is not a pattern"),
         ("preset: hp\nrules: [{a: hp}, {b: {fprop: nvfp4(sr)}}]", "rule 2: sr is meant for the gradient"),
         ("preset: hp\nrules: [{a: {}}]", "rule 1: the rule 'a' sets nothing"),
-        ("fprop: 8\ndgrad: hp\nwgrad: hp", "a format is written as text"),
+        ("fprop: 8\ndgrad: hp\nwgrad: hp", "a format must be written as text"),
     ],
 )
 def test_errors_say_the_file_and_the_place(tmp_path: Path, text: str, message: str) -> None:
@@ -90,12 +90,12 @@ def test_json_must_be_json_without_duplicates(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken.json is not JSON"):
         GemmRecipe.load(path)
     path.write_text('{"fprop": "hp", "fprop": "mxfp8"}')
-    with pytest.raises(ValueError, match="'fprop' is there twice"):
+    with pytest.raises(ValueError, match="the key 'fprop' appears twice"):
         GemmRecipe.load(path)
 
 
 def test_the_suffix_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ends with .yaml, .yml, .json"):
+    with pytest.raises(ValueError, match="must end with one of .yaml, .yml, .json"):
         RECIPE.save(tmp_path / "recipe.txt")
     with pytest.raises(FileNotFoundError):
         GemmRecipe.load(tmp_path / "absent.json")

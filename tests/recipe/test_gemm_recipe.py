@@ -88,15 +88,15 @@ def test_the_constructor_says_the_same_as_a_line() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="operands are called 'fprop.weight' and the like, not 'fprop'"):
+    with pytest.raises(ValueError, match="keys of operands must be like 'fprop.weight', got 'fprop'"):
         GemmRecipe("hp", "hp", "hp", operands={"fprop": "hp"})
     with pytest.raises(ValueError, match="no setting 'fprop.grad_output'"):
         GemmRecipe("hp", "hp", "hp", operands={"fprop.grad_output": "hp"})
-    with pytest.raises(ValueError, match="weight.source is original or dequantized"):
+    with pytest.raises(ValueError, match="weight.source must be original or dequantized"):
         GemmRecipe("hp", "hp", "hp", sources={"weight": "rowwise"})
     with pytest.raises(ValueError, match="backward_override"):
         GemmRecipe("hp", "hp", "hp", backward_override="hp")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a recipe is a preset's name, a line"):
+    with pytest.raises(TypeError, match="a recipe must be the name of a preset, one line"):
         GemmRecipe.load(3)  # type: ignore[arg-type]
 
 

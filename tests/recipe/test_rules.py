@@ -143,7 +143,7 @@ def test_a_numbered_dictionary_is_a_stack_and_a_named_one_is_not() -> None:
 def test_blocks_can_be_said() -> None:
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": Model(2).layers}), "decoder": Model(2).layers})
     recipe = GemmRecipe.load("mxfp8; first 1 block: hp")
-    with pytest.raises(ValueError, match="encoder.layers and decoder have 2 blocks each; say which"):
+    with pytest.raises(ValueError, match="encoder.layers and decoder have 2 blocks each; choose one of them"):
         recipe.for_model(model)
     assert "(decoder.0)" in str(recipe.for_model(model, blocks="decoder"))
     assert "(encoder.layers.0)" in str(GemmRecipe.load("mxfp8, blocks: encoder.l*; first 1 block: hp").for_model(model))
@@ -156,7 +156,7 @@ def test_blocks_can_be_said() -> None:
 def test_a_model_without_blocks_or_with_too_few() -> None:
     with pytest.raises(ValueError, match="has no ModuleList, Sequential or numbered ModuleDict"):
         GemmRecipe.load("mxfp8; first 1 block: hp").for_model(nn.ModuleDict({"fc": nn.Linear(4, 4)}))
-    with pytest.raises(ValueError, match="'last 9 blocks': layers has 4"):
+    with pytest.raises(ValueError, match="'last 9 blocks': layers has only 4 blocks"):
         GemmRecipe.load("mxfp8; last 9 blocks: hp").for_model(Model())
 
 
@@ -165,10 +165,10 @@ def test_a_model_without_blocks_or_with_too_few() -> None:
     [
         ("*.ln", "'[*].ln' matches no layer of this Model; near misses: head.lm"),
         ("layer.0.mlp.0", "near misses: layers.0.mlp.0"),
-        ("layers.0", "layers.0 is not a layer; 'layers.0.[*]' is for the layers inside"),
+        ("layers.0", "layers.0 is not a layer; use 'layers.0.[*]' for the layers inside it"),
         ("*.lm|*.qq", "'[*].qq' matches no layer"),
-        ("zzzzzzzzzzzzzzzz", "layers are layers.0.attn.q, layers.0.attn.k, layers.0.mlp.0, .*, [.][.][.]"),
-        ("type=grouped_linear", "'type=grouped_linear' matches no layer .* module types are linear"),
+        ("zzzzzzzzzzzzzzzz", "it has layers.0.attn.q, layers.0.attn.k, layers.0.mlp.0, .*, [.][.][.]"),
+        ("type=grouped_linear", "'type=grouped_linear' matches no layer .* the module types of its layers are linear"),
     ],
 )
 def test_a_pattern_that_matches_nothing_lists_near_misses(pattern: str, message: str) -> None:
@@ -213,7 +213,7 @@ def test_modules_with_roles_are_layers() -> None:
 
 def test_a_module_that_is_not_called_by_its_path_is_refused() -> None:
     model = nn.ModuleDict({"moe": Experts()})
-    with pytest.raises(ValueError, match=r"Experts at 'moe' is called None, .*name_layers\(model\)"):
+    with pytest.raises(ValueError, match=r"Experts at 'moe' has the name None, .*name_layers\(model\)"):
         GemmRecipe.load("mxfp8; moe: hp").for_model(model)
     GemmRecipe.load("mxfp8; type=grouped_linear: hp").for_model(model)  # where paths do not matter
 

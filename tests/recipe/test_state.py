@@ -49,9 +49,9 @@ def test_create(recipe, cls):
     assert type(state) is cls
     assert (state.recipe, state.mode, state.num_quantizers, state.roles) == (recipe, "forward", 3, roles)
     assert len(state.make_quantizers()) == 3
-    with pytest.raises(ValueError, match="mode is"):
+    with pytest.raises(ValueError, match="mode must be 'forward' or 'backward', got 'sideways'"):
         RecipeState.create(recipe, mode="sideways")
-    with pytest.raises(ValueError, match="3 quantizers need as many roles, not 2"):
+    with pytest.raises(ValueError, match="one role for each of the 3 quantizers, got 2"):
         RecipeState.create(recipe, mode="forward", num_quantizers=3, roles=roles[:2])
 
 

@@ -60,32 +60,40 @@ def test_a_setting_on_top_of_a_preset_replaces_its_operands_too() -> None:
         ("fprop: mxfp8, dgrad: nvfp4(rht, srr)", "nvfp4 has no option 'srr'; did you mean 'sr'?", "srr"),
         ("mxfp8-fwd-nvfp4-bw", "no preset or format", "mxfp8-fwd-nvfp4-bw"),
         ("fprop: mxfp8, nvfp4", "'nvfp4' needs a key, like 'fprop: nvfp4'", "nvfp4"),
-        ("fprop: mxfp8, fprop: nvfp4", "fprop is set already", "nvfp4"),
+        ("fprop: mxfp8, fprop: nvfp4", "fprop is set twice", "nvfp4"),
         ("fprop: , dgrad: hp", "fprop needs a value", "fprop:"),
-        ("mxfp8,, dgrad: hp", "a setting is expected here", ","),
-        ("", "a setting is expected here", ""),
-        ("mxfp8, weight.source: deq", "weight.source is original or dequantized, not 'deq'", "deq"),
-        ("mxfp8, allow_mixed: maybe", "allow_mixed is true or false", "maybe"),
-        ("mxfp8, backward_override: hp", "backward_override is high_precision or dequantized", "hp"),
-        ("mxfp8; dgrad: nvfp4", "settings are separated by ','", "dgrad"),
-        ("mxfp8; *.head", "a rule is written 'pattern: format'", "*.head"),
+        ("mxfp8,, dgrad: hp", "expected a setting", ","),
+        ("", "expected a setting", ""),
+        ("mxfp8, weight.source: deq", "weight.source must be original or dequantized, got 'deq'", "deq"),
+        ("mxfp8, allow_mixed: maybe", "allow_mixed must be true or false", "maybe"),
+        ("mxfp8, backward_override: hp", "backward_override must be high_precision or dequantized", "hp"),
+        ("mxfp8; dgrad: nvfp4", "Separate settings by ','", "dgrad"),
+        ("mxfp8; *.head", "a rule must be written as 'pattern: format'", "*.head"),
         ("mxfp8; *.head: hpp", "no format 'hpp'", "hpp"),
         ("mxfp8; *.head: fprop: hp, dgrda: hp", "did you mean 'dgrad'?", "dgrda"),
         ("mxfp8; *.head: fprop: hp, mxfp8", "'mxfp8' needs a key", "mxfp8"),
-        ("mxfp8; *.head: allow_mixed: true", "allow_mixed is for the whole recipe", "true"),
+        ("mxfp8; *.head: allow_mixed: true", "allow_mixed is an option of the whole recipe", "true"),
         ("mxfp8; first two blocks: hp", "is not a pattern", "first two blocks"),
-        ("mxfp8; first 0 blocks: hp", "at least one block", "first 0 blocks"),
+        ("mxfp8; first 0 blocks: hp", "the number of blocks must be at least 1", "first 0 blocks"),
         ("mxfp8; *.a||*.b: hp", "a pattern is missing", "*.a||*.b"),
         ("mxfp8; : hp", "a pattern is missing", ":"),
-        ("fprop: nvfp4(sr), dgrad: hp, wgrad: hp", "sr is meant for the gradient operand: fprop has none", "nvfp4(sr)"),
+        (
+            "fprop: nvfp4(sr), dgrad: hp, wgrad: hp",
+            "sr is meant for the gradient operand, which fprop does not have",
+            "nvfp4(sr)",
+        ),
         ("fprop: fp8_e5m2, dgrad: hp, wgrad: hp", "e4m3/e5m2 is meant for the gradient operand", "fp8_e5m2"),
-        ("wgrad: nvfp4(2d)", "2d is meant for the weight operand: wgrad has none", "nvfp4(2d)"),
+        ("wgrad: nvfp4(2d)", "2d is meant for the weight operand, which wgrad does not have", "nvfp4(2d)"),
         ("dgrad: nvfp4(row_scaled)", "row_scaled is meant for the input operand", "nvfp4(row_scaled)"),
         ("dgrad: nvfp4(rht)", "only columnwise data is rotated", "nvfp4(rht)"),
-        ("mxfp8, fprop.weight: nvfp4(rht)", "fprop reads weight rowwise: only columnwise", "nvfp4(rht)"),
+        (
+            "mxfp8, fprop.weight: nvfp4(rht)",
+            "fprop reads weight rowwise, but rht rotates only columnwise",
+            "nvfp4(rht)",
+        ),
         ("wgrad: nvfp4(rht, 4over6)", "cannot be combined", "nvfp4(rht, 4over6)"),
         ("fp8, fprop.input: fp8(e5m2, delayed)", "delayed scaling in E5M2 is for gradients", "fp8(e5m2, delayed)"),
-        ("mxfp8, attention: nvfp4(2d)", "attention has none", "nvfp4(2d)"),
+        ("mxfp8, attention: nvfp4(2d)", "the weight operand, which attention does not have", "nvfp4(2d)"),
     ],
 )
 def test_an_error_points_into_the_line(line: str, message: str, marked: str) -> None:
@@ -99,5 +107,5 @@ def test_an_error_points_into_the_line(line: str, message: str, marked: str) -> 
 
 
 def test_every_gemm_has_to_be_said() -> None:
-    with pytest.raises(ValueError, match="dgrad is not set; say 'dgrad: hp' if"):
+    with pytest.raises(ValueError, match="dgrad is not set; write 'dgrad: hp' to keep it"):
         GemmRecipe.load("fprop: mxfp8")

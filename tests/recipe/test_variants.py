@@ -36,7 +36,7 @@ def test_the_options_of_the_built_in_formats():
 
 
 def test_tiles_that_are_registered_are_an_option():
-    with pytest.raises(RecipeSyntaxError, match="mxfp4 has no option '2d'; there are sr|mxfp4 has no option '2d'"):
+    with pytest.raises(RecipeSyntaxError, match="mxfp4 has no option '2d'; available: sr"):
         FormatSpec.parse("mxfp4(2d)")
     tiled = cg.register_format(Format("mxfp4_2d", E2M1, (32, 32), "e8m0_floor", REPLICATED))
     spec = FormatSpec.parse("mxfp4(2d, sr)")

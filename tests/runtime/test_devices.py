@@ -43,7 +43,7 @@ def test_it_means_the_cpu_and_one_warning_tells_where():
         made = [make() for make in makers]
     assert all(tensor.device.type == "cpu" for tensor in made)
     assert [str(warning.message).split(":")[0] for warning in caught] == [
-        'the device "cuda" is asked for where there is none'
+        'the device "cuda" was requested, but CUDA is not available'
     ]
     assert caught[0].filename == __file__
 

@@ -78,8 +78,8 @@ def in_an_exchange():
 CASES = {
     in_an_exchange: "dispatched tokens: ValueError: expected a matrix of 3 rows to be dispatched, "
     "got a tensor of shape [4, 32]",
-    in_forward: "up: ValueError: up: the input [32, 48] has to end in 64",
-    in_an_operation: "up: ValueError: up: the input [32, 48] has to end in 64",
+    in_forward: "up: ValueError: up: the last dimension of the input [32, 48] must be 64",
+    in_an_operation: "up: ValueError: up: the last dimension of the input [32, 48] must be 64",
     in_a_quantizer: "up: ValueError: no such number",
     in_backward: "up, backward: TypeError",
     in_an_update: "a shard of a Float8Tensor of shape [128, 64]: ValueError: Float8CurrentScalingQuantizer: cannot",

@@ -44,11 +44,11 @@ def test_states_can_be_saved_and_an_error_inside_restores():
 def test_errors():
     tracker = CudaRNGStatesTracker()
     tracker.add("a", 1)
-    with pytest.raises(ValueError, match="seed 1 already"):
+    with pytest.raises(ValueError, match="the seed 1 was already added"):
         tracker.add("b", 1)
-    with pytest.raises(ValueError, match="'a' already"):
+    with pytest.raises(ValueError, match="the name 'a' was already added"):
         tracker.add("a", 2)
-    with pytest.raises(KeyError, match="no state 'c'; known: a"), tracker.fork("c"):
+    with pytest.raises(KeyError, match="no state 'c'; available: a"), tracker.fork("c"):
         pass
     tracker.reset()
     tracker.add("a", 1)

@@ -65,4 +65,4 @@ def test_a_script_trains_to_the_same_bits(tmp_path, capsys):
     exec(compile(TRAIN.format(imports=OURS, device=""), "ours", "exec"), {"__name__": "ours"})
     lines = capsys.readouterr().out
     assert len(lines.splitlines()) == 8 and theirs.stdout == lines
-    assert theirs.stderr.count('the device "cuda" is asked for') == (not torch.cuda.is_available())
+    assert theirs.stderr.count('the device "cuda" was requested') == (not torch.cuda.is_available())

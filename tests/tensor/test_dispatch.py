@@ -135,7 +135,9 @@ def test_new_empty_and_new_zeros(quantizer, x):
 
 
 def test_allocation_of_an_impossible_shape_is_refused(x):
-    with pytest.raises(ValueError, match=r"no columnwise mxfp8 plane for a tensor of shape \[33, 64\].*multiple of 32"):
+    with pytest.raises(
+        ValueError, match=r"shape \[33, 64\] cannot have a columnwise plane in the format mxfp8.*multiple of 32"
+    ):
         cg.quantize(x, "mxfp8").new_zeros((33, 64))
 
 
@@ -342,7 +344,7 @@ def test_shards_concatenate_to_the_whole(quantizer, x):
     whole = torch.empty_like(q)
     whole.fsdp_assign_gathered(gathered, meta)
     assert_same_bytes(whole, q)
-    with pytest.raises(RuntimeError, match="gathered buffers for the fields"):
+    with pytest.raises(RuntimeError, match=r"gathered buffers for the \d+ fields"):
         whole.fsdp_assign_gathered(gathered[:-1], meta)
     with pytest.raises(RuntimeError, match="it should be"):
         whole.fsdp_assign_gathered([buffer[:1] for buffer in gathered], meta)

@@ -103,7 +103,7 @@ def test_only_quantizers_and_tensors_are_rebuilt():
 
     with pytest.raises(TypeError, match="not a quantizer"):
         make_quantizer(nn.Linear, {"a": 1})
-    with pytest.raises(TypeError, match="not a quantized tensor"):
+    with pytest.raises(TypeError, match="not a class of quantized tensors"):
         make_tensor(nn.Linear, {}, False, False)
 
 

@@ -193,7 +193,7 @@ def test_formats_whose_shards_are_not_parts_of_a_whole_are_refused_on_all_ranks(
     for stochastic, by_rows in run(_refused, 2, tmp_path):
         assert stochastic[0] == by_rows[0] == "NotImplementedError"
         assert "cannot be rounded stochastically (NVFP4Quantizer)" in stochastic[1]
-        assert "cannot be nvfp4_row_scaled" in by_rows[1]
+        assert "cannot be in the format nvfp4_row_scaled" in by_rows[1]
 
 
 def _disagreeing(rank):
@@ -211,7 +211,7 @@ def _disagreeing(rank):
 def test_shards_that_do_not_agree_are_noticed_on_all_ranks(tmp_path):
     for scales, planes in run(_disagreeing, 2, tmp_path):
         assert "different rowwise nvfp4_2d scales for the whole" in scales[1]
-        assert "hold different planes on different ranks" in planes[1]
+        assert "have different planes on different ranks" in planes[1]
 
 
 def _freed(rank):

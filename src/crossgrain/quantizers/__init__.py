@@ -1,1 +1,1 @@
-"""Making quantized tensors: one file for each format, the hybrid of two, formats by name, groups of tensors."""
+"""Quantizers make quantized tensors: one module for each format, hybrids of two, formats by name, groups of tensors."""

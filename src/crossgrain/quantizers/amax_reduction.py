@@ -28,20 +28,20 @@ class AmaxReduction:
         raise NotImplementedError
 
     def leave_group(self) -> None:
-        """A tensor outlives its process group; what it is given later is its own business."""
+        """Remove the process group: a tensor keeps its quantizer, and may exist longer than the group."""
         if self.with_amax_reduction or self.amax_reduction_group is not None:
             self.amax_reduction_group = None
             self.with_amax_reduction = False
             self.amax_reduction_axis = None
 
     def _settled(self, targets: list[Target]) -> list[Target]:
-        """Measured targets, reduced over ranks and noted."""
+        """Measured targets with amaxes that are reduced over ranks and recorded."""
         targets = self._reduced(targets)
         self._observe(targets)
         return targets
 
     def _reduced(self, targets: list[AnyTarget]) -> list[AnyTarget]:
-        """Targets with their amaxes maximised over the reduction group, in one collective."""
+        """Targets with the largest amaxes over the reduction group, in one collective."""
         if not self.with_amax_reduction:
             return targets
         shared = [self._shares_amax(target) for target in targets]
@@ -59,15 +59,19 @@ class AmaxReduction:
         ]
 
     def _shares_amax(self, target: Target | GroupedTarget) -> bool:
-        """Whether all ranks have the same amaxes: one per row belongs to the rank that has the row."""
+        """Whether ranks share the amaxes of a target. An amax of a row belongs only to the rank that has the row."""
         axis = self.amax_reduction_axis
         planes = target.planes.planes if isinstance(target, GroupedTarget) else [target.plane]
         return axis is None or any(plane.scale_across((axis,)) is not None for plane in planes)
 
     def reducing(self, group: Any, *, axis: int) -> Self:
-        """The quantizer of a part of a tensor that the ranks of ``group`` have cut along ``axis`` (0: M, 1: K).
+        """Return a quantizer for a part of a tensor: it quantizes the part as the whole tensor would be quantized.
 
-        A part is quantized as in the whole. What reduces its amaxes already is left as it is.
+        A quantizer that already reduces its amaxes is returned as it is.
+
+        Args:
+            group: the process group whose ranks have the parts.
+            axis: the axis along which the tensor was divided (0: rows, 1: columns).
         """
         if self.custom or self.with_amax_reduction:
             return self

@@ -1,4 +1,4 @@
-"""Tensors of any registered format: a format that is only data needs no class of its own."""
+"""Tensors and quantizers for any registered format. A new format that is only data needs no classes of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import Quantizer
 
 
 class FormatTensorStorage(DataScaleAndAmaxStorage):
-    """Two planes of a registered format."""
+    """The two planes of a tensor in a registered format."""
 
     def _init_fields(
         self,
@@ -51,11 +51,22 @@ class FormatTensorStorage(DataScaleAndAmaxStorage):
 
 
 class FormatTensor(QuantizedTensor, FormatTensorStorage):
-    """A tensor of a registered format."""
+    """A tensor in a registered format."""
 
 
 class FormatQuantizer(Quantizer):
-    """Quantizes to a registered format: ``FormatQuantizer("mxfp4")``."""
+    """Quantizes to a registered format: ``FormatQuantizer("mxfp4")``.
+
+    Args:
+        format: a format, or the name of a registered one.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+        stochastic_rounding: round stochastically instead of to the nearest number.
+
+    Raises:
+        KeyError: there is no format of this name.
+        ValueError: the format is "identity".
+    """
 
     _tensor_class = FormatTensor
     _value_fields = ("format", "stochastic_rounding")
@@ -72,7 +83,9 @@ class FormatQuantizer(Quantizer):
         self.format = get_format(format)
         self.stochastic_rounding = stochastic_rounding
         if self.format.is_identity:
-            raise ValueError("the identity format has no codes; use IdentityQuantizer")
+            raise ValueError(
+                "FormatQuantizer cannot make the format 'identity', which has no codes: use IdentityQuantizer"
+            )
 
     def _encoding(self, direction: Direction) -> Encoding:
         return cached_encoding(self.format, stochastic=self.stochastic_rounding)

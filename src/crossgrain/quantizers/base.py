@@ -1,7 +1,8 @@
-"""Quantizers: what to make of a tensor, in which directions, and how to make it again in place.
+"""`Quantizer`: the base class of all quantizers.
 
-A quantizer holds options and usages. Its format file says what each direction's encoding is and which
-classes hold the result; measuring, reducing, encoding, checking and allocating are here, once.
+A quantizer has options, and usages: the directions in which it quantizes. The module of each format says how the bytes
+of each direction are chosen, and which classes hold the result. Measuring, reducing, encoding, checking and allocating
+are here, for all formats.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
 _NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
-_MOST_LAYOUTS = 256  # that a quantizer remembers
+_MOST_LAYOUTS = 256  # a quantizer caches what it computed for so many shapes, so that many shapes do not fill memory
 
 
 class _Layout(NamedTuple):
-    """A plane that a quantizer makes for tensors of one shape."""
+    """The layout of a plane that a quantizer makes for tensors of one shape."""
 
     direction: Direction
     format: Format
@@ -52,21 +53,32 @@ class _Layout(NamedTuple):
 
 
 class Quantizer(AmaxReduction):
-    """Makes quantized tensors of one format.
+    """Base class of quantizers, which make quantized tensors of one format.
 
-    ``rowwise_usage``, ``columnwise_usage``  which directions to make
-    ``internal``                             make a bare storage instead of a torch.Tensor
-    ``optimize_for_gemm``                    the result only has to be good for GEMMs
+    Args:
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+
+    Attributes:
+        rowwise_usage: make rowwise planes. Change it with `set_usage`.
+        columnwise_usage: make columnwise planes. Change it with `set_usage`.
+        internal: return a storage (planes without a torch.Tensor around them) instead of a tensor.
+        optimize_for_gemm: the result is only used in GEMMs. It has no effect here.
+        with_amax_reduction: use the largest amax over the ranks of ``amax_reduction_group``.
+        amax_reduction_group: a process group, or a tuple of groups over each of which amaxes are reduced. None for all
+            ranks.
+        amax_reduction_axis: the axis along which ranks divide a tensor (0: rows, 1: columns). None if they share
+            all its amaxes.
     """
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
-    _value_fields: ClassVar[tuple[str, ...] | None] = None  # equal options make equal quantizers; None: identity
+    _value_fields: ClassVar[tuple[str, ...] | None] = None  # options that == compares; None: only identity counts
     _compatible_recipe: ClassVar[type[Any]]  # set by `recipe.compatibility`, which knows the recipes
     custom: ClassVar[bool] = False
     _observes: ClassVar[bool] = False  # whether `_observe_all` has anything to do
-    derives_columns: bool = False  # columns are made from what the rows decode to, not from the input
+    derives_columns: bool = False  # columnwise planes are made from decoded rowwise planes, not from the input
 
-    makes_planes: ClassVar[bool]  # whether planes are all that it makes; a user's `quantize_impl` may do anything
+    makes_planes: ClassVar[bool]  # False for quantizers of users, whose `quantize_impl` may return something else
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -85,8 +97,8 @@ class Quantizer(AmaxReduction):
         self.internal = False
         self.optimize_for_gemm = False
 
-    # What follows from the options is worked out once and forgotten when an option changes. Copies share
-    # it: a change of one gives that one a memory of its own.
+    # What follows from the options is cached in `_memo` and dropped when an option changes. Copies share the cache
+    # until one of them changes an option: that one then gets a new cache.
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -94,7 +106,7 @@ class Quantizer(AmaxReduction):
             object.__setattr__(self, "_memo", {})
 
     def encoding(self, direction: Direction) -> Encoding:
-        """How the bytes of one direction are chosen."""
+        """How the bytes of one direction are chosen: the format, the rounding and so on."""
         found: Encoding | None = self._memo.get(direction)
         if found is None:
             found = self._memo[direction] = self._encoding(direction)
@@ -103,7 +115,7 @@ class Quantizer(AmaxReduction):
     # ---- what a format provides ----------------------------------------------------------------
 
     def _encoding(self, direction: Direction) -> Encoding:
-        """How the bytes of one direction are chosen, by the present options."""
+        """The encoding of one direction for the current options."""
         raise NotImplementedError
 
     def _stores_transposed(self, direction: Direction) -> bool:
@@ -114,16 +126,16 @@ class Quantizer(AmaxReduction):
         return self._planes_to_make(self.rowwise_usage, self.columnwise_usage)
 
     def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
-        """The planes that serve these directions: one may serve both."""
+        """The planes to make for these directions. One plane may be enough for both."""
         return [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
-        """What kernels are asked to fill."""
+        """The targets that kernels fill."""
         amax, scale = self._given()
         return [Target(plane, self.encoding(plane.direction), amax, scale) for plane in planes]
 
     def _given(self) -> tuple[Tensor | None, Tensor | None]:
-        """The amax and the scale to use, whatever the input's are."""
+        """An amax and a scale to use instead of those of the input; None where the input decides."""
         return None, None
 
     def _observe(self, targets: Sequence[Target]) -> None:
@@ -131,20 +143,31 @@ class Quantizer(AmaxReduction):
 
     @classmethod
     def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
-        """Called with the measured amaxes of a cast, which are one for each of ``quantizers``."""
+        """Called with the measured amaxes: one for each of ``quantizers``."""
 
     def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
-        """Raise where Transformer Engine refuses an input that can be quantized."""
+        """Raise if Transformer Engine refuses an input that crossgrain can quantize."""
 
     # ---- quantizing ----------------------------------------------------------------------------
 
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Any:
-        """A quantized tensor (or, if ``internal``, a storage) with the current usages.
+        """Quantize a tensor in the directions of the current usages.
 
-        ``out`` is refilled in place instead. ``dtype`` is the nominal dtype, by default the input's. The
-        gradient passes straight through; a storage carries none.
+        The gradient of a tensor passes through unchanged. A storage has no gradient.
+
+        Args:
+            tensor: a float32, bfloat16 or float16 tensor, or a quantized tensor, which is decoded first.
+            out: write to the planes of this tensor instead (see `update_quantized`).
+            dtype: nominal dtype of the result: what `dequantize` returns. By default that of ``tensor``.
+
+        Returns:
+            A quantized tensor; a storage if ``internal``; ``out`` if it is given.
+
+        Raises:
+            TypeError: ``tensor`` is not a tensor of one of these dtypes.
+            ValueError: the shape cannot be quantized in this format, or no usage is set.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -153,14 +176,15 @@ class Quantizer(AmaxReduction):
         return self.make_quantized(tensor, dtype)
 
     def __call__(self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None) -> Any:
+        """The same as `quantize`."""
         return self.quantize(tensor, out=out)
 
     def plain_quantizers(self) -> list[Any]:
-        """The quantizers of one format that this one is made of: itself, or the two children of a hybrid."""
+        """The quantizers of one format that this one consists of: itself, or the two children of a hybrid."""
         return [self]
 
     def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """`quantize` of each."""
+        """Quantize several tensors."""
         return [self.quantize(tensor) for tensor in tensors]
 
     def make_quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
@@ -168,14 +192,17 @@ class Quantizer(AmaxReduction):
         result = self.quantize_impl(tensor)
         if dtype is not None and dtype != result.dtype:
             if dtype not in HIGH_PRECISION:
-                raise TypeError(f"{type(self).__name__}: {dtype} cannot be the nominal dtype of a quantized tensor")
+                raise TypeError(
+                    f"{type(self).__name__}: the nominal dtype of a quantized tensor must be float32, bfloat16 or "
+                    f"float16, got {dtype}"
+                )
             result = result._rewrap(dtype=dtype)
         if result._quantizer is not None:
             result._quantizer.leave_group()
         return result
 
     def quantize_impl(self, tensor: Tensor) -> Any:
-        """The hook that custom quantizers override."""
+        """Quantize without autograd. Custom quantizers override this method."""
         tensor = self._as_plain(tensor)
         layouts = self._layouts(tensor.shape)
         if settings.strict:
@@ -185,9 +212,15 @@ class Quantizer(AmaxReduction):
         return result
 
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
-        """The planes of ``matrix`` [M, K] in these directions, whatever the usages: checked, measured, encoded.
+        """Quantize a matrix to planes, without a tensor around them and without autograd.
 
-        No tensor is made around them and no gradient passes. A user's quantizer makes what it likes.
+        Args:
+            matrix: the matrix [M, K].
+            rowwise: make a rowwise plane. The usages of the quantizer do not matter.
+            columnwise: make a columnwise plane.
+
+        Returns:
+            The planes. A quantizer of a user may return something else that has planes.
         """
         if not self.makes_planes:
             return self._planes_of_storage(matrix, rowwise, columnwise)
@@ -201,16 +234,16 @@ class Quantizer(AmaxReduction):
         return PlanePair(plane, None) if rowwise else PlanePair(None, plane.read(COLUMNWISE))
 
     def _planes_of_storage(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> PlaneSource:
-        """What a user's quantizer makes."""
+        """The result of a user's quantizer."""
         made: PlaneSource = self.storing(rowwise=rowwise, columnwise=columnwise).quantize(matrix)
         return made
 
     def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
-        """Raise if `make_planes` would."""
+        """Raise what `make_planes` would raise."""
         self._specs(matrix, rowwise, columnwise)
 
     def _specs(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> tuple[PlaneSpec, ...]:
-        """What to make of ``matrix``, which is checked to be possible; worked out once for each shape."""
+        """The planes to make for ``matrix``, which is checked. Computed once for each shape."""
         shape = tuple(matrix.shape)
         key = (shape, rowwise, columnwise, settings.strict, settings.non_tn_fp8_gemm, settings.compute_capability)
         found: tuple[PlaneSpec, ...] | None = self._memo.get(key)
@@ -231,19 +264,31 @@ class Quantizer(AmaxReduction):
         self._memo[key] = value
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """Requantize ``src`` into the buffers of ``dst``: every plane that is present, whatever the usages.
+        """Quantize a tensor into an existing quantized tensor, in place.
 
-        A non-zero fp32 ``noop_flag`` leaves ``dst`` untouched. Returns ``dst``.
+        All planes that ``dst`` has are written; the usages of the quantizer do not matter.
+
+        Args:
+            src: the new values.
+            dst: the tensor or storage to write to.
+            noop_flag: a float32 tensor with one number; if it is not zero, nothing is written.
+
+        Returns:
+            ``dst``.
+
+        Raises:
+            ValueError: ``dst`` is of another class, shape, device or format.
+            RuntimeError: ``dst`` has no planes.
         """
         if not isinstance(dst, self._tensor_class._storage_class()):
             raise ValueError(
-                f"{type(self).__name__} writes {self._tensor_class.__name__}, it cannot write to a {type(dst).__name__}"
+                f"{type(self).__name__} can only write to a {self._tensor_class.__name__}, got a {type(dst).__name__}"
             )
         if noop_flag is not None and noop_flag.item() != 0:
             return dst
         planes = dst.planes()
         if not planes:
-            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
+            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} has no planes to write to")
         src = self._checked(src, [plane.direction for plane in planes], dst._plane_tensor_shape())
         if src.shape != dst.shape or src.device != dst.device:
             raise ValueError(
@@ -254,7 +299,7 @@ class Quantizer(AmaxReduction):
         return dst
 
     def encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
-        """Write ``src`` into some planes of ``dst``, which are checked to fit before anything is written."""
+        """Write ``src`` to some planes of ``dst``. All of them are checked before anything is written."""
         for plane in planes:
             self._check_fits(plane, dst)
         self._write(src, dst, self._in_own_formats(planes))
@@ -265,18 +310,18 @@ class Quantizer(AmaxReduction):
         return [replace(plane, format=self.encoding(plane.direction).format) for plane in planes]
 
     def _note_formats(self, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
-        """The planes are in this quantizer's formats now; aliases read the same bytes, so in place."""
+        """Record that planes are now in the formats of this quantizer, also for aliases, which read the same bytes."""
         dst._formats.update({plane.direction: self.encoding(plane.direction).format for plane in planes})
 
     def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane], checked: bool = False) -> None:
-        """Measure, reduce, encode: planes are in the formats of this quantizer, ``checked`` if just allocated."""
+        """Measure, reduce and encode. Planes are in the formats of this quantizer; ``checked`` if just allocated."""
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             src = src.detach()
             src = src if src.shape == dst._matrix else src.reshape(dst._matrix)
             write_planes(src, [Job(self, planes)], checked=checked)
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
-        """Raise if `update_quantized` could not write to every plane of ``dst``."""
+        """Raise ValueError if `update_quantized` cannot write to every plane of ``dst``."""
         for plane in dst.planes():
             self._check_fits(plane, dst)
 
@@ -293,23 +338,23 @@ class Quantizer(AmaxReduction):
             (wanted is None) == (have is None) and (wanted is None or have is None or wanted.shape == have.shape)
             for wanted, have in buffers
         )
-        # The scales of a slice lack the padding, and the rest of its tensor stays as it is: no new format.
+        # A slice cannot get a new format: its scales have no padding, and the rest of its tensor keeps the old one.
         if dst._cut_axes or not fits:
             raise ValueError(
                 f"{type(self).__name__}: the {plane.direction.value} plane of this {type(dst).__name__} of shape "
-                f"{list(dst._shape)} was made for {plane.format.name} and cannot hold {fmt.name}"
+                f"{list(dst._shape)} is in the format {plane.format.name} and cannot be rewritten as {fmt.name}"
             )
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
-        """Shape of the scale buffer of one direction, padding included."""
+        """Shape of the scale buffer of one direction, including padding."""
         direction = COLUMNWISE if columnwise else ROWWISE
         return scale_shape(self.encoding(direction).format, direction, shape, self._stores_transposed(direction))
 
     def calibrate(self, tensor: Tensor) -> None:
-        """Update statistics without quantizing. Formats that keep none have nothing to do."""
+        """Record the amax of a tensor without quantizing it. Quantizers that keep no statistics do nothing."""
 
     def statistics(self) -> list[Tensor]:
-        """What was seen of tensors so far and will scale the next ones, in tensors that are written in place."""
+        """The tensors with amaxes and scales of earlier steps, from which the next scales follow; written in place."""
         return []
 
     # ---- checks --------------------------------------------------------------------------------
@@ -322,7 +367,7 @@ class Quantizer(AmaxReduction):
         return shape_problem(replace(self.encoding(direction).format, ragged=False), direction, shape)
 
     def _checked(self, tensor: Any, directions: Sequence[Direction], shape: Sequence[int] | None = None) -> Tensor:
-        """``tensor`` as a plain tensor that can be quantized in ``directions``, or an error that says why not."""
+        """Return ``tensor`` as a plain tensor, checked that it can be quantized in ``directions``."""
         tensor = self._as_plain(tensor)
         assert isinstance(tensor, Tensor)
         self._check_shape(tensor.shape if shape is None else shape, directions)
@@ -334,17 +379,18 @@ class Quantizer(AmaxReduction):
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.dequantize()
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
+            raise TypeError(f"{type(self).__name__} can only quantize tensors, got {type(tensor).__name__}")
         if tensor.dtype not in HIGH_PRECISION:
             raise TypeError(
-                f"{type(self).__name__} quantizes float32, bfloat16 and float16 tensors, not {tensor.dtype}"
+                f"{type(self).__name__} can only quantize float32, bfloat16 and float16 tensors, got {tensor.dtype}"
             )
         return tensor
 
     def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
         if not directions:
             raise ValueError(
-                f"{type(self).__name__}: neither rowwise nor columnwise usage is set, so there is nothing to make"
+                f"{type(self).__name__}: neither rowwise nor columnwise usage is set, so there is nothing to make. "
+                "Call set_usage(rowwise=True), columnwise=True or both"
             )
         for direction in directions:
             fmt = self.encoding(direction).format
@@ -368,25 +414,40 @@ class Quantizer(AmaxReduction):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """An uninitialised result for the current usages."""
+        """Make a quantized tensor with uninitialised planes, for the current usages.
+
+        Args:
+            shape: shape of the tensor.
+            dtype: nominal dtype: what `dequantize` returns.
+            device: the device.
+            requires_grad: whether the tensor requires gradients.
+            pin_memory: allocate buffers in pinned memory.
+
+        Raises:
+            NotImplementedError: a custom quantizer does not override this method.
+            TypeError: ``dtype`` is not float32, bfloat16 or float16.
+            ValueError: the shape cannot be quantized in this format, or a storage is asked to require gradients.
+        """
         name = type(self).__name__
         if self.custom:
-            raise NotImplementedError(f"{name} is a custom quantizer and has to say itself how to make empty tensors")
+            raise NotImplementedError(f"{name} is a custom quantizer and does not implement make_empty")
         if requires_grad and self.internal:
-            raise ValueError(f"{name}: an internal storage cannot require gradients")
+            raise ValueError(f"{name}: requires_grad=True cannot be used with internal=True: a storage has no gradient")
         if dtype not in HIGH_PRECISION:
-            raise TypeError(f"{name}: {dtype} cannot be the nominal dtype of a quantized tensor")
+            raise TypeError(
+                f"{name}: the nominal dtype of a quantized tensor must be float32, bfloat16 or float16, got {dtype}"
+            )
         device = resolved_device(device)
         self._check_shape(shape, self._directions_to_make())
         made = self._made(shape, dtype, device, pin_memory=pin_memory)
         return made.requires_grad_(True) if requires_grad else made
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
-        """The storage or tensor for the current usages, with unwritten planes."""
+        """A storage or tensor for the current usages, with uninitialised planes."""
         return self._allocated(self._layouts(shape), shape, dtype, device, pin_memory)[0]
 
     def _layouts(self, shape: Sequence[int]) -> list[_Layout]:
-        """The planes to make for a tensor of ``shape``, which is checked to be possible."""
+        """The planes to make for a tensor of ``shape``, which is checked."""
         usages = (self.rowwise_usage, self.columnwise_usage)
         key = (tuple(shape), usages, settings.strict, is_non_tn_fp8_gemm_supported())
         found: list[_Layout] | None = self._memo.get(key)
@@ -405,7 +466,7 @@ class Quantizer(AmaxReduction):
         device: torch.device,
         pin_memory: bool = False,
     ) -> tuple[Any, list[Plane]]:
-        """A storage or tensor with unwritten planes, and these planes."""
+        """A storage or tensor with uninitialised planes, and these planes."""
         made = self._blank(shape, dtype, device)
         planes = []
         for direction, fmt, transposed in layouts:
@@ -427,7 +488,7 @@ class Quantizer(AmaxReduction):
         return made
 
     def _holding(self, plane: Plane, dtype: torch.dtype) -> Any:
-        """A storage or tensor over a plane in this quantizer's format that was made elsewhere."""
+        """A storage or tensor with an existing plane in the format of this quantizer."""
         made = self._blank(plane.shape, dtype, plane.data.device)
         made._set_plane(plane.direction, plane)
         made._quantizer.leave_group()
@@ -436,13 +497,14 @@ class Quantizer(AmaxReduction):
     # ---- usages and properties -----------------------------------------------------------------
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose which directions to make; None keeps."""
+        """Choose in which directions to quantize. None leaves a direction as it is."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
     def get_usages(self) -> dict[str, bool]:
+        """In which directions the quantizer quantizes: ``{"rowwise": ..., "columnwise": ...}``."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def copy(self) -> Self:
@@ -452,12 +514,13 @@ class Quantizer(AmaxReduction):
         return new
 
     def storing(self, *, rowwise: bool, columnwise: bool) -> Self:
-        """A copy that makes bare storages with these directions."""
+        """A copy that makes storages with these directions."""
         new = self.copy()
         new.__dict__.update(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=True)
         return new
 
     def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether only rowwise planes of this quantizer can be gathered from ranks."""
         return False
 
     def is_requantization_safe(self) -> bool:
@@ -465,7 +528,7 @@ class Quantizer(AmaxReduction):
         return False
 
     def _get_compatible_recipe(self) -> type[Any]:
-        """The recipe class whose autocast may use weights of this quantizer."""
+        """The recipe class that can use weights of this quantizer."""
         return self._compatible_recipe
 
     def __eq__(self, other: object) -> bool:
@@ -482,9 +545,9 @@ class Quantizer(AmaxReduction):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "_memo"}
-        if state.get("amax_reduction_group") is not None:  # process groups do not travel
+        if state.get("amax_reduction_group") is not None:  # process groups cannot be pickled
             state["amax_reduction_group"] = None
-            state["with_amax_reduction"] = False  # without it, no group would mean all ranks
+            state["with_amax_reduction"] = False  # otherwise group None would mean all ranks
             state["amax_reduction_axis"] = None
         return state
 
@@ -497,9 +560,13 @@ class Quantizer(AmaxReduction):
 
 
 def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:
-    """Rebuild a pickled quantizer."""
+    """Rebuild a pickled quantizer.
+
+    Raises:
+        TypeError: ``cls`` is not a quantizer class.
+    """
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
-        raise TypeError(f"{cls!r} is not a quantizer")
+        raise TypeError(f"{cls!r} is not a quantizer class")
     quantizer = cls.__new__(cls)
     quantizer.__dict__.update(state, _memo={})
     return quantizer

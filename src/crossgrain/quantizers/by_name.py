@@ -1,4 +1,4 @@
-"""The front door: quantize a tensor in a format by name."""
+"""`quantize` and `quantizer_for`: quantize a tensor to a format by its name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from .nvfp4 import NVFP4Quantizer
 
 
 def quantizer_for(format: str | Format, *, rowwise: bool = True, columnwise: bool = True) -> Quantizer:
-    """The quantizer of a format, with its default options.
+    """Make the quantizer of a format, with its default options.
 
-    NVFP4 with a lower scale bound (``nvfp4_max256``) means 4-over-6, which is what the bound is for.
+    NVFP4 formats with the lower scale bound (``nvfp4_max256``) select scales by 4-over-6, which needs that bound.
+
+    Args:
+        format: a format, or the name of a registered one.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+
+    Raises:
+        KeyError: there is no format of this name.
     """
     fmt = get_format(format)
     quantizer = _native_quantizer(fmt)
@@ -31,7 +39,7 @@ def quantizer_for(format: str | Format, *, rowwise: bool = True, columnwise: boo
 
 
 def _native_quantizer(fmt: Format) -> Quantizer | None:
-    """The quantizer of the format's family, which may or may not be able to make just this format."""
+    """The quantizer class of a similar built-in format. It may not be able to make exactly this format."""
     tiles = fmt.block_rows > 1
     if fmt.is_identity:
         return IdentityQuantizer()
@@ -48,7 +56,7 @@ def _native_quantizer(fmt: Format) -> Quantizer | None:
             with_post_rht_amax=fmt.rotation is not None,
             with_2d_quantization=tiles,
             row_scaled_nvfp4=fmt.global_amax == "row",
-            nvfp4_use_4over6=fmt.scale_bound != 448,
+            nvfp4_use_4over6=fmt.scale_bound != 448,  # 448 is the largest E4M3 number, the bound of plain NVFP4
             nvfp4_e4m3_max=fmt.scale_bound,
             with_random_sign_mask=fmt.rotation != 0,
         )
@@ -56,7 +64,24 @@ def _native_quantizer(fmt: Format) -> Quantizer | None:
 
 
 def quantize(tensor: Tensor, format: str | Format, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
-    """``tensor`` in a registered format: ``quantize(x, "mxfp8").dequantize()``."""
+    """Quantize a tensor to a registered format: ``quantize(x, "mxfp8").dequantize()``.
+
+    The gradient passes through unchanged.
+
+    Args:
+        tensor: a float32, bfloat16 or float16 tensor.
+        format: a format, or the name of a registered one (``crossgrain formats`` lists them).
+        rowwise: make the rowwise plane.
+        columnwise: make the columnwise plane.
+
+    Returns:
+        A quantized tensor with the planes that were asked for.
+
+    Raises:
+        KeyError: there is no format of this name.
+        TypeError: ``tensor`` is of another dtype.
+        ValueError: the shape cannot be quantized in this format, or no direction is asked for.
+    """
     result = quantizer_for(format, rowwise=rowwise, columnwise=columnwise).quantize(tensor)
     assert isinstance(result, QuantizedTensor)
     return result

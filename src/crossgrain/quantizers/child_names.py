@@ -1,4 +1,4 @@
-"""The buffers of a hybrid's children under the names that tensors of one format have for them."""
+"""The buffers of a hybrid's children, under the names that they have in tensors of one format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CODES = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
 
 
 class _OfChild:
-    """An attribute of the child of one direction; a hybrid has it if that child has it."""
+    """An attribute that is read from the child of one direction. A hybrid has it if that child has it."""
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
@@ -34,7 +34,7 @@ class _OfChild:
             self._note_write(tensor, child)
 
     def _note_write(self, tensor: Any, child: Any) -> None:
-        """Other numbers make the other child stale, or catch up with what was written there before."""
+        """Record a write of one child: the other child becomes stale, or this one is no longer behind it."""
         children, behind = tensor._children(), tensor._is_stale(self._direction)
         number = children[self._direction.other]._last_write() if behind else None
         child._epochs = {direction: Epoch(mark.number) for direction, mark in child._epochs.items()}  # in new memory
@@ -43,20 +43,22 @@ class _OfChild:
     def _child(self, tensor: Any) -> Any:
         child = tensor._children().get(self._direction)
         if child is None:
-            raise AttributeError(f"{type(tensor).__name__} has no {self._direction.value} data, so no {self._name}")
+            raise AttributeError(
+                f"this {type(tensor).__name__} has no {self._direction.value} plane, and therefore no {self._name}"
+            )
         return child
 
 
 def _same(new: Any, old: Any) -> bool:
-    """Whether a buffer only moves, as into a larger one."""
+    """Whether a buffer holds the same bytes, as when it was only moved into a larger one."""
     return old is not None and new.shape == old.shape and torch.equal(new, old)
 
 
 class ChildNames:
-    """Rowwise names are those of the rowwise child, columnwise names of the columnwise one.
+    """Base class with the attributes of tensors of one format: rowwise names refer to the rowwise child, and so on.
 
-    ``_data`` and ``_scale_inv``, which per-tensor FP8 has for both directions, are of the rowwise child. Codes that are
-    put in the place of others count as a write of that direction alone, unless they are the same.
+    ``_data`` and ``_scale_inv``, which per-tensor FP8 has for both directions, are those of the rowwise child. Setting
+    codes counts as a write of that direction alone, unless they are the same bytes.
     """
 
     _data = _OfChild(ROWWISE)

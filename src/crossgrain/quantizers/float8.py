@@ -1,7 +1,7 @@
-"""Per-tensor FP8: 8-bit codes under one fp32 scale, chosen from earlier steps (delayed) or now (current).
+"""Per-tensor FP8: 8-bit codes with one fp32 scale, from earlier steps (delayed scaling) or from the tensor (current).
 
-One scale serves both directions, so the columnwise data is the rowwise bytes: the same buffer where the
-hardware multiplies either layout, else a transposed copy (`is_non_tn_fp8_gemm_supported`).
+Both directions have the same scale, so the columnwise codes are the rowwise codes: the same buffer if GEMMs can read
+both layouts, otherwise a transposed copy (`is_non_tn_fp8_gemm_supported`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .base import Quantizer
 
 
 class Float8TensorStorage(FP8Storage):
-    """``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1]."""
+    """The planes of a per-tensor FP8 tensor: ``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1]."""
 
     _buffer_names = ("_data", "_transpose", "_scale_inv")
     _plane_buffers: ClassVar = {
@@ -64,7 +64,7 @@ class Float8TensorStorage(FP8Storage):
     @_transpose_invalid.setter
     def _transpose_invalid(self, invalid: bool) -> None:
         if invalid:
-            self._transpose = None  # stale bytes are not kept around
+            self._transpose = None  # bytes that are not valid are freed
 
     def get_metadata(self) -> dict[str, Any]:
         return {
@@ -78,7 +78,7 @@ class Float8TensorStorage(FP8Storage):
             "alias_of": self,
         }
 
-    # One buffer may serve both directions: what follows from that.
+    # One buffer may be used for both directions. The methods below handle that.
 
     def plane(self, direction: Direction) -> Plane | None:
         own = super().plane(direction)
@@ -118,9 +118,9 @@ class Float8TensorStorage(FP8Storage):
         return direction is COLUMNWISE
 
     def _create_transpose(self) -> None:
-        """Make the transposed copy from the rowwise bytes."""
+        """Make the transposed copy from the rowwise codes."""
         if self._data is None:
-            raise RuntimeError("FP8 data is needed to make its transpose")
+            raise RuntimeError(f"{type(self).__name__} has no rowwise codes to make the transposed copy from")
         self._adopt_plane(self._transposed_copy())
 
     def _transposed_copy(self) -> Plane:
@@ -137,7 +137,7 @@ class Float8TensorStorage(FP8Storage):
         self.remove_caches()
 
     def _viewed(self, shape: Sequence[int]) -> Self:
-        """Rowwise bytes take any shape; a transposed copy fixes the last dimension."""
+        """A view. Rowwise codes can have any shape; with a transposed copy the last dimension must stay."""
         if self._transpose is not None or self._data is None or len(shape) == 1:
             return super()._viewed(shape)
         return self._rewrap(shape=shape, matrix=matrix_shape(shape), buffers={"_data": self._data.view(tuple(shape))})
@@ -145,8 +145,8 @@ class Float8TensorStorage(FP8Storage):
     def _check_viewable(self, shape: torch.Size) -> None:
         if self._data is None and shape[-1] != self._matrix[1]:
             raise NotImplementedError(
-                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: its columnwise-only data is "
-                f"transposed, which fixes the last dimension (K) at {self._matrix[1]}"
+                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: it has only a transposed "
+                f"columnwise plane, so its last dimension must stay {self._matrix[1]}"
             )
         super()._check_viewable(shape)
 
@@ -155,11 +155,11 @@ class Float8TensorStorage(FP8Storage):
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):
-    """A tensor of FP8 codes under one scale."""
+    """An FP8 tensor with one scale."""
 
 
 class _PerTensorQuantizer(Quantizer):
-    """What delayed and current scaling have in common."""
+    """Base class of the quantizers for delayed and current scaling."""
 
     _tensor_class = Float8Tensor
     dtype: DType
@@ -173,7 +173,8 @@ class _PerTensorQuantizer(Quantizer):
     def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
         if ROWWISE not in directions:
             raise NotImplementedError(
-                f"strict mode: {type(self).__name__} cannot make columnwise data alone where a transposed copy is kept"
+                f"strict mode: {type(self).__name__} cannot make a columnwise plane alone while columnwise planes are "
+                "transposed copies (settings.non_tn_fp8_gemm)"
             )
 
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -190,7 +191,14 @@ class _PerTensorQuantizer(Quantizer):
         requires_grad: bool = False,
         internal: bool = False,
     ) -> Float8TensorStorage:
-        """A tensor over codes made elsewhere with this quantizer's scale."""
+        """Make a tensor from existing codes that were made with the scale of this quantizer.
+
+        Args:
+            data: the codes, of an 8-bit dtype.
+            fake_dtype: nominal dtype: what `dequantize` returns.
+            requires_grad: whether the tensor requires gradients.
+            internal: return a storage instead of a tensor.
+        """
         scale = self.scale  # type: ignore[attr-defined]
         metadata = {
             "data": data.view(torch.uint8),
@@ -204,9 +212,16 @@ class _PerTensorQuantizer(Quantizer):
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Delayed scaling: casts with ``scale`` as it is, and notes the largest magnitude seen in ``amax``.
+    """Quantizes to FP8 with delayed scaling: uses a given scale, and records the largest amax.
 
-    Both tensors are shared with whoever keeps the history; copies of the quantizer share them too.
+    The state of a recipe computes the scale. It shares both tensors with the quantizer and its copies.
+
+    Args:
+        scale: the scale to multiply with, a float32 tensor with one number.
+        amax: a float32 tensor with one number, which is raised to the amax of each tensor that is quantized.
+        fp8_dtype: FP8 type of the codes.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
     """
 
     def __init__(
@@ -225,7 +240,7 @@ class Float8Quantizer(_PerTensorQuantizer):
 
     @classmethod
     def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
-        """Several casts of one step accumulate: the history keeps the largest."""
+        """Keep the largest amax of all tensors that are quantized in a step."""
         for target in targets[:1]:
             assert target.amax is not None
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
@@ -234,7 +249,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return [self.scale, self.amax]
 
     def reducing(self, group: Any, *, axis: int) -> Self:
-        """Histories are reduced at the end of a step, if the recipe says so."""
+        """Return this quantizer: the recipe reduces histories at the end of a step."""
         return self
 
     def calibrate(self, tensor: Tensor) -> None:
@@ -243,9 +258,20 @@ class Float8Quantizer(_PerTensorQuantizer):
 
 
 class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
-    """Current scaling: the scale follows from the tensor's own largest magnitude, perhaps over all ranks.
+    """Quantizes to FP8 with current scaling: the scale is computed from the amax of the tensor.
 
-    ``amax`` and ``scale`` hold the values of the last cast; ``use_existing_amax`` casts with ``amax`` as it is.
+    Args:
+        fp8_dtype: FP8 type of the codes.
+        device: where ``scale`` and ``amax`` are.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+        use_existing_amax: compute the scale from ``amax`` instead of from the tensor.
+        with_amax_reduction: use the largest amax over the ranks of ``amax_reduction_group``.
+        amax_reduction_group: the process group; None for all ranks.
+        force_pow_2_scales: scales are powers of two.
+        amax_epsilon: smallest amax that is used to compute a scale.
+        scale: a float32 tensor with one number, in which the last scale is stored.
+        amax: a float32 tensor with one number, in which the last amax is stored.
     """
 
     _value_fields = (

@@ -1,4 +1,4 @@
-"""FP8 block scaling: 8-bit codes, an fp32 scale for every 128 along the summed dimension or 128x128 tile."""
+"""FP8 block scaling: 8-bit codes, and an fp32 scale for every 1x128 block or every 128x128 tile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .base import Quantizer
 
 
 class MissingBlockPlaneError(RuntimeError, AssertionError):
-    """A direction was asked for that 1-D blocks cannot provide; both kinds, as users catch either."""
+    """A tensor does not have the plane of a direction. Both kinds of errors, because programs catch either."""
 
 
 class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
-    """Rowwise codes [M, K], columnwise codes [K, M], fp32 scales in the layout the GEMMs read."""
+    """The planes of a tensor: rowwise codes [M, K], columnwise codes [K, M], fp32 scales in the layout of GEMMs."""
 
     _missing_plane_error = MissingBlockPlaneError
 
@@ -62,11 +62,23 @@ class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
-    """An FP8 tensor with block scales."""
+    """An FP8 tensor with a scale for each block."""
 
 
 class Float8BlockQuantizer(Quantizer):
-    """Quantizes to FP8 with fp32 scales per 1x128 (``block_scaling_dim=1``) or 128x128 block."""
+    """Quantizes to FP8 with an fp32 scale for each block.
+
+    Args:
+        fp8_dtype: FP8 type of the codes.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+        amax_epsilon: smallest amax that is used to compute a scale.
+        force_pow_2_scales: scales are powers of two.
+        block_scaling_dim: 1 for blocks of 1x128, 2 for tiles of 128x128.
+
+    Raises:
+        ValueError: ``block_scaling_dim`` is not 1 or 2.
+    """
 
     _tensor_class = Float8BlockwiseQTensor
     _value_fields = ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim")
@@ -84,7 +96,7 @@ class Float8BlockQuantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if block_scaling_dim not in (1, 2):
-            raise ValueError(f"block_scaling_dim is 1 (1x128) or 2 (128x128), not {block_scaling_dim}")
+            raise ValueError(f"block_scaling_dim must be 1 (1x128) or 2 (128x128), got {block_scaling_dim}")
         self.dtype = as_fp8_dtype(fp8_dtype)
         self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales

@@ -1,10 +1,10 @@
-"""Tensors of one format in one memory: what a group of experts has, as one object.
+"""`GroupedTensor`: several quantized matrices in common buffers, as the weights of experts.
 
     group = GroupedTensor.make_grouped_tensor_with_shapes(2, [(64, 128), (32, 128)], MXFP8Quantizer(E4M3))
-    group.quantize([a, b])                          # into that memory
-    a, b = group.split_into_quantized_tensors()     # ordinary tensors, whose buffers are parts of it
+    group.quantize([a, b])                          # writes to the common buffers
+    a, b = group.split_into_quantized_tensors()     # ordinary tensors, whose buffers are parts of the common ones
 
-Buffers are flat: first those of the first tensor, then those of the second, each as the tensor alone would have it.
+Buffers are flat: first the bytes of the first tensor, then those of the second, each as in a tensor of its own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,29 @@ _FIELDS = {
 
 
 class GroupedTensor:
-    """``num_tensors`` matrices with the same number of columns.
+    """Several matrices with the same number of columns.
 
-    ``quantizer``                  of all of them; None: the numbers themselves are kept, rowwise
-    ``logical_shape``              of all rows together
-    ``first_dims``                 rows of each as a tensor, None if they are the same
-    ``tensor_offsets, offsets``    where the numbers of each begin, counted in numbers, as a tensor and as a list
-    ``rowwise_data, scale_inv, amax``  and the same with ``columnwise_``: flat buffers, None if there are none
-    ``quantized_tensors``          the tensors, as parts of them
+    Args:
+        shapes: the shape of each matrix.
+        quantizer: quantizer of all of them; None to keep the numbers in high precision, rowwise.
+        device: the device.
+        dtype: nominal dtype; float32 by default.
+
+    Attributes:
+        num_tensors: number of matrices.
+        tensor_shapes: the shape of each matrix.
+        logical_shape: shape of all rows together.
+        first_dims: number of rows of each matrix, as a tensor; None if it is the same for all.
+        offsets: where each matrix begins, counted in numbers.
+        tensor_offsets: the same as a tensor; None if all matrices have the same number of rows.
+        rowwise_data: flat buffer of the rowwise codes; None if there are none. ``scale_inv`` and ``amax`` are the
+            buffers of their scales and amaxes.
+        columnwise_data: the same for columnwise planes, with ``columnwise_scale_inv`` and ``columnwise_amax``.
+        quantized_tensors: the matrices, whose buffers are parts of these buffers.
+
+    Raises:
+        ValueError: the shapes are not those of matrices with the same number of columns.
+        TypeError: the quantizer is a hybrid, an identity or a custom quantizer.
     """
 
     def __init__(
@@ -50,9 +65,12 @@ class GroupedTensor:
     ) -> None:
         self.tensor_shapes: list[Shape] = [_matrix(shape) for shape in shapes]
         if len({columns for _, columns in self.tensor_shapes}) != 1:
-            raise ValueError(f"the tensors of a group have the same number of columns, not those of {list(shapes)}")
+            raise ValueError(f"the tensors of a group must have the same number of columns, got shapes {list(shapes)}")
         if isinstance(quantizer, HybridQuantizer | IdentityQuantizer) or (quantizer is not None and quantizer.custom):
-            raise TypeError(f"a group has the buffers of one format, which {type(quantizer).__name__} does not make")
+            raise TypeError(
+                "the quantizer of a group must make codes of one format (not a hybrid, identity or custom quantizer), "
+                f"got {type(quantizer).__name__}"
+            )
         self.quantizer, self.fake_dtype = quantizer, dtype or torch.float32
         self._place(resolved_device(device))
         self.rowwise_data: Tensor | None = None
@@ -85,9 +103,17 @@ class GroupedTensor:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> GroupedTensor:
-        """Uninitialised, with the directions that the quantizer is set to."""
+        """Make a group with uninitialised buffers, in the directions of the quantizer's usages.
+
+        Args:
+            num_tensors: number of matrices.
+            shapes: the shape of each matrix.
+            quantizer: see `GroupedTensor`.
+            device: see `GroupedTensor`.
+            dtype: see `GroupedTensor`.
+        """
         if len(shapes) != num_tensors:
-            raise ValueError(f"a group of {num_tensors} tensors has as many shapes, not {len(shapes)}")
+            raise ValueError(f"a group of {num_tensors} tensors needs {num_tensors} shapes, got {len(shapes)}")
         group = cls(shapes, quantizer, device, dtype)
         if quantizer is None:
             group._take(torch.empty(group.offsets[-1], dtype=group.fake_dtype, device=group.device))
@@ -109,14 +135,27 @@ class GroupedTensor:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> GroupedTensor:
-        """The same by the rows of each tensor, None if they are the same."""
+        """Make a group with uninitialised buffers from the numbers of rows.
+
+        Args:
+            num_tensors: number of matrices.
+            first_dims: number of rows of each matrix; None if it is the same for all.
+            last_dims: number of columns of each matrix, which must be the same; None if not given.
+            logical_first_dim: number of all rows.
+            logical_last_dim: number of columns.
+            quantizer: see `GroupedTensor`.
+            device: see `GroupedTensor`.
+            dtype: see `GroupedTensor`.
+        """
         if last_dims is not None and len(set(last_dims.tolist())) != 1:
-            raise ValueError(f"the tensors of a group have the same number of columns, not {last_dims.tolist()}")
+            raise ValueError(f"the tensors of a group must have the same number of columns, got {last_dims.tolist()}")
         if first_dims is None and logical_first_dim % num_tensors:
             raise ValueError(f"{logical_first_dim} rows cannot be divided evenly among {num_tensors} tensors")
         rows = [logical_first_dim // num_tensors] * num_tensors if first_dims is None else first_dims.tolist()
         if sum(rows) != logical_first_dim:
-            raise ValueError(f"tensors of {rows} rows do not make up {logical_first_dim} rows")
+            raise ValueError(
+                f"first_dims {rows} add up to {sum(rows)} rows, but logical_first_dim is {logical_first_dim}"
+            )
         shapes = [(first, logical_last_dim) for first in rows]
         return cls.make_grouped_tensor_with_shapes(num_tensors, shapes, quantizer, device, dtype)
 
@@ -124,12 +163,19 @@ class GroupedTensor:
     def make_grouped_tensor_from_rowwise_data(
         cls, *, num_tensors: int, tensor_shape: Sequence[int], rowwise_data: Tensor, dtype: torch.dtype | None = None
     ) -> GroupedTensor:
-        """Numbers that lie in one memory already, as a group of ``tensor_shape`` each."""
+        """Make a group of matrices of one shape from numbers that are already in one buffer.
+
+        Args:
+            num_tensors: number of matrices.
+            tensor_shape: shape of each matrix.
+            rowwise_data: the numbers, in high precision.
+            dtype: nominal dtype; by default that of ``rowwise_data``.
+        """
         group = cls([tensor_shape] * num_tensors, None, rowwise_data.device, dtype or rowwise_data.dtype)
         if rowwise_data.numel() != group.offsets[-1]:
             raise ValueError(
-                f"{num_tensors} tensors of shape {list(tensor_shape)} have {group.offsets[-1]} numbers, "
-                f"the memory has {rowwise_data.numel()}"
+                f"{num_tensors} tensors of shape {list(tensor_shape)} have {group.offsets[-1]} numbers, but "
+                f"rowwise_data has {rowwise_data.numel()}"
             )
         group._take(rowwise_data.reshape(-1))
         return group
@@ -140,7 +186,7 @@ class GroupedTensor:
         self.quantized_tensors = [part.view(shape) for part, shape in zip(parts, self.tensor_shapes, strict=True)]
 
     def _pack(self, members: list[Any]) -> None:
-        """Move the buffers of the tensors into one memory for each kind, of which they are parts from now on."""
+        """Move the buffers of the tensors into common buffers. Those of the tensors are parts of them from then on."""
         packed: dict[str, Tensor] = {}
         for direction, fields in _FIELDS.items():
             names = members[0]._plane_buffers[direction]
@@ -155,12 +201,23 @@ class GroupedTensor:
     # ---- using them ----------------------------------------------------------------------------
 
     def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Any]:
-        """Write all, into the memory there is; a ``noop_flag`` that is not zero leaves it as it is."""
+        """Write all matrices, in place.
+
+        Args:
+            tensors: the new values of each matrix.
+            noop_flag: a tensor with one number; if it is not zero, nothing is written.
+
+        Returns:
+            The matrices of the group.
+
+        Raises:
+            ValueError: the number or the shapes of the tensors are not those of the group.
+        """
         if len(tensors) != self.num_tensors:
-            raise ValueError(f"a group of {self.num_tensors} tensors is written by as many, not {len(tensors)}")
+            raise ValueError(f"this group has {self.num_tensors} tensors, got {len(tensors)}")
         for index, (shape, tensor) in enumerate(zip(self.tensor_shapes, tensors, strict=True)):
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"tensor {index} of the group has the shape {list(shape)}, not {list(tensor.shape)}")
+                raise ValueError(f"tensor {index} of the group has shape {list(shape)}, got {list(tensor.shape)}")
         for member, tensor in zip(self.quantized_tensors, tensors, strict=True):
             if self.quantizer is not None:
                 member.quantize_(tensor, noop_flag=noop_flag)
@@ -169,11 +226,11 @@ class GroupedTensor:
         return self.quantized_tensors
 
     def split_into_quantized_tensors(self) -> list[Any]:
-        """The tensors, which share the memory."""
+        """The matrices, as quantized tensors that share the buffers of the group."""
         return self.quantized_tensors
 
     def dequantize(self, dtype: torch.dtype | None = None) -> GroupedTensor:
-        """A group of the numbers."""
+        """Decode all matrices to a new group in high precision."""
         group = self.make_grouped_tensor_with_shapes(
             self.num_tensors, self.tensor_shapes, None, self.device, dtype or self.fake_dtype
         )
@@ -182,34 +239,45 @@ class GroupedTensor:
         return group
 
     def has_data(self) -> bool:
+        """Whether the group has rowwise data."""
         return self.rowwise_data is not None
 
     def has_columnwise_data(self) -> bool:
+        """Whether the group has columnwise data."""
         return self.columnwise_data is not None
 
     def all_same_first_dim(self) -> bool:
+        """Whether all matrices have the same number of rows."""
         return self.first_dims is None
 
     def all_same_last_dim(self) -> bool:
+        """Whether all matrices have the same number of columns: always True."""
         return True
 
     def all_same_shape(self) -> bool:
+        """Whether all matrices have the same shape."""
         return self.all_same_first_dim()
 
     def varying_both_dims(self) -> bool:
+        """Whether both dimensions differ between matrices: always False."""
         return False
 
     def get_common_first_dim(self) -> int:
-        """The rows of each."""
+        """The number of rows of each matrix.
+
+        Raises:
+            RuntimeError: it is not the same for all.
+        """
         if self.first_dims is not None:
-            raise RuntimeError(f"the tensors have {self.first_dims.tolist()} rows, which are not the same")
+            raise RuntimeError(f"the tensors of this group have different numbers of rows: {self.first_dims.tolist()}")
         return self.tensor_shapes[0][0]
 
     def get_common_last_dim(self) -> int:
+        """The number of columns of each matrix."""
         return self.logical_shape[1]
 
     def get_dtype(self) -> torch.dtype:
-        """What the tensors stand for."""
+        """The nominal dtype."""
         return self.fake_dtype
 
     def __repr__(self) -> str:
@@ -218,9 +286,16 @@ class GroupedTensor:
 
 
 def quantized_group(rows: Tensor, quantizer: Quantizer, num_tensors: int, first_dims: Tensor | None) -> GroupedTensor:
-    """``rows`` in groups of ``first_dims`` rows each, or of as many."""
+    """Quantize the rows of a matrix in groups.
+
+    Args:
+        rows: the matrix.
+        quantizer: the quantizer of all groups.
+        num_tensors: number of groups.
+        first_dims: number of rows of each group; None for groups of equal size.
+    """
     if rows.dim() != 2:
-        raise ValueError(f"groups of rows are of a matrix, not of a tensor of shape {list(rows.shape)}")
+        raise ValueError(f"rows must be a matrix, got a tensor of shape {list(rows.shape)}")
     group = GroupedTensor.make_grouped_tensor(
         num_tensors, first_dims, None, rows.shape[0], rows.shape[1], quantizer, rows.device, rows.dtype
     )
@@ -230,7 +305,7 @@ def quantized_group(rows: Tensor, quantizer: Quantizer, num_tensors: int, first_
 
 def _matrix(shape: Sequence[int]) -> Shape:
     if len(shape) != 2:
-        raise ValueError(f"the tensors of a group are matrices, not of shape {list(shape)}")
+        raise ValueError(f"the tensors of a group must be matrices, got shape {list(shape)}")
     return int(shape[0]), int(shape[1])
 
 

@@ -1,8 +1,7 @@
-"""Quantizing groups of rows, each by its own quantizer, in one call of the kernels.
+"""Quantize groups of rows, each with its own quantizer, in one call of the kernels.
 
-Amaxes of all groups are found in one call, reduced and noted together, and one more call encodes: what is a
-number for a tensor becomes one for each group. Bytes, statistics and draws of seeds are those of quantizing
-one group after the other.
+One call measures the amaxes of all groups, which are reduced and recorded together, and one more call encodes. The
+bytes, the statistics and the random seeds are the same as for quantizing one group after the other.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from .identity import IdentityQuantizer
 
 
 class _Share(NamedTuple):
-    """What the quantizers of one tensor, or of one direction of hybrids, make of the groups."""
+    """The planes of all groups that the quantizers of one tensor, or of one direction of hybrids, make."""
 
     quantizers: Sequence[Quantizer]
     planes: list[PlaneGroups]
 
 
 def can_quantize_groups(quantizers: Sequence[Quantizer]) -> bool:
-    """Whether they are of this library, reduce over one process group, and each quantizes the input itself."""
+    """Whether `quantize_groups` works: no custom quantizers, one reduction group, no planes made from decoded ones."""
     first = quantizers[0]
     if isinstance(first, HybridQuantizer):
         if first.derives_columns:
@@ -50,7 +49,16 @@ def _are_alike(quantizers: Sequence[Quantizer]) -> bool:
 def quantize_groups(
     rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer]
 ) -> list[QuantizedTensorStorage]:
-    """Storages for ``rows`` [sum of sizes, K] in groups of ``sizes`` rows, by quantizers that are alike."""
+    """Quantize rows in groups.
+
+    Args:
+        rows: a matrix [sum of sizes, K].
+        sizes: number of rows of each group.
+        quantizers: one quantizer for each group, all with the same configuration.
+
+    Returns:
+        One storage for each group.
+    """
     for size in sorted(set(sizes)):
         _check(rows[:size], quantizers[0])
     with torch.no_grad():
@@ -73,7 +81,7 @@ def _check(group: Tensor, quantizer: Quantizer) -> None:
 def _hybrids(
     rows: Tensor, sizes: Sequence[int], hybrids: Sequence[Any], wanted: Sequence[Direction]
 ) -> list[QuantizedTensorStorage]:
-    """Both children are written by one call."""
+    """The same for hybrid quantizers: one call writes both children."""
     shares, children = {}, {}
     for direction in wanted:
         quantizers = [hybrid._made_child(direction) for hybrid in hybrids]

@@ -1,7 +1,7 @@
-"""The quantizers of one operand of all groups (experts) of a grouped layer: they have to be alike.
+"""Check that the quantizers of one operand have the same configuration in all groups (experts) of a grouped layer.
 
-A grouped GEMM has one format for each operand and direction. Factories see one group at a time, so they
-could answer differently; that is noticed when quantizers are made, not in a kernel.
+A grouped GEMM has one format for each operand and direction. A factory is called for one group at a time and could
+return different quantizers; this check finds them when they are made, before a kernel runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from .identity import IdentityQuantizer
 
 
 def validate_grouped_quantizer_list(quantizers: Sequence[Quantizer | None], *, operand_name: str = "operand") -> None:
-    """Raise ValueError unless all are of one class and configuration, in each direction."""
+    """Check that all quantizers have the same class and configuration, in each direction.
+
+    Args:
+        quantizers: one for each group; None for a group without a quantizer.
+        operand_name: name of the operand, for the message.
+
+    Raises:
+        ValueError: two of them differ.
+    """
     if not quantizers:
         return
     first = quantizers[0]
@@ -28,9 +36,9 @@ def validate_grouped_quantizer_list(quantizers: Sequence[Quantizer | None], *, o
 
 
 def _difference(a: Quantizer | None, b: Quantizer | None) -> str:
-    """What is not the same, in words; empty if nothing."""
+    """The first difference in words; empty if there is none."""
     if a is None or b is None:
-        return "" if a is b else "one of them has none"
+        return "" if a is b else "one of them has no quantizer"
     if isinstance(a, HybridQuantizer) and isinstance(b, HybridQuantizer):
         if a.columnwise_source != b.columnwise_source:
             return f"columnwise_source {a.columnwise_source!r} and {b.columnwise_source!r}"
@@ -49,7 +57,7 @@ def _difference(a: Quantizer | None, b: Quantizer | None) -> str:
 
 
 def _configuration(quantizer: Quantizer) -> dict[str, Any]:
-    """Options by name. Scales and histories are each group's own, usages change from step to step."""
+    """Options by name, without scales and histories, which each group has itself, and without usages, which change."""
     if isinstance(quantizer, IdentityQuantizer):
         return {"dtype": quantizer.dtype}
     fields = quantizer._value_fields or [name for name, value in vars(quantizer).items() if isinstance(value, DType)]

@@ -1,8 +1,8 @@
-"""Hybrid quantization: one quantizer for each direction of a tensor.
+"""`HybridQuantizer`: another quantizer for each direction of a tensor.
 
-What the columnwise child quantizes is the input itself (``"original"``) or what the rowwise plane decodes
-to (``"rowwise_dequantized"``), so that forward and backward see the same rounded numbers. From the
-original, both planes are made in one pass over the input where there is a kernel for the pair.
+The columnwise quantizer gets the input itself (``"original"``), or the decoded rowwise plane
+(``"rowwise_dequantized"``), so that backward uses the numbers that forward has rounded. From the original, both planes
+are made in one pass over the input if there is a kernel for the two formats.
 """
 
 from __future__ import annotations
@@ -33,10 +33,20 @@ ColumnwiseSource = Literal["original", "rowwise_dequantized"]
 
 
 class HybridQuantizer(Quantizer):
-    """Owns two quantizers and pins each to its direction.
+    """A quantizer with two children, one for each direction.
 
-    The hybrid's own usages say which of them run. A child may be a `QuantizerRequest` until a recipe
-    state resolves it.
+    The usages of the hybrid say which of the children run.
+
+    Args:
+        rowwise_quantizer: the child that makes rowwise planes. It may be a `QuantizerRequest`, for which the state of a
+            recipe makes the quantizer later.
+        columnwise_quantizer: the child that makes columnwise planes. It must be another object.
+        columnwise_source: what the columnwise child quantizes: "original" for the input, "rowwise_dequantized" for the
+            decoded rowwise plane.
+
+    Raises:
+        TypeError: a child is not a quantizer.
+        ValueError: a child is itself a hybrid, both children are the same object, or ``columnwise_source`` is wrong.
     """
 
     _tensor_class = HybridQuantizedTensor
@@ -54,32 +64,36 @@ class HybridQuantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=True, columnwise=True)
         if columnwise_source not in ("original", "rowwise_dequantized"):
-            raise ValueError(f"columnwise_source is 'original' or 'rowwise_dequantized', not {columnwise_source!r}")
+            raise ValueError(
+                f"columnwise_source must be 'original' or 'rowwise_dequantized', got {columnwise_source!r}"
+            )
         self.columnwise_source = columnwise_source
         self._set_children({ROWWISE: rowwise_quantizer, COLUMNWISE: columnwise_quantizer})
 
     # ---- children ------------------------------------------------------------------------------
 
     def child(self, direction: Direction) -> Any:
-        """The quantizer (or the pending request) of one direction."""
+        """The quantizer (or the request for one) of a direction."""
         return self.rowwise_quantizer if direction is ROWWISE else self.columnwise_quantizer
 
     def _set_children(self, children: Mapping[Direction, Any]) -> None:
-        """Take ``children``, or refuse and leave all as it was."""
+        """Set children. If one is refused, nothing changes."""
         accepted = (Quantizer,) if settings.strict else (Quantizer, QuantizerRequest)
         for direction, child in children.items():
             if not isinstance(child, accepted):
-                raise TypeError(f"the {direction.value} child of a hybrid is a quantizer, not {type(child).__name__}")
+                raise TypeError(
+                    f"the {direction.value} child of a HybridQuantizer must be a quantizer, got {type(child).__name__}"
+                )
             if isinstance(child, HybridQuantizer):
                 raise ValueError(
-                    f"the {direction.value} child of a hybrid cannot be a hybrid: give the {direction.value} quantizer "
-                    "itself"
+                    f"the {direction.value} child of a HybridQuantizer cannot be another HybridQuantizer: pass its "
+                    f"{direction.value} quantizer"
                 )
         both = [children.get(direction, getattr(self, _name(direction), None)) for direction in Direction]
         if both[0] is both[1] and isinstance(both[0], Quantizer):
             raise ValueError(
-                "a hybrid requires distinct rowwise and columnwise quantizers, two objects: each is pinned to its "
-                "direction"
+                "a HybridQuantizer requires distinct rowwise and columnwise quantizers, two objects, because it sets "
+                "the usages of each to one direction: pass a copy() for the other direction"
             )
         for direction, child in children.items():
             setattr(self, _name(direction), child)
@@ -87,29 +101,36 @@ class HybridQuantizer(Quantizer):
                 _pin(child, direction)
 
     def _quantizer_of(self, direction: Direction) -> Quantizer:
-        """The child, which must not be a request any more, and is pinned whatever was done to it."""
+        """The child of a direction, set to make only that direction.
+
+        Raises:
+            RuntimeError: the child is still a request.
+        """
         child = self.child(direction)
         if not isinstance(child, Quantizer):
             waiting = ", ".join(direction.value for direction in self.pending())
-            raise RuntimeError(f"this HybridQuantizer waits for a recipe state to make its {waiting} quantizer")
+            raise RuntimeError(
+                f"this HybridQuantizer cannot quantize: its {waiting} quantizer is a request, which only the state of "
+                "a recipe can turn into a quantizer"
+            )
         _pin(child, direction)
         return child
 
     def pending(self) -> dict[Direction, QuantizerRequest]:
-        """The children that are still requests."""
+        """The children that are still requests, by direction."""
         return {
             direction: child for direction in Direction if isinstance(child := self.child(direction), QuantizerRequest)
         }
 
     def resolved(self, children: Mapping[Direction, Quantizer]) -> HybridQuantizer:
-        """The same hybrid with ``children`` in place of its requests."""
+        """A copy of this hybrid with ``children`` instead of its requests."""
         new = self.copy()
         new._set_children(children)
         return new
 
     def _wanted(self) -> list[Direction]:
         for direction in Direction:
-            self._quantizer_of(direction)  # a request is an error even where it would not be asked
+            self._quantizer_of(direction)  # a request is an error even if its direction is not wanted
         return super()._directions_to_make()
 
     @property
@@ -130,7 +151,7 @@ class HybridQuantizer(Quantizer):
         children: dict[Direction, Any] = {}
         if self.derives_columns and COLUMNWISE in wanted:
             row = self._made_child(ROWWISE).quantize_impl(tensor)
-            children[ROWWISE] = row if ROWWISE in wanted else None  # else it was only a way to get there
+            children[ROWWISE] = row if ROWWISE in wanted else None  # it may have been needed only for the columns
             children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, tensor))
         else:
             children = self._made_together(tensor, wanted)
@@ -141,10 +162,16 @@ class HybridQuantizer(Quantizer):
         return self._wrap(children, tensor.shape, tensor.dtype, tensor.device)
 
     def quantized_from_rows(self, row: QuantizedTensorStorage) -> Any:
-        """What `quantize` makes of a tensor whose rowwise child is there; columns, if wanted, are made from it."""
+        """Make a hybrid tensor from an existing rowwise child. The columnwise child, if wanted, is made from it.
+
+        Raises:
+            ValueError: ``columnwise_source`` is "original", and the columnwise usage is set.
+        """
         wanted = self._wanted()
         if COLUMNWISE in wanted and not self.derives_columns:
-            raise ValueError("the columnwise child of this hybrid is made from the original, not from rows")
+            raise ValueError(
+                "this HybridQuantizer cannot make the columnwise plane from rows: its columnwise_source is 'original'"
+            )
         children: dict[Direction, Any] = {ROWWISE: row}
         if COLUMNWISE in wanted:
             children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
@@ -174,7 +201,7 @@ class HybridQuantizer(Quantizer):
         return made
 
     def _derived_planes(self, matrix: Tensor, row: Quantizer, column: Quantizer, rowwise: bool) -> PlanePair:
-        """Columns of what the rows decode to. Both are checked before either is made."""
+        """The columnwise plane of the decoded rowwise plane. Both are checked before either is made."""
         column._check_matrix(matrix, rowwise=False, columnwise=True)
         rows = row.make_planes(matrix, rowwise=True, columnwise=False).plane(ROWWISE)
         assert rows is not None
@@ -182,14 +209,14 @@ class HybridQuantizer(Quantizer):
         return PlanePair(rows if rowwise else None, columns.plane(COLUMNWISE))
 
     def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
-        """Random numbers that are drawn later do not depend on which planes were asked for."""
+        """Draw a seed also for a plane that is not made, so that later seeds do not depend on which planes are made."""
         rounded = [d for d in (ROWWISE, COLUMNWISE) if getattr(self.child(d), "stochastic_rounding", False)]
         left_out = [direction for direction in rounded if direction not in wanted]
         if left_out and (self.derives_columns or len(left_out) == len(rounded)):
             draw_seed()
 
     def _show_to_what_is_left_out(self, tensor: Tensor, made: Collection[Direction]) -> None:
-        """Histories learn in the first pass of a checkpoint, also of planes that only its recomputation makes."""
+        """In the first pass of a checkpoint, record amaxes also for planes that only its recomputation makes."""
         if not current_pass().hides_gradients:
             return
         for direction in Direction:
@@ -198,7 +225,7 @@ class HybridQuantizer(Quantizer):
                 child.calibrate(tensor)
 
     def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
-        """Children of the same input: their planes are written by one call."""
+        """Make children from the same input, with one call that writes all their planes."""
         children: dict[Direction, Any] = {}
         jobs = []
         for direction in wanted:
@@ -214,7 +241,7 @@ class HybridQuantizer(Quantizer):
         return children
 
     def _made_child(self, direction: Direction) -> Quantizer:
-        """The child, set to make a bare storage if the hybrid makes one."""
+        """The child of a direction, set to make a storage if the hybrid makes one."""
         child = self._quantizer_of(direction)
         if self.internal and not child.internal:
             child = child.copy()
@@ -237,7 +264,7 @@ class HybridQuantizer(Quantizer):
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.dequantize()
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(tensor).__name__}")
+            raise TypeError(f"{type(self).__name__} can only quantize tensors, got {type(tensor).__name__}")
         for direction in Direction if self.derives_columns and COLUMNWISE in wanted else wanted:
             child = self._quantizer_of(direction)
             if not child.custom:
@@ -245,14 +272,17 @@ class HybridQuantizer(Quantizer):
         return tensor
 
     def update_quantized(self, src: Any, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """Requantize every child that is present, whatever the usages: none is left as it was."""
+        """Quantize a tensor into an existing hybrid tensor, in place. All its children are written.
+
+        See `Quantizer.update_quantized`.
+        """
         if not isinstance(dst, HybridQuantizedTensorStorage):
-            raise ValueError(f"HybridQuantizer writes hybrid tensors, it cannot write to a {type(dst).__name__}")
+            raise ValueError(f"HybridQuantizer can only write to a hybrid tensor, got a {type(dst).__name__}")
         if noop_flag is not None and noop_flag.item() != 0:
             return dst
         children = dst._children()
         if not any(dst.get_usages().values()):
-            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} holds no data to write to")
+            raise RuntimeError(f"this {type(dst).__name__} of shape {list(dst.shape)} has no planes to write to")
         if isinstance(src, QuantizedTensorStorage):
             src = src.dequantize()
         self._check_source(src, children)
@@ -269,21 +299,21 @@ class HybridQuantizer(Quantizer):
     def _check_source(self, src: Any, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
         self._wanted()
         if not isinstance(src, Tensor):
-            raise TypeError(f"{type(self).__name__} quantizes tensors, not {type(src).__name__}")
+            raise TypeError(f"{type(self).__name__} can only quantize tensors, got {type(src).__name__}")
         for direction, storage in children.items():
             child = self._quantizer_of(direction)
             if not child.custom:
                 child._checked(src, child._directions_to_make(), storage._plane_tensor_shape())
 
     def _can_write_alone(self, children: Mapping[Direction, QuantizedTensorStorage]) -> bool:
-        """Whether ``children`` can be written while the others take bytes from elsewhere."""
+        """Whether ``children`` can be written while bytes are copied to the others."""
         if self.derives_columns and ROWWISE in children:
             return False
         self._check_children_writable(children)
         return True
 
     def _write_children(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
-        """Write ``src``, which has been checked, to children of a hybrid."""
+        """Write ``src``, which is already checked, to children of a hybrid tensor."""
         if self.derives_columns and COLUMNWISE in children:
             row = children.get(ROWWISE)
             if row is None:
@@ -291,14 +321,14 @@ class HybridQuantizer(Quantizer):
                 row = self._quantizer_of(ROWWISE).quantize_impl(matrix)
             else:
                 self._write_together(src, {ROWWISE: row})
-                row._mark_written()  # should the column fail, it is known to be old
+                row._mark_written()  # if writing the column fails, it is known to be stale
             # In the dtype of the tensor, as when it was made: what is copied in may be of another.
             src = row.dequantize(dtype=children[COLUMNWISE].dtype).detach().reshape(src.shape)
             children = {COLUMNWISE: children[COLUMNWISE]}
         self._write_together(src, children)
 
     def _write_together(self, src: Tensor, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
-        """What may fail comes first; what cannot, a copy into an identity child, last."""
+        """Write children. Steps that can fail come first; a copy to an identity child cannot fail and comes last."""
         jobs, written, kept = [], [], []
         for direction, storage in children.items():
             quantizer = self._quantizer_of(direction)
@@ -326,7 +356,7 @@ class HybridQuantizer(Quantizer):
                 continue
             if not isinstance(storage, child._tensor_class._storage_class()):
                 raise ValueError(
-                    f"the {direction.value} child of this hybrid of shape {list(storage.shape)} is a "
+                    f"the {direction.value} child of this hybrid tensor of shape {list(storage.shape)} is a "
                     f"{type(storage).__name__}, which {type(child).__name__} cannot write to"
                 )
             child.check_writable(storage)
@@ -335,7 +365,7 @@ class HybridQuantizer(Quantizer):
         children = {}
         for direction in self._wanted():
             child = self._made_child(direction)
-            make = child.make_empty if child.custom else child._made  # a custom one has to say itself how
+            make = child.make_empty if child.custom else child._made  # custom quantizers implement make_empty
             children[direction] = make(shape, dtype=dtype, device=device, pin_memory=pin_memory)
         return self._wrap(children, shape, dtype, device)
 
@@ -352,7 +382,7 @@ class HybridQuantizer(Quantizer):
 
     @property
     def with_amax_reduction(self) -> bool:
-        """Whether a child reduces its amax; setting it sets those that can."""
+        """Whether a child reduces its amax. Setting it sets all children that can."""
         return any(child.with_amax_reduction for child in self._reducing_children())
 
     @with_amax_reduction.setter
@@ -362,9 +392,13 @@ class HybridQuantizer(Quantizer):
 
     @property
     def amax_reduction_group(self) -> Any:
+        """The process group over which the children reduce their amaxes. Setting it sets all children that can."""
         groups = [child.amax_reduction_group for child in self._reducing_children()]
         if any(group is not groups[0] for group in groups):
-            raise RuntimeError("the children of this hybrid reduce their amaxes over different groups; ask each child")
+            raise RuntimeError(
+                "the children of this HybridQuantizer reduce their amaxes over different groups; read "
+                "amax_reduction_group of each child"
+            )
         return groups[0] if groups else None
 
     @amax_reduction_group.setter
@@ -373,7 +407,7 @@ class HybridQuantizer(Quantizer):
             child.amax_reduction_group = group
 
     def _reducing_children(self) -> list[Any]:
-        """Those that can: they have the attribute of their own."""
+        """The children that can reduce amaxes: they have set the attribute."""
         return [child for direction in Direction if "amax_reduction_group" in vars(child := self.child(direction))]
 
     def reducing(self, group: Any, *, axis: int) -> Self:
@@ -425,14 +459,14 @@ def _pin(child: Quantizer, direction: Direction) -> None:
 
 
 def rounds_stochastically(quantizer: Quantizer) -> bool:
-    """In any direction, whether it is asked for or not."""
+    """Whether a quantizer rounds stochastically in any direction, also in one that is not used."""
     if isinstance(quantizer, HybridQuantizer):
         return any(rounds_stochastically(quantizer._quantizer_of(direction)) for direction in Direction)
     return bool(getattr(quantizer, "stochastic_rounding", False))
 
 
 def _writes_planes(quantizer: Quantizer) -> bool:
-    """Whether the quantizer's result is planes that kernels write, and not something of its own."""
+    """Whether kernels write the planes of a quantizer: not those of custom and identity quantizers."""
     return not quantizer.custom and not isinstance(quantizer, IdentityQuantizer)
 
 
@@ -441,7 +475,7 @@ def _decoded_like(row: QuantizedTensorStorage, tensor: Tensor | QuantizedTensorS
 
 
 def _decoded(plane: Plane, dtype: torch.dtype) -> Tensor:
-    """What a plane stands for; the numbers themselves where they were kept."""
+    """The decoded numbers of a plane."""
     return plane.data.to(dtype) if plane.format.is_identity else kernels.decode(plane, dtype)
 
 
@@ -457,7 +491,7 @@ def _planes_made_together(matrix: Tensor, row: Quantizer | None, column: Quantiz
     if row is not None and ROWWISE not in kept:
         kept[ROWWISE] = next(made)
     if column is not None and COLUMNWISE not in kept:
-        kept[COLUMNWISE] = next(made).read(COLUMNWISE)  # a buffer that serves both directions is made as rows
+        kept[COLUMNWISE] = next(made).read(COLUMNWISE)  # a buffer for both directions is made as a rowwise plane
     return PlanePair(kept.get(ROWWISE), kept.get(COLUMNWISE))
 
 

@@ -1,8 +1,8 @@
-"""A tensor of two formats: one child holds its rowwise plane, another its columnwise plane.
+"""Hybrid tensors: one child holds the rowwise plane, another child the columnwise plane in another format.
 
-Each child is a quantized tensor of its own format, of which one direction is used. Whatever moves
-tensors about is done child by child; what must hold for both together is here: a write reaches every
-child or none, and a child that missed a write is stale.
+Each child is a quantized tensor of one format, of which one direction is used. Views, copies and moves are done child
+by child. This module makes sure that both children stay consistent: a write reaches all children or none, and a child
+that missed a write is stale.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
-    """``_rowwise_storage`` and ``_columnwise_storage``; either may be None."""
+    """The children of a hybrid tensor: ``_rowwise_storage`` and ``_columnwise_storage``. Either may be None."""
 
     _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
 
@@ -51,7 +51,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         is_parent = hasattr(quantizer, "rowwise_quantizer") and hasattr(quantizer, "columnwise_quantizer")
         if orphan or not (quantizer is None or is_parent):
             raise TypeError(
-                f"{type(self).__name__} requires a parent HybridQuantizer, with two children, not "
+                f"{type(self).__name__} requires a parent HybridQuantizer, with two children, got "
                 f"{type(quantizer).__name__}"
             )
         self._quantizer = None if quantizer is None else quantizer.copy()
@@ -59,7 +59,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         if shape is None:
             shape = next((child.shape for child in children.values() if child is not None), None)
             if shape is None:
-                raise ValueError(f"{type(self).__name__} without any data needs its shape to be given")
+                raise ValueError(f"{type(self).__name__} without any data needs shape=...")
         self._put_together(children, shape, torch.float32 if fake_dtype is None else fake_dtype)
 
     def _put_together(
@@ -72,15 +72,15 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
             if child is not None:
                 if not isinstance(child, QuantizedTensorStorage) or isinstance(child, HybridQuantizedTensorStorage):
                     raise TypeError(
-                        f"the {direction.value} child of a {type(self).__name__} is a storage of one format, not "
-                        f"{type(child).__name__}"
+                        f"the {direction.value} child of a {type(self).__name__} must be a quantized tensor or storage "
+                        f"of one format, got {type(child).__name__}"
                     )
                 child = child if child.shape == self._shape else child._viewed(self._shape)
             self._set_child(direction, child)
         self._agree(agreed)
 
     def _agree(self, agreed: Mapping[Direction, int] | None = None) -> None:
-        """The children stand for the same numbers, whenever each was written."""
+        """Record that the children hold the same numbers now, regardless of when each was written."""
         if agreed is None:
             agreed = {direction: child._last_write() for direction, child in self._children().items()}
         self._agreed = agreed
@@ -89,10 +89,12 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     @property
     def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The rowwise child; None if there is none. Raises RuntimeError if it is stale."""
         return self._fresh_child(ROWWISE)
 
     @property
     def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The columnwise child; None if there is none. Raises RuntimeError if it is stale."""
         return self._fresh_child(COLUMNWISE)
 
     def _fresh_child(self, direction: Direction) -> QuantizedTensorStorage | None:
@@ -100,13 +102,13 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         if child is not None and self._is_stale(direction):
             raise RuntimeError(
                 f"the {direction.value} {type(child).__name__} of this {type(self).__name__} of shape "
-                f"{list(self._shape)} is stale: its {direction.other.value} child was written since, alone or through "
-                "an alias that does not hold this one. Requantize the tensor."
+                f"{list(self._shape)} is stale: its {direction.other.value} child was written later, alone or through "
+                "an alias that does not have this one. Requantize the tensor."
             )
         return child
 
     def _children(self) -> dict[Direction, QuantizedTensorStorage]:
-        """The children that are there, rowwise first."""
+        """The children that exist, rowwise first."""
         both = {ROWWISE: self._rowwise_storage, COLUMNWISE: self._columnwise_storage}
         return {direction: child for direction, child in both.items() if child is not None}
 
@@ -116,7 +118,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         return plane and replace(plane, stale=plane.stale or self._is_stale(direction))
 
     def planes(self) -> list[Plane]:
-        """The planes with buffers of their own. A child may serve its direction with a rowwise plane."""
+        """The planes with buffers of their own. A child may use a rowwise plane for its direction."""
         return [
             replace(plane, stale=plane.stale or self._is_stale(direction))
             for direction, child in self._children().items()
@@ -135,7 +137,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         }
 
     def _is_stale(self, direction: Direction) -> bool:
-        """Whether the other child was written after the two agreed, and this one not along with it."""
+        """Whether the other child was written since the two held the same numbers, and this one was not."""
         children = self._children()
         if direction not in children:
             return False
@@ -161,7 +163,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         if not (rowwise_data or columnwise_data):
-            raise ValueError("get_data_tensors: neither rowwise nor columnwise data was asked for")
+            raise ValueError("get_data_tensors: rowwise_data and columnwise_data cannot both be False")
         wanted = {ROWWISE: rowwise_data, COLUMNWISE: columnwise_data}
         planes = [self.plane(direction) for direction in Direction if wanted[direction]]
         data = tuple(None if plane is None else plane.data for plane in planes)
@@ -169,7 +171,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         return {
-            "rowwise_storage": self.rowwise_sub_storage,  # stale ones must not be put together anew
+            "rowwise_storage": self.rowwise_sub_storage,  # raises if it is stale: a new hybrid would not know
             "columnwise_storage": self.columnwise_sub_storage,
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
@@ -186,13 +188,14 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         if isinstance(other, HybridQuantizedTensorStorage):
             self._dropped = other._dropped
         for direction, child in self._children().items():
-            self._set_child(direction, _shallow(child))  # so that emptying one leaves the other
+            self._set_child(direction, _shallow(child))  # so that clearing one leaves the other as it is
 
     def _plain_state(self) -> dict[str, Any]:
         for direction, child in self._children().items():
             if not isinstance(child, QuantizedTensor):
                 raise TypeError(
-                    f"{type(self).__name__}: its {direction.value} child is a bare storage; pickle a tensor"
+                    f"{type(self).__name__} cannot be pickled: its {direction.value} child is a storage, not a tensor "
+                    "(make it with internal=False)"
                 )
         return {**{name: getattr(self, name) for name in self._state_names()}, "_shape": tuple(self._shape)}
 
@@ -216,8 +219,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         for direction, child in self._children().items():
             if change is not _shallow and not child._plane_buffers:
                 raise NotImplementedError(
-                    f"{type(self).__name__}: its {direction.value} child is a {type(child).__name__}, which is not "
-                    "made of planes: it can be detached, read and saved for backward, but not viewed, copied or moved"
+                    f"{type(self).__name__}: its {direction.value} child is a {type(child).__name__}, which does not "
+                    "consist of planes: it can be detached, read and saved for backward, but not viewed, copied or "
+                    "moved"
                 )
         children = {direction: change(child) for direction, child in self._children().items()}
         if shape is None:
@@ -243,7 +247,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         )
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
-        self._check_fresh()  # the copy would not know
+        self._check_fresh()  # the copy would not know that a child is stale
         return self._mapped(lambda child: child._map_buffers(change, **changes), **changes)
 
     def _empty_like(
@@ -285,10 +289,10 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What is written to the children inside counts as one write.
+        """A context manager: everything that is written to the children inside counts as one write.
 
-        If it fails, a child that was reached has made the other stale. A child of a slice that was stale
-        before stays so: the rest of its tensor still is.
+        If it fails, a child that was written makes the other one stale. A child of a slice that was stale before
+        stays stale, because the rest of its tensor still is.
         """
         children = self._children()
         behind = {
@@ -306,13 +310,13 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
             child.clear()
 
     def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
-        """Memory of its own, also from an identity child: written to, it would change one child alone."""
+        """Decode to new memory, also from an identity child: writing to its buffer would change only one child."""
         usages = self.get_usages()
         held_directions = (found for found in Direction if usages[found.value])
         chosen = next(held_directions, ROWWISE) if direction is None else direction
         child = self._fresh_child(chosen)
         if child is None:
-            return super()._decoded(dtype, direction)  # which says what is missing
+            return super()._decoded(dtype, direction)  # raises, and names what is missing
         has_plane = child.plane(chosen) is not None
         decoded = child._decoded(dtype, chosen) if has_plane else child.dequantize(dtype=dtype)
         held = {buffer.data_ptr() for _, buffer in child._buffers()}
@@ -321,13 +325,21 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     # ---- usages and writing --------------------------------------------------------------------
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop children. A missing direction cannot be made: it has a format of its own."""
+        """Drop children. A missing child cannot be made from the other, because it has another format.
+
+        Args:
+            rowwise_usage: False drops the rowwise child; True requires it; None leaves it as it is.
+            columnwise_usage: the same for the columnwise child.
+
+        Raises:
+            RuntimeError: a child is required that does not exist.
+        """
         wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
         for direction, want in wanted.items():
             if want and not self.get_usages()[direction.value]:
                 raise RuntimeError(
                     f"{type(self).__name__} of shape {list(self._shape)}: {direction.value} usage requested, but there "
-                    "is no such child, and its format cannot be made from the other. Request it when quantizing."
+                    "is no such child, and its format cannot be made from the other child. Request it when quantizing."
                 )
         for direction, child in self._children().items():
             if wanted[direction] is False:
@@ -338,15 +350,22 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         return None
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
+        """Copy the bytes of another hybrid tensor.
+
+        Raises:
+            TypeError: ``src`` is not a hybrid tensor.
+            RuntimeError: ``src`` does not have the planes that this tensor has.
+        """
         if not isinstance(src, HybridQuantizedTensorStorage):
             raise TypeError(f"copy_from_storage: cannot copy {type(src).__name__} to {type(self).__name__}")
         if not self._copy_bytes_from(src):
-            raise RuntimeError(f"copy_from_storage: {src!r} does not hold what {self!r} needs")
+            raise RuntimeError(f"copy_from_storage: {src!r} does not have the planes of {self!r}")
 
     def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
-        """Copy the children that ``src`` has in our formats, quantize the rest from its values. False: none fits.
+        """Copy the bytes of children that ``src`` has in the same formats, and quantize other children from its values.
 
-        No child is ever left as it was.
+        Returns:
+            False if no child fits; then nothing is written. Otherwise all children are written.
         """
         src._check_fresh()
         src = self._apart(src)
@@ -388,7 +407,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         lent = self.__dict__.get("_lent", [])
         count = sum(own for _, own in lent)
         if len(tensors) < count:
-            raise RuntimeError(f"{type(self).__name__} has {count} buffers, but only {len(tensors)} tensors were saved")
+            raise RuntimeError(
+                f"{type(self).__name__} needs {count} saved buffers, but only {len(tensors)} tensors are left"
+            )
         for child, _ in lent:
             tensors = child.restore_from_saved(tensors)
         self.__dict__.pop("_lent", None)
@@ -413,12 +434,14 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
         names = meta["field_names"]
         if len(buffers) != len(names):
-            raise RuntimeError(f"{type(self).__name__}: {len(buffers)} gathered buffers for the fields {list(names)}")
+            raise RuntimeError(
+                f"{type(self).__name__}: got {len(buffers)} gathered buffers for the {len(names)} fields {list(names)}"
+            )
         children = self._children()
         if set(children) != set(meta["children"]):
-            raise RuntimeError(f"{type(self).__name__}: the gathered shards hold other directions than this tensor")
+            raise RuntimeError(f"{type(self).__name__}: the gathered shards have other directions than this tensor")
         rest = list(buffers)
-        # Other objects, so that a failure changes nothing.
+        # Fill other objects first, so that a failure changes nothing.
         filled = {direction: _shallow(child) for direction, child in children.items()}
         for direction, child_meta in meta["children"].items():
             count = len(child_meta["field_names"])
@@ -438,7 +461,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
             child._derive_planes(own)
 
     def _serving(self, directions: Sequence[Direction]) -> list[tuple[QuantizedTensorStorage, list[Direction]]]:
-        """The children that ``directions`` are read from."""
+        """The children that have ``directions``."""
         return [(child, [direction]) for direction, child in self._children().items() if direction in directions]
 
     def _note_zeros(self) -> None:
@@ -454,7 +477,9 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
         missing = [direction.value for direction in Direction if direction not in self._children()]
         if missing:
-            raise RuntimeError(f"{type(self).__name__} has no quantizer, and no {missing[0]} child to make one from")
+            raise RuntimeError(
+                f"{type(self).__name__} has no quantizer, and without a {missing[0]} child none can be made for it"
+            )
         row, column = (child._get_quantizer().copy() for child in self._children().values())
         return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
 
@@ -473,7 +498,8 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
         for name in names:
             if not isinstance(getattr(self, name), QuantizedTensor):
                 raise NotImplementedError(
-                    f"{type(self).__name__}: {name[1:]} is a bare storage, which cannot be traced"
+                    f"{type(self).__name__} cannot be traced: its {name[1:]} is a storage, not a tensor (make it with "
+                    "internal=False)"
                 )
         return names, {"_quantizer": self._quantizer, "_dtype": self._dtype}
 
@@ -497,20 +523,20 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
 
 
 def _shallow(child: QuantizedTensorStorage) -> QuantizedTensorStorage:
-    """Another object over the same buffers."""
+    """Another object with the same buffers."""
     if child._plane_buffers:
         return child._rewrap()
-    child._whole_epochs()  # which both will share
+    child._whole_epochs()  # both objects share them
     return copy.copy(child)
 
 
 def _part(src: QuantizedTensorStorage, direction: Direction) -> QuantizedTensorStorage | None:
-    """What serves a direction of ``src``: a child of a hybrid, else ``src`` itself."""
+    """What has a direction of ``src``: the child of a hybrid, otherwise ``src`` itself."""
     return src._children().get(direction) if isinstance(src, HybridQuantizedTensorStorage) else src
 
 
 def _matching_planes(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage | None) -> list[tuple[Plane, Plane]]:
-    """Every plane of one with that of the other whose bytes it can take; empty if there is not one for each."""
+    """Pairs of planes whose bytes can be copied; empty if there is not one for every plane of ``mine``."""
     pairs = []
     for plane in mine.planes():
         other = None if theirs is None else theirs.plane(plane.direction)

@@ -1,4 +1,4 @@
-"""Identity: a plane that keeps the numbers as they are, so that high precision is one more format."""
+"""The identity format: planes that keep the numbers as they are, so that high precision is a format like others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import Quantizer
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """One high-precision buffer that serves both directions."""
+    """One buffer in high precision for both directions."""
 
     _buffer_names = ("_hp_data",)
     _plane_buffers: ClassVar = {
@@ -51,19 +51,19 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return (self._hp_data, None) if rowwise_data and columnwise_data else self._hp_data
 
     def planes(self) -> list[Plane]:
-        """One plane with a buffer of its own."""
+        """The one plane that has a buffer."""
         plane = self.plane(ROWWISE)
         return [] if plane is None else [plane]
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Both directions are always there."""
+        """Do nothing: both directions are always available."""
 
     def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
-        """The buffer itself, unless it has to be cast."""
+        """The buffer itself, or a copy if it must be cast."""
         return self._readable_plane(direction).data.to(dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Self:
-        """Written through to the buffer, in its dtype, so that views see it."""
+        """Write to the buffer, in its dtype, so that views change as well."""
         IdentityQuantizer(dtype=self._buffer().dtype).update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
@@ -140,7 +140,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """A high-precision tensor in the clothes of a quantized one; its views alias it as usual."""
+    """A tensor in high precision with the interface of a quantized tensor. Its views share memory as usual."""
 
     def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
         buffer = buffers["_hp_data"]
@@ -152,7 +152,13 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
 
 
 class IdentityQuantizer(Quantizer):
-    """Keeps the (detached) input, cast only if ``dtype`` is given."""
+    """Keeps tensors in high precision: the result holds the (detached) input.
+
+    Args:
+        dtype: cast the input to this dtype; None to keep it as it is.
+        rowwise: accepted; both directions are always available.
+        columnwise: see rowwise.
+    """
 
     _tensor_class = IdentityTensor
     _value_fields = ("dtype",)
@@ -179,21 +185,27 @@ class IdentityQuantizer(Quantizer):
         return PlanePair(rows if rowwise else None, columns if columnwise else None)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """Copies in place where the buffers match, otherwise ``dst`` takes the new buffer."""
+        """Copy ``src`` to ``dst``, in place if the buffers have the same dtype and device; otherwise to a new buffer.
+
+        See `Quantizer.update_quantized`.
+        """
         if not isinstance(dst, IdentityTensorStorage):
-            raise ValueError(f"IdentityQuantizer writes IdentityTensor, it cannot write to a {type(dst).__name__}")
+            raise ValueError(f"IdentityQuantizer can only write to an IdentityTensor, got a {type(dst).__name__}")
         if noop_flag is not None and noop_flag.item() != 0:
             return dst
         src = self._checked(src, list(Direction))
         buffer = dst._buffer()
         new = src.detach() if self.dtype is None else src.detach().to(self.dtype)
         if new.shape != dst.shape:
-            raise ValueError(f"cannot write a tensor of shape {list(new.shape)} to one of {list(dst.shape)}")
+            raise ValueError(
+                f"IdentityQuantizer: cannot write a tensor of shape {list(new.shape)} to one of shape {list(dst.shape)}"
+            )
         if new.dtype == buffer.dtype and new.device == buffer.device:
             buffer.copy_(new.clone() if overlaps(new, buffer) else new)
         elif dst._cut_axes:
             raise ValueError(
-                f"a slice of {buffer.dtype} on {buffer.device} cannot take a buffer of {new.dtype} on {new.device}"
+                f"IdentityQuantizer: a slice of a {buffer.dtype} tensor on {buffer.device} cannot be replaced by "
+                f"{new.dtype} numbers on {new.device}"
             )
         else:
             dst._hp_data = new.clone()
@@ -201,7 +213,7 @@ class IdentityQuantizer(Quantizer):
         return dst
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
-        """A plain buffer takes any numbers."""
+        """Accept everything: any numbers can be written to a plain buffer."""
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
         kept = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)

@@ -1,4 +1,4 @@
-"""MXFP8: 8-bit codes, a power-of-two scale for every 32 along the summed dimension (or every 32x32 tile)."""
+"""MXFP8: 8-bit codes, and a power-of-two scale for every 32 numbers along a row or column, or every 32x32 tile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MXFP8_BLOCK_SCALING_SIZE = 32
 
 
 class MXFP8TensorStorage(FP8Storage, DataAndScaleStorage):
-    """Codes [M, K] in both directions, E8M0 scales in tiles of 128x4."""
+    """The planes of an MXFP8 tensor: codes [M, K] in both directions, and E8M0 scales padded to 128x4."""
 
     _with_gemm_swizzled_scales = False
 
@@ -58,7 +58,14 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
 
 
 class MXFP8Quantizer(Quantizer):
-    """Quantizes to MXFP8; ``with_2d_quantization`` shares a scale over 32x32 tiles (weights)."""
+    """Quantizes to MXFP8.
+
+    Args:
+        fp8_dtype: FP8 type of the codes.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+        with_2d_quantization: one scale per 32x32 tile, so that both directions hold the same numbers (for weights).
+    """
 
     _tensor_class = MXFP8Tensor
     _value_fields = ("dtype", "with_2d_quantization")
@@ -88,7 +95,14 @@ class MXFP8Quantizer(Quantizer):
         fake_dtype: torch.dtype,
         fp8_dtype: DType = DType.kFloat8E4M3,
     ) -> MXFP8Tensor:
-        """A rowwise tensor over codes and scales made elsewhere."""
+        """Make a tensor with a rowwise plane from existing codes and scales.
+
+        Args:
+            data: the codes.
+            scale_inv: the scales, in the layout of `MXFP8TensorStorage`.
+            fake_dtype: nominal dtype: what `dequantize` returns.
+            fp8_dtype: FP8 type of the codes.
+        """
         return MXFP8Tensor(
             data.shape,
             fake_dtype,

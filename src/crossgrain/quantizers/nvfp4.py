@@ -1,4 +1,4 @@
-"""NVFP4: 4-bit codes, an E4M3 scale for every 16 along the summed dimension, one amax for the tensor."""
+"""NVFP4: 4-bit codes, an E4M3 scale for every 16 numbers along a row or column, and one fp32 amax per tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NVFP4_BLOCK_SCALING_SIZE = 16
 
 
 class NVFP4TensorStorage(DataScaleAndAmaxStorage):
-    """Two codes a byte, low nibble first: rowwise [M, K/2], columnwise [K, M/2]."""
+    """The planes of an NVFP4 tensor, with two codes per byte, the low half first: [M, K/2] and columnwise [K, M/2]."""
 
     _strict_decodes_rowwise_only = True
     _with_gemm_swizzled_scales = False
@@ -114,11 +114,26 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
 class NVFP4Quantizer(Quantizer):
     """Quantizes to NVFP4.
 
-    ``with_rht``              columnwise data is rotated (16-point Hadamard with fixed signs) first
-    ``with_2d_quantization``  16x16 tiles share a scale, so both directions decode to the same numbers
-    ``stochastic_rounding``   unbiased random rounding of the codes, for gradients
-    ``row_scaled_nvfp4``      an amax per row instead of one per tensor
-    ``nvfp4_use_4over6``      per block, the better of two scales; ``nvfp4_e4m3_max`` leaves it headroom
+    Args:
+        fp4_dtype: must be kFloat4E2M1.
+        rowwise: make rowwise planes.
+        columnwise: make columnwise planes.
+        with_amax_reduction: use the largest amax over the ranks of ``amax_reduction_group``.
+        amax_reduction_group: the process group; None for all ranks.
+        with_rht: rotate columnwise data by a Hadamard transform of 16 numbers with fixed signs before quantizing it.
+        with_post_rht_amax: take the columnwise amax after the rotation. Must be True with ``with_rht``.
+        with_2d_quantization: one scale per 16x16 tile, so that both directions hold the same numbers (for weights).
+        stochastic_rounding: round codes stochastically, without bias (for gradients).
+        row_scaled_nvfp4: an amax for every row instead of one for the tensor.
+        nvfp4_use_4over6: each block uses the better of two scales, which map its largest number to 4 or to 6.
+        nvfp4_e4m3_max: upper bound of the scale that maps to 6, with ``nvfp4_use_4over6``: 256 leaves room for the
+            scale that maps to 4, which is 1.5 times as large; 448 is the largest E4M3 number.
+        nvfp4_4over6_err_mode: which of the two scales is better: "MAE" compares mean absolute errors, "MSE" mean
+            squared errors.
+        with_random_sign_mask: the rotation has fixed random signs; False for none.
+
+    Raises:
+        ValueError: an option has a wrong value, or two options cannot be combined.
     """
 
     _tensor_class = NVFP4Tensor
@@ -155,9 +170,9 @@ class NVFP4Quantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         _check_fp4(fp4_dtype)
         if nvfp4_e4m3_max not in (448, 256):
-            raise ValueError(f"nvfp4_e4m3_max is 448 or 256, not {nvfp4_e4m3_max}")
+            raise ValueError(f"nvfp4_e4m3_max must be 448 or 256, got {nvfp4_e4m3_max}")
         if nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode is 'MAE' or 'MSE', not {nvfp4_4over6_err_mode!r}")
+            raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {nvfp4_4over6_err_mode!r}")
         self.dtype = DType.kFloat4E2M1
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
@@ -185,7 +200,7 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def rht_matrix(self) -> Tensor:
-        """The 16x16 rotation."""
+        """The 16x16 matrix of the rotation."""
         return rotation_matrix(self.rht_matrix_random_sign_mask_t)
 
     def _encoding(self, direction: Direction) -> Encoding:
@@ -204,8 +219,8 @@ class NVFP4Quantizer(Quantizer):
     def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
         if COLUMNWISE in directions and self.with_rht and not self.with_post_rht_amax:
             raise ValueError(
-                "NVFP4Quantizer: columnwise scales follow from the amax after the rotation: with_rht needs "
-                "with_post_rht_amax=True"
+                "NVFP4Quantizer: with_rht=True needs with_post_rht_amax=True, because the scales of the columnwise "
+                "plane are computed from the amax after the rotation"
             )
         super()._check_shape(shape, directions)
 
@@ -214,14 +229,15 @@ class NVFP4Quantizer(Quantizer):
             return
         rows, cols = matrix_shape(tensor.shape)
         if self.with_rht and tensor.dtype != torch.bfloat16:
-            raise RuntimeError(f"strict mode: the Hadamard rotation takes bfloat16, not {tensor.dtype}")
+            raise RuntimeError(f"strict mode: the Hadamard rotation needs a bfloat16 tensor, got {tensor.dtype}")
         if self.row_scaled_nvfp4:
             if ROWWISE not in directions:
                 raise RuntimeError("strict mode: row-scaled NVFP4 needs rowwise usage")
             if tensor.dtype != torch.bfloat16 or rows % 32 or cols % 32 or self.nvfp4_use_4over6:
                 raise RuntimeError(
-                    "strict mode: columnwise row-scaled NVFP4 takes bfloat16, both dimensions multiples of 32 and "
-                    f"no 4-over-6; not {tensor.dtype} {list(tensor.shape)}"
+                    "strict mode: columnwise row-scaled NVFP4 needs a bfloat16 tensor whose dimensions are multiples "
+                    f"of 32, and no 4-over-6; got {tensor.dtype} of shape {list(tensor.shape)} and "
+                    f"nvfp4_use_4over6={self.nvfp4_use_4over6}"
                 )
 
     def is_quantizable(self, tensor: Tensor) -> bool:
@@ -232,15 +248,15 @@ class NVFP4Quantizer(Quantizer):
 
     @staticmethod
     def get_columnwise_shape(shape: Sequence[int]) -> tuple[int, ...]:
-        """Logical shape of the columnwise data: always two-dimensional."""
+        """Shape of the columnwise codes, which always have two dimensions."""
         return (shape[-1], math.prod(shape[:-1])) if shape else ()
 
     @staticmethod
     def convert_shape_for_fp4(shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape in bytes: two codes each."""
+        """Shape of the buffer of codes: two codes per byte."""
         return (*shape[:-1], shape[-1] // 2)
 
 
 def _check_fp4(dtype: DType) -> None:
     if DType.cast(dtype) is not DType.kFloat4E2M1:
-        raise ValueError(f"NVFP4 needs kFloat4E2M1, not {DType.cast(dtype)!r}")
+        raise ValueError(f"NVFP4 needs fp4_dtype=kFloat4E2M1, got {DType.cast(dtype)!r}")

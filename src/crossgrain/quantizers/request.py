@@ -1,4 +1,4 @@
-"""What may stand in for a quantizer until the state it needs exists."""
+"""`QuantizerRequest`: what a factory may return instead of a quantizer."""
 
 from __future__ import annotations
 
@@ -7,4 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QuantizerRequest:
-    """A quantizer that needs state which others keep (a scaling history): it is made when that exists."""
+    """Base class of requests for a quantizer that needs a state, such as a history of amaxes.
+
+    The state of a recipe makes the quantizer.
+    """

@@ -1,8 +1,8 @@
-"""Writing planes: measure the input, settle amaxes, encode. All quantizers make and refill planes through here.
+"""Write planes: measure the input, determine amaxes, encode. All quantizers make and rewrite planes with this module.
 
-A plane is written for one quantizer, which may have a scale or an amax of its own, reduces amaxes over ranks and notes
-what it has seen. Planes of several quantizers, as of the two directions of a hybrid, are written together: one pass
-over the input, and one seed, as if one quantizer had made them.
+A plane belongs to one quantizer, which may have a given scale or amax, may reduce amaxes over ranks, and may record
+them. Planes of several quantizers, as of the two directions of a hybrid, are written together, with one pass over the
+input and one seed, as if one quantizer had made them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PlaneSpec(NamedTuple):
-    """All of a plane that is to be made but its memory, for matrices of one shape."""
+    """Everything about a plane for matrices of one shape, except its memory."""
 
     encoding: Encoding
     direction: Direction
@@ -34,7 +34,7 @@ class PlaneSpec(NamedTuple):
     scale_dtype: torch.dtype
 
     def empty(self, device: torch.device, scale: Tensor | None = None) -> Plane:
-        """The plane with memory of its own, but for a ``scale`` that it shares with another."""
+        """Allocate the plane. ``scale`` is a scale buffer that it shares with another plane; None for a new one."""
         sizes = self.sizes
         data = torch.empty(sizes.data, dtype=torch.uint8, device=device)
         if scale is None:
@@ -45,6 +45,7 @@ class PlaneSpec(NamedTuple):
 
 
 def plane_spec(encoding: Encoding, direction: Direction, transposed: bool, shape: tuple[int, ...]) -> PlaneSpec:
+    """Make the spec of a plane for matrices of one shape."""
     fmt = encoding.format
     return PlaneSpec(
         encoding, direction, transposed, buffer_shapes(fmt, direction, shape, transposed), scale_dtype(fmt)
@@ -52,16 +53,21 @@ def plane_spec(encoding: Encoding, direction: Direction, transposed: bool, shape
 
 
 class Job(NamedTuple):
-    """One quantizer's share of a write."""
+    """The planes that are written for one quantizer."""
 
     quantizer: Quantizer
     planes: Sequence[Plane]
 
 
 def make_planes(matrix: Tensor, wanted: Sequence[tuple[Quantizer, Sequence[PlaneSpec]]]) -> list[Plane]:
-    """New planes of ``matrix`` [M, K], as the specs of each quantizer say, in their order.
+    """Make new planes of a matrix.
 
-    ``matrix`` has no history in autograd.
+    Args:
+        matrix: the matrix [M, K], detached from autograd.
+        wanted: for each quantizer, the specs of its planes.
+
+    Returns:
+        The planes, in the order of the specs.
     """
     device = matrix.device
     targets: list[Target] = []
@@ -78,9 +84,12 @@ def make_planes(matrix: Tensor, wanted: Sequence[tuple[Quantizer, Sequence[Plane
 
 
 def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> None:
-    """Write ``src`` [M, K], which has no history in autograd, to planes in the formats of their quantizers.
+    """Write a matrix to existing planes.
 
-    ``checked``: the planes were just made for ``src``.
+    Args:
+        src: the matrix [M, K], detached from autograd.
+        jobs: the planes, in the formats of their quantizers.
+        checked: the planes were just made for ``src`` and need no checks.
     """
     targets: list[Target] = []
     for quantizer, planes in jobs:
@@ -91,7 +100,7 @@ def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> 
 
 
 def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer, int]]) -> None:
-    """``shares``: how many of the targets are each quantizer's."""
+    """Measure and encode. ``shares`` says how many of the targets belong to each quantizer."""
     stochastic = measures = False
     for target in targets:
         stochastic = stochastic or target.encoding.stochastic

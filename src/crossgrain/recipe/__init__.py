@@ -1,4 +1,8 @@
-"""What the user asks for: recipes, roles, factories, the per-GEMM language."""
+"""Recipes: which number formats a model trains in.
+
+There are recipe classes (`MXFP8BlockScaling`, `NVFP4BlockScaling`, ...), recipes that call a factory (`CustomRecipe`),
+and recipes by GEMM (`GemmRecipe`), which can be written in one line of text. `autocast` makes a recipe active.
+"""
 
 from . import factories, zoo
 from .base import Recipe

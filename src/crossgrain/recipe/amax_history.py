@@ -1,7 +1,7 @@
-"""Delayed scaling: this step's scale comes from the amaxes of earlier steps.
+"""The arithmetic of delayed scaling: the scale of a step is computed from the amaxes of earlier steps.
 
-The state of n tensors is ``scale[n]`` and ``amax_history[length, n]``. Row 0 collects the amaxes of the
-current step; the update at the end of a step moves them to the end of the window and clears row 0.
+The state of n tensors is ``scale[n]`` and ``amax_history[length, n]``. Row 0 of the history collects the amaxes of the
+current step. The update at the end of a step appends them to the history and sets row 0 to zero.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def scale_from_amax(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: int = 0) -> Tensor:
-    """New scales: ``fp8_max * 2**-margin / amax``, one rounding; the old one where amax is 0 or not finite."""
+    """Compute scales as ``fp8_max * 2**-margin / amax``, rounded once.
+
+    A tensor whose amax is 0 or not finite keeps its old scale.
+    """
     return _where_usable(amax, quotient(fp8_max * 2.0**-margin, amax), old_scale)
 
 
 def scale_from_amax_reciprocal(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: int = 0) -> Tensor:
-    """The same in the arithmetic of the unfused update, ``(1 / amax) * fp8_max``: two roundings."""
+    """Compute scales as ``(1 / amax) * fp8_max / 2**margin``, as the unfused update does.
+
+    It rounds twice, so the last bit may differ from `scale_from_amax`.
+    """
     return _where_usable(amax, amax.reciprocal() * fp8_max / 2.0**margin, old_scale)
 
 
@@ -45,13 +51,19 @@ def update_history_and_scale(
     reduced_amax: Tensor | None = None,
     fused: bool = True,
 ) -> None:
-    """End a step, in place.
+    """End a step: append its amaxes to the history and compute new scales. Both tensors are changed in place.
 
-    By the ``fused`` rule a tensor that saw nothing this step (amax 0) keeps its history as it is. By the
-    other, and with a callable ``algorithm`` (history [length, n] -> amax [n]) or a ``scale_rule`` (amax [n],
-    old scale [n] -> scale [n]), the history rolls in any case: a 0 is shifted into the window, older entries
-    age out, and the last bit of a scale may differ.
-    ``reduced_amax`` is row 0 after a reduction over ranks; where it is 0 the local row counts.
+    Args:
+        amax_history: the history [length, n].
+        scale: the scales [n].
+        fp8_max: the largest number of the FP8 type.
+        margin: divide scales by ``2**margin``.
+        algorithm: how an amax follows from the history: "max", "most_recent", or a function that maps
+            ``history[length, n]`` to ``amax[n]``.
+        scale_rule: a function that maps (``amax[n]``, ``old scale[n]``) to ``scale[n]``; None for the usual formula.
+        reduced_amax: row 0 after a reduction over ranks. Where it is 0, the local row is used.
+        fused: a tensor that was not used in this step (its amax is 0) keeps its history. Otherwise, and always with a
+            function as ``algorithm`` or ``scale_rule``, a 0 is appended for it and older entries move out.
     """
     fused = fused and not callable(algorithm) and scale_rule is None
     last = amax_history[0].clone()

@@ -1,4 +1,4 @@
-"""What every recipe is: what a user asks for, before any module exists."""
+"""`Recipe`: the base class of all recipes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ BackwardOverride = Literal["high_precision", "dequantized"] | None
 
 
 def backward_override_from_environment() -> BackwardOverride:
-    """The default of ``backward_override``, read when a recipe is made."""
+    """The default of ``backward_override``: NVTE_BACKWARD_OVERRIDE at the time when the recipe is created."""
     return os.environ.get("NVTE_BACKWARD_OVERRIDE") or None  # type: ignore[return-value]
 
 
 def flag_from_environment(name: str) -> bool:
-    """Whether an environment variable is "1" now."""
+    """Whether an environment variable has the value "1" now."""
     return os.environ.get(name, "0") == "1"
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a recipe. Not an ``assert`` statement: ``python -O`` must not accept what cannot run."""
+    """Raise AssertionError if a condition does not hold.
+
+    Not an ``assert`` statement: ``python -O`` would remove it and accept recipes that cannot run.
+    """
     if not condition:
         raise AssertionError(message)
 
 
 class Recipe:
-    """Base of all recipes.
+    """Base class of all recipes.
 
-    ``backward_override``  "high_precision": backward GEMMs use the unquantized operands;
-                           "dequantized": they use what the saved operands decode to
-    ``allow_mixed``        both operands of a GEMM may be of different scaling families, and are decoded
+    Attributes:
+        fp8_dpa: quantize the operands of the GEMMs of the attention core.
+        fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
+        backward_override: None, or how backward GEMMs run in high precision: "high_precision" uses the operands as
+            they were before quantization, "dequantized" uses the decoded quantized operands.
+        allow_mixed: allow the two operands of a GEMM to have scales of different kinds. Such operands are decoded
+            before they are multiplied.
     """
 
     fp8_dpa: bool = False
@@ -40,44 +47,50 @@ class Recipe:
 
     _kind: ClassVar[str] = ""
 
-    # How often an option was set: a module that has seen this number need not compare all options again.
+    # How many times an option was set. A module that has seen this number does not need to compare all options again.
     changes: ClassVar[int] = 0
 
     @classmethod
     def delayed(cls) -> bool:
+        """Whether this is FP8 with delayed scaling."""
         return cls._kind == "delayed"
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
+        """Whether this is FP8 with current scaling."""
         return cls._kind == "float8_current_scaling"
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
+        """Whether this is FP8 with one scale per tensor, delayed or current."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
+        """Whether this is FP8 with scales of blocks."""
         return cls._kind == "float8_block_scaling"
 
     @classmethod
     def mxfp8(cls) -> bool:
+        """Whether this is MXFP8."""
         return cls._kind == "mxfp8"
 
     @classmethod
     def nvfp4(cls) -> bool:
+        """Whether this is NVFP4."""
         return cls._kind == "nvfp4"
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether quantizers come from a ``qfactory(role)``."""
+        """Whether a function ``qfactory(role)`` makes the quantizers."""
         return cls._kind == "custom"
 
     def may_keep_histories(self) -> bool:
-        """Whether a tensor may be scaled by what earlier steps have seen."""
+        """Whether a scale may depend on amaxes of earlier steps."""
         return self.delayed() or self.custom()
 
     def options(self) -> dict[str, Any]:
-        """Everything that can be set, by name: what makes two recipes of a class the same."""
+        """All options by name. Two recipes of a class with equal options are the same."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "changes"}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -105,6 +118,6 @@ class RecipeFields(Recipe):
     def __post_init__(self) -> None:
         require(
             self.backward_override in (None, "high_precision", "dequantized"),
-            "backward_override (NVTE_BACKWARD_OVERRIDE) is None, 'high_precision' or 'dequantized', not "
+            "backward_override (or NVTE_BACKWARD_OVERRIDE) must be None, 'high_precision' or 'dequantized', got "
             f"{self.backward_override!r}",
         )

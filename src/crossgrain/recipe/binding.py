@@ -1,4 +1,4 @@
-"""What a recipe's patterns mean in a model: its layers, its blocks, and what a wrong pattern may have meant."""
+"""Match the patterns of a recipe with the layers of a model, and suggest corrections for patterns that match none."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from .rules import Blocks, Glob, Matcher
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as its roles describe it."""
+    """A layer, as the roles of its quantizers describe it."""
 
     name: str
     module_type: str = "linear"
 
 
 def layers_of(model: nn.Module, all_paths: bool = False) -> list[Layer]:
-    """Every ``nn.Linear``, Hugging Face ``Conv1D`` and module with `get_quantizer_roles`, in the order of the model.
+    """List the layers of a model that a recipe can be for, in the order of the model.
 
-    A module that has several paths is known by the first, unless ``all_paths`` are asked for.
+    These are all ``nn.Linear``, Hugging Face's ``Conv1D``, and the layers of modules with `get_quantizer_roles`.
+
+    Args:
+        model: the model.
+        all_paths: list a module that has several paths under each of them, not only under the first.
     """
     layers: dict[Layer, None] = {}
     for path, module in model.named_modules(remove_duplicate=not all_paths):
@@ -38,7 +42,7 @@ def layers_of(model: nn.Module, all_paths: bool = False) -> list[Layer]:
 
 
 def other_paths(model: nn.Module) -> dict[str, list[str]]:
-    """The further paths of modules that have several, by the first."""
+    """For modules that have several paths in the model: the other paths, by the first path."""
     first: dict[int, str] = {}
     others: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -49,13 +53,13 @@ def other_paths(model: nn.Module) -> dict[str, list[str]]:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is a linear layer of Hugging Face's GPT-2, told by name: transformers need not be there."""
+    """Whether this is a linear layer of Hugging Face's GPT-2. Checked by name: transformers may not be installed."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def _layers_of_roles(path: str, module: nn.Module) -> list[Layer]:
-    """One module may hold several layers (``mlp.fc1`` and ``mlp.fc2``): each role says of which it is."""
+    """The layers of one module, from the names in its roles. A module may have several: ``mlp.fc1`` and ``mlp.fc2``."""
     get: Any = module.get_quantizer_roles
     if "mode" in inspect.signature(get).parameters:
         roles = get("forward")
@@ -72,7 +76,11 @@ def _layers_of_roles(path: str, module: nn.Module) -> list[Layer]:
 
 
 def bound(matcher: Matcher, model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> Matcher:
-    """``matcher`` with its blocks known; ValueError if any of its patterns matches no layer."""
+    """Return ``matcher`` with the paths of its blocks filled in.
+
+    Raises:
+        ValueError: one of its patterns matches no layer of the model.
+    """
     if isinstance(matcher, Blocks):
         matcher = replace(matcher, paths=_block_paths(matcher, model, layers, blocks))
     singles = [Glob((pattern,)) for pattern in matcher.patterns] if isinstance(matcher, Glob) else [matcher]
@@ -91,13 +99,15 @@ def _block_paths(wanted: Blocks, model: nn.Module, layers: Sequence[Layer], bloc
     chosen: list[str] = []
     for stack, children in _stacks(model, layers, blocks).items():
         if wanted.count > len(children):
-            raise ValueError(f"'{wanted.end} {wanted.count} blocks': {stack or 'the model'} has {len(children)}")
+            raise ValueError(
+                f"'{wanted.end} {wanted.count} blocks': {stack or 'the model'} has only {len(children)} blocks"
+            )
         chosen += children[: wanted.count] if wanted.end == "first" else children[-wanted.count :]
     return tuple(chosen)
 
 
 def _stacks(model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> dict[str, list[str]]:
-    """Paths of blocks by the path of the container they are in: one container, or those that ``blocks`` matches."""
+    """Paths of blocks by the path of their container: one container, or all that the pattern ``blocks`` matches."""
     containers: dict[str, nn.Module] = dict(model.named_modules())
     children = {
         path: [f"{path}.{name}".lstrip(".") for name, _ in container.named_children()]
@@ -122,18 +132,19 @@ def _stacks(model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> di
     best = _outermost([path for path, paths in candidates.items() if len(paths) == longest])
     if not best:
         raise ValueError(
-            f"this {type(model).__name__} has no ModuleList, Sequential or numbered ModuleDict of modules of one type; "
-            "say where its blocks are, as in blocks='model.layers'"
+            f"the blocks of this {type(model).__name__} cannot be found: it has no ModuleList, Sequential or numbered "
+            "ModuleDict of modules of one type. Pass the path of the module that contains them, as in "
+            "blocks='model.layers'"
         )
     if len(best) > 1:
         raise ValueError(
-            f"{' and '.join(best)} have {longest} blocks each; say which are meant, as in blocks={best[0]!r}"
+            f"{' and '.join(best)} have {longest} blocks each; choose one of them, as in blocks={best[0]!r}"
         )
     return {best[0]: candidates[best[0]]}
 
 
 def _is_stack(container: nn.Module) -> bool:
-    """Whether the children follow each other. The keys of a ModuleDict that does (torchtitan's) are numbers."""
+    """Whether the children are in an order: of a ModuleDict, they are if all keys are numbers (as in torchtitan)."""
     if isinstance(container, nn.ModuleDict):
         return all(key.isdecimal() for key in container)
     return isinstance(container, nn.ModuleList | nn.Sequential)
@@ -152,22 +163,22 @@ def _is_inside(path: str, container: str) -> bool:
 
 def _hint(matcher: Matcher, model: nn.Module, layers: Sequence[Layer]) -> str:
     if not layers:
-        return ", which has no nn.Linear and no module with roles"
+        return ", because it has no nn.Linear and no module of crossgrain"
     if isinstance(matcher, Glob):
         pattern = matcher.patterns[0]
         for known, others in other_paths(model).items():
             for path in others:
                 if fnmatchcase(path, pattern) and any(layer.name == known for layer in layers):
-                    return f": {path} is the layer {known} under another name, and rules go by the first: '{known}'"
+                    return f": {path} is another path of the layer {known}; rules use the first path, '{known}'"
         containers = [path for path, _ in model.named_modules() if path and fnmatchcase(path, pattern)]
         if containers:
-            return f": {containers[0]} is not a layer; '{pattern}.*' is for the layers inside"
+            return f": {containers[0]} is not a layer; use '{pattern}.*' for the layers inside it"
         return _near(pattern, [layer.name for layer in layers])
-    return f"; module types are {', '.join(sorted({layer.module_type for layer in layers}))}"
+    return f"; the module types of its layers are {', '.join(sorted({layer.module_type for layer in layers}))}"
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    """The names closest to a pattern. ``*.head`` is compared with as many last parts of a name as it has."""
+    """The names that are most similar to a pattern. ``*.head`` is compared with the last part of each name."""
     ending = pattern.removeprefix("*.") if pattern.startswith("*.") else None
 
     def similarity(name: str) -> float:
@@ -176,11 +187,9 @@ def _near(pattern: str, names: Sequence[str]) -> str:
         return difflib.SequenceMatcher(None, ending or pattern, name).ratio()
 
     ranked = sorted(names, key=similarity, reverse=True)
-    near = [name for name in ranked if similarity(name) >= 0.5][:3]
+    near = [name for name in ranked if similarity(name) >= 0.5][:3]  # less than half alike is no typing error
     return (
-        f"; near misses: {', '.join(near)}"
-        if near
-        else f"; layers are {', '.join(names[:5])}" + ", ..." * (len(names) > 5)
+        f"; near misses: {', '.join(near)}" if near else f"; it has {', '.join(names[:5])}" + ", ..." * (len(names) > 5)
     )
 
 
@@ -188,11 +197,15 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 
 
 def check_names(model: nn.Module) -> None:
-    """Raise if a module with roles goes by another name than its path: rules would pass it by."""
+    """Check that the name of every module of crossgrain is its path in the model: rules match by name.
+
+    Raises:
+        ValueError: a module has another name, or none.
+    """
     for path, module in model.named_modules():
         name = getattr(module, "name", None)
         if path and hasattr(module, "get_quantizer_roles") and name != path:
             raise ValueError(
-                f"{type(module).__name__} at {path!r} is called {name!r}, so rules for {path!r} would not reach it; "
-                "crossgrain.nn.name_layers(model) names all modules that have no name by their paths"
+                f"{type(module).__name__} at {path!r} has the name {name!r}, so a rule for {path!r} would not match "
+                "it. Call crossgrain.nn.name_layers(model) first: it names all modules without a name by their paths"
             )

@@ -1,4 +1,4 @@
-"""Recipes with a scale for every block: MXFP8, FP8 with fp32 scales, NVFP4."""
+"""Recipe classes with a scale for every block: MXFP8, FP8 block scaling and NVFP4."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ Scope = Literal["none", "weights", "activations", "all"]
 
 @dataclass(repr=False)
 class MXFP8BlockScaling(RecipeFields):
-    """A power-of-two scale for every 32 along the summed dimension; weights perhaps by 32x32 tiles."""
+    """MXFP8: FP8 codes with a power-of-two scale (E8M0) for every 32 numbers along the dimension that a GEMM sums.
 
-    margin: int = 0  # no meaning here, kept for callers that pass it
+    Args:
+        margin: accepted; it has no effect.
+        fp8_format: FP8 type of tensors in forward and in backward.
+        enable_2d_quantization: weights have one scale per 32x32 tile, so that both directions hold the same numbers.
+        fp8_dpa: quantize the operands of the GEMMs of the attention core.
+        fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
+        backward_override: see `Recipe`.
+    """
+
+    margin: int = 0
     fp8_format: FP8Format = FP8Format.E4M3
     enable_2d_quantization: bool = False
 
@@ -32,7 +41,26 @@ class MXFP8BlockScaling(RecipeFields):
 
 @dataclass(repr=False)
 class Float8BlockScaling(RecipeFields):
-    """An fp32 scale for every 1x128 (dim 1) or 128x128 (dim 2) block, a power of two unless ``use_f32_scales``."""
+    """FP8 block scaling: an fp32 scale for every block of 1x128 or 128x128 numbers.
+
+    Args:
+        use_f32_scales: scales may be any fp32 numbers. By default they are powers of two.
+        fp8_format: FP8 type of tensors in forward and in backward.
+        x_block_scaling_dim: 1 for blocks of 1x128 in inputs, 2 for blocks of 128x128.
+        w_block_scaling_dim: the same for weights.
+        grad_block_scaling_dim: the same for output gradients.
+        fp8_gemm_fprop: must use the split accumulator; here every GEMM accumulates in fp32.
+        fp8_gemm_dgrad: see fp8_gemm_fprop.
+        fp8_gemm_wgrad: see fp8_gemm_fprop.
+        fp8_dpa: not supported; must be False.
+        fp8_mha: not supported; must be False.
+        backward_override: see `Recipe`.
+
+    Attributes:
+        fp8_quant_fwd_inp: how inputs are quantized.
+        fp8_quant_fwd_weight: how weights are quantized.
+        fp8_quant_bwd_grad: how output gradients are quantized.
+    """
 
     use_f32_scales: bool = field(default_factory=partial(flag_from_environment, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
     fp8_format: FP8Format = FP8Format.E4M3
@@ -55,14 +83,21 @@ class Float8BlockScaling(RecipeFields):
         refuse_pure_e5m2(self.fp8_format)
         dims = {"x": self.x_block_scaling_dim, "w": self.w_block_scaling_dim, "grad": self.grad_block_scaling_dim}
         for name, dim in dims.items():
-            require(dim in (1, 2), f"{name}_block_scaling_dim is 1 or 2, not {dim}")
+            require(dim in (1, 2), f"{name}_block_scaling_dim must be 1 or 2, got {dim}")
         # Any two of the three meet in a GEMM.
         for (one, dim), (other, other_dim) in combinations(dims.items(), 2):
-            require(not dim == other_dim == 2, f"{one} and {other} meet in a GEMM and cannot both have 128x128 blocks")
+            require(
+                not dim == other_dim == 2,
+                f"{one}_block_scaling_dim and {other}_block_scaling_dim cannot both be 2: the two tensors are operands "
+                "of one GEMM, and only one of them may have 128x128 blocks",
+            )
         for gemm in ("fprop", "dgrad", "wgrad"):
             split = getattr(self, f"fp8_gemm_{gemm}").use_split_accumulator
-            require(split, f"FP8 block scaling needs the split accumulator in {gemm}")
-        require(not (self.fp8_dpa or self.fp8_mha), "FP8 block scaling has no quantized attention")
+            require(split, f"FP8 block scaling needs use_split_accumulator=True in fp8_gemm_{gemm}")
+        require(
+            not (self.fp8_dpa or self.fp8_mha),
+            "FP8 block scaling does not support quantized attention: fp8_dpa and fp8_mha must be False",
+        )
         if self.use_f32_scales:
             self.fp8_quant_fwd_inp = replace(self.fp8_quant_fwd_inp, power_2_scale=False)
             self.fp8_quant_fwd_weight = replace(self.fp8_quant_fwd_weight, power_2_scale=False)
@@ -78,17 +113,38 @@ def _error_mode_from_environment() -> Literal["MAE", "MSE"]:
 
 
 def in_scope(scope: Scope, is_weight: bool) -> bool:
-    """Whether a forward tensor is among those that an option is for."""
+    """Whether an option with this scope is for a forward tensor: a weight, or an activation."""
     return scope == "all" or scope == ("weights" if is_weight else "activations")
 
 
 @dataclass(repr=False)
 class NVFP4BlockScaling(RecipeFields):
-    """4-bit codes, an E4M3 scale for every 16, one fp32 scale per tensor.
+    """NVFP4: 4-bit codes (E2M1), an E4M3 scale for every 16 numbers, and one fp32 scale per tensor.
 
-    By default weights share a scale over 16x16 tiles, inputs and gradients are rotated (RHT) for wgrad, and
-    gradients are rounded stochastically. ``nvfp4_4over6`` says which forward tensors choose the better of
-    two scales per block, ``nvfp4_4over6_e4m3_use_256`` which of those leave headroom for it.
+    By default weights have one scale per 16x16 tile, the operands of wgrad are rotated by a random Hadamard transform
+    (RHT), and output gradients are rounded stochastically. The defaults can be changed by environment variables.
+
+    Args:
+        disable_rht: do not rotate the operands of wgrad.
+        disable_stochastic_rounding: round output gradients to the nearest number.
+        disable_2d_quantization: weights have 1x16 blocks instead of 16x16 tiles.
+        row_scaled_activation: inputs have an fp32 scale for every row instead of one for the tensor.
+        nvfp4_4over6: for which forward tensors each block uses the better of two scales, which map its largest number
+            to 4 or to 6: "none", "weights", "activations" or "all".
+        nvfp4_4over6_e4m3_use_256: for which of these tensors the scale that maps to 6 is at most 256 instead of 448, so
+            that the scale that maps to 4, which is 1.5 times as large, is never out of the range of E4M3.
+        nvfp4_4over6_err_mode: which of the two scales is better: "MAE" compares mean absolute errors, "MSE" mean
+            squared errors.
+        fp4_format: must be FP8Format.E2M1.
+        fp8_format: must be FP8Format.E4M3, the type of the block scales.
+        fp8_dpa: quantize the operands of the GEMMs of the attention core.
+        fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
+        backward_override: see `Recipe`.
+
+    Attributes:
+        fp4_quant_fwd_inp: how inputs are quantized.
+        fp4_quant_fwd_weight: how weights are quantized.
+        fp4_quant_bwd_grad: how output gradients are quantized.
     """
 
     disable_rht: bool = field(default_factory=partial(flag_from_environment, "NVTE_NVFP4_DISABLE_RHT"))
@@ -113,14 +169,20 @@ class NVFP4BlockScaling(RecipeFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.fp4_format is FP8Format.E2M1, f"NVFP4 codes are E2M1, not {self.fp4_format!r}")
-        require(self.fp8_format is FP8Format.E4M3, f"NVFP4 scales are E4M3, not {self.fp8_format!r}")
+        require(
+            self.fp4_format is FP8Format.E2M1,
+            f"NVFP4 codes are E2M1: fp4_format must be FP8Format.E2M1, got {self.fp4_format!r}",
+        )
+        require(
+            self.fp8_format is FP8Format.E4M3,
+            f"NVFP4 scales are E4M3: fp8_format must be FP8Format.E4M3, got {self.fp8_format!r}",
+        )
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             scope = getattr(self, name)
             known = scope in ("none", "weights", "activations", "all")
-            require(known, f"{name} is 'none', 'weights', 'activations' or 'all', not {scope!r}")
+            require(known, f"{name} must be 'none', 'weights', 'activations' or 'all', got {scope!r}")
         mode = self.nvfp4_4over6_err_mode
-        require(mode in ("MAE", "MSE"), f"nvfp4_4over6_err_mode is 'MAE' or 'MSE', not {mode!r}")
+        require(mode in ("MAE", "MSE"), f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {mode!r}")
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
         self.fp4_quant_bwd_grad = QParams(

@@ -1,4 +1,4 @@
-"""Whatever stands for a recipe, as a recipe."""
+"""`as_recipe`: turn what a caller passes as a recipe into a `Recipe`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from .gemm_recipe import GemmRecipe
 
 
 def as_recipe(value: Recipe | str | os.PathLike[str]) -> Recipe:
-    """A recipe as it is; a preset's name, a one-line recipe or a file's path as the recipe it stands for."""
+    """Return the recipe that a value stands for.
+
+    Args:
+        value: a recipe, which is returned as it is; the name of a preset; a recipe in one line of text; or the path of
+            a .yaml, .yml or .json file.
+
+    Raises:
+        TypeError: the value is none of these.
+        ValueError: the text or the file is not a recipe.
+    """
     if isinstance(value, Recipe):
         return value
     if isinstance(value, (str, os.PathLike)):
         return GemmRecipe.load(value)
     raise TypeError(
-        f"a recipe is a Recipe, a preset's name, a one-line recipe or a path, not {type(value).__name__}: {value!r}"
+        "a recipe must be a Recipe, the name of a preset, a recipe in one line of text or the path of a file, got "
+        f"{type(value).__name__}: {value!r}"
     )

@@ -1,4 +1,4 @@
-"""Which recipes can use a weight that is quantized already."""
+"""Which recipes can use a weight that is kept quantized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .custom import CustomRecipe
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 
-# The recipe whose weights a quantizer of each class makes. All other quantizers come from factories.
+# The recipe class that makes weights with each quantizer class. All other quantizers come from factories.
 Quantizer._compatible_recipe = CustomRecipe
 Float8Quantizer._compatible_recipe = DelayedScaling
 Float8CurrentScalingQuantizer._compatible_recipe = Float8CurrentScaling
@@ -22,9 +22,17 @@ NVFP4Quantizer._compatible_recipe = NVFP4BlockScaling
 
 
 def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Recipe, name: str) -> None:
-    """Raise if a weight quantized at construction cannot be used under ``recipe``.
+    """Check that a weight which was quantized when its module was created can be used with a recipe.
 
-    Recipes with a factory mix formats by design: for them it is the GEMM that sees whether operands fit.
+    Recipes with a factory may mix formats, so they are not checked here: the GEMM checks its operands.
+
+    Args:
+        weight_quantizer: the quantizer of the weight; None if it is not kept quantized.
+        recipe: the recipe that the module is about to use.
+        name: name of the weight, for the message.
+
+    Raises:
+        RuntimeError: the weight is in the format of another recipe class.
     """
     if weight_quantizer is None or recipe.custom():
         return
@@ -32,6 +40,6 @@ def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Reci
     if not isinstance(recipe, compatible):
         raise RuntimeError(
             f"Recipe mismatch: {name} was quantized by {type(weight_quantizer).__name__}, for {compatible.__name__}, "
-            f"and cannot be used under {type(recipe).__name__}: give quantized_model_init and autocast the same "
-            "recipe, or convert the weights with crossgrain.requantize_(model, recipe)"
+            f"and cannot be used with {type(recipe).__name__}. Pass the same recipe to quantized_model_init and "
+            "autocast, or convert the weights with crossgrain.requantize_(model, recipe)"
         )

@@ -1,10 +1,10 @@
-"""The contexts that say which recipe is in force: around a forward pass, and around a model's construction.
+"""The contexts that make a recipe active: `autocast` around a forward pass, `quantized_model_init` around construction.
 
     with autocast(recipe=MXFP8BlockScaling()):
         loss = model(x).sum()
     loss.backward()
 
-Contexts are per thread and per task: what one thread enters, others do not see.
+A context is active only in the thread, and in the asyncio task, that entered it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ RecipeLike = Recipe | str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class PrecisionContext:
-    """What is in force.
+    """What the contexts around the running code say.
 
-    ``step``   collects the states of the outermost enabled autocast
-    ``depth``  counts autocasts
-    ``task``   the backward pass in which it was entered, -1 if in none
+    Attributes:
+        enabled: modules quantize.
+        calibrating: modules only record statistics.
+        recipe: the recipe; None for the default recipe.
+        group: process group over which delayed scaling takes the largest amax.
+        quantized_parameters: new modules keep their weights quantized.
+        preserve_init_value: quantized weights keep a copy of their initial values.
+        step: collects the delayed-scaling states that run in the outermost enabled autocast.
+        depth: number of nested autocasts.
+        task: id of the backward pass in which the autocast was entered; -1 outside of backward.
     """
 
     enabled: bool = False
@@ -59,7 +66,7 @@ _active: ContextVar[PrecisionContext] = ContextVar("crossgrain_precision", defau
 
 
 def active() -> PrecisionContext:
-    """The context in force; in a recomputation that of the first pass, whatever backward was called in."""
+    """The active context. In a recomputation it is the context of the first pass, not that around ``backward()``."""
     context, task = _active.get(), torch._C._current_graph_task_id()
     if task in (-1, context.task):
         return context
@@ -68,26 +75,29 @@ def active() -> PrecisionContext:
 
 
 def this_pass() -> Pass:
-    """What the running code is part of, if there are checkpoints around it."""
+    """The pass of the activation checkpoints, if any, that the running code is part of."""
     return find_pass(active())
 
 
 def activate(context: PrecisionContext) -> None:
-    """Put a context in force as it is; whoever does so restores the one before."""
+    """Make a context the active one. The caller restores the context before it."""
     _active.set(context)
 
 
 def active_recipe() -> Recipe:
-    """The recipe in force; the default one if none is."""
+    """The active recipe, or the default recipe if there is none."""
     recipe = active().recipe
     return get_default_recipe() if recipe is None else recipe
 
 
 def forward_step(state: RecipeState) -> AbstractContextManager[None]:
-    """Around all that a module's forward quantizes.
+    """A context manager for all that the forward of a module quantizes.
 
-    Delayed scaling is updated when the outermost autocast ends; where there is none, the forward is a step. What is
-    computed again in backward uses the scales of the first pass, and is no step.
+    Delayed scaling is updated when the outermost autocast ends, or, without an autocast, when this context ends. A
+    recomputation in backward uses the scales of the first pass and updates nothing.
+
+    Raises:
+        RuntimeError: delayed scaling runs in backward, but not in a checkpoint that recorded its first pass.
     """
     this = this_pass()
     if state.delayed is not None:
@@ -99,9 +109,9 @@ def forward_step(state: RecipeState) -> AbstractContextManager[None]:
 def _delayed_step(state: RecipeState, delayed: DelayedScalingRecipeState, this: Pass) -> Iterator[None]:
     if not this.recomputes and in_backward() and torch.is_grad_enabled():
         raise RuntimeError(
-            "delayed scaling runs in backward, outside of all checkpoints that are known: a recomputation needs the "
-            "scales of its first pass. Use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, and neither "
-            "in a compiled function"
+            "delayed scaling runs in backward, outside of all checkpoints that crossgrain knows: a recomputation needs "
+            "the scales of its first pass. Recompute with crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, "
+            "and not inside a compiled function"
         )
     with within(this):
         scale = this.same(delayed.key, lambda: delayed.scale.clone() if this.recorded else delayed.scale)
@@ -119,7 +129,7 @@ def _delayed_step(state: RecipeState, delayed: DelayedScalingRecipeState, this: 
 
 @contextmanager
 def forward_part(state: RecipeState) -> Iterator[None]:
-    """Inside a `forward_step` of ``state``, around a part of it that is a checkpoint of its own."""
+    """A context manager inside `forward_step`, for a part of the forward that has its own activation checkpoint."""
     this, delayed = this_pass(), state.delayed
     if delayed is None:
         with within(this):
@@ -134,7 +144,7 @@ def forward_part(state: RecipeState) -> Iterator[None]:
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """All forward passes inside are one step of delayed scaling, unless they are part of a larger one already."""
+    """A context manager: all forward passes inside are one step of delayed scaling, or part of the step around them."""
     context = active()
     if context.step is not None or this_pass().recomputes:
         yield
@@ -152,7 +162,7 @@ def one_step() -> Iterator[None]:
 
 
 def _finish(step: Step, *, always: bool = False) -> None:
-    """End a forward step, or forget it: if no backward pass will follow, after an error, or in backward."""
+    """End a forward step; or undo it if there was an error, if no backward pass will follow, or in backward."""
     step.close()
     if (always or this_pass().trains) and not in_backward() and not step.aborted:
         step.end()
@@ -161,7 +171,7 @@ def _finish(step: Step, *, always: bool = False) -> None:
 
 
 def backward_note(state: RecipeState) -> Callable[[], None]:
-    """What backward calls before it quantizes; ``state`` is updated when the backward pass is complete."""
+    """Return a function that backward calls before it quantizes: ``state`` is updated when backward is complete."""
     group, step = active().group, _join_backward_step(this_pass())
 
     def note() -> None:
@@ -171,7 +181,7 @@ def backward_note(state: RecipeState) -> Callable[[], None]:
 
 
 def _join_backward_step(this: Pass) -> Step | None:
-    """The step of a reentrant recomputation, which has a backward pass of its own inside the one that it is part of."""
+    """The step of the outer backward pass, if this is a reentrant recomputation: it runs a backward pass inside it."""
     if this.replayed is None or not this.reentrant:
         return None
     step: Step = this.replayed.backward_step or backward_steps.current()
@@ -181,14 +191,21 @@ def _join_backward_step(this: Pass) -> Step | None:
 
 
 class autocast:
-    """Modules inside quantize by ``recipe``.
+    """Context manager in which modules quantize as a recipe says. Call ``backward()`` outside of it.
 
-    ``enabled=False`` turns quantization off again; ``calibrating`` only records statistics. ``recipe`` is a
-    recipe, a preset's name, a one-line recipe or a file. Delayed scaling takes the largest amax over
-    ``amax_reduction_group`` (all ranks by default).
+    The scales of delayed scaling are updated at the end of the outermost enabled autocast. Nothing is updated, and
+    nothing is recorded, if gradients are disabled, if an exception ends the autocast, or in a recomputation.
 
-    The scales of delayed scaling are updated on leaving the outermost enabled level. A region without
-    gradients, one left by an exception and a recomputation in backward update nothing and leave no trace.
+    Args:
+        enabled: False turns quantization off inside an outer autocast.
+        calibrating: with ``enabled=False``, compute in high precision and only record the amaxes of tensors.
+        recipe: a recipe, the name of a preset, a recipe in one line of text, or the path of a recipe file. None for
+            `get_default_recipe`.
+        amax_reduction_group: process group over which delayed scaling takes the largest amax. None for all ranks.
+
+    Raises:
+        RuntimeError: the recipe cannot run here in strict mode, or this object is entered a second time while it is
+            active.
     """
 
     def __init__(
@@ -207,7 +224,7 @@ class autocast:
 
     def __enter__(self) -> Self:
         if self._outer is not None:
-            raise RuntimeError("this autocast is entered already; make another one to nest them")
+            raise RuntimeError("this autocast is already entered; create another autocast object to nest them")
         recipe = get_default_recipe() if self._recipe is None else self._recipe
         runs = self._enabled or self._calibrating
         if runs:
@@ -215,7 +232,7 @@ class autocast:
         if _active.get().step is not None:
             leave_abandoned_calls()
         self._outer, outer = _active.get(), active()
-        find_pass(outer)  # checkpoints note what they were entered in
+        find_pass(outer)  # checkpoints record the context that they were entered in
         if runs and outer.step is None:
             self._step = Step()
             expect_layers(self._step, recipe)
@@ -253,10 +270,17 @@ class autocast:
 def quantized_model_init(
     enabled: bool = True, recipe: RecipeLike = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Modules made inside keep their GEMM weights in quantized form only.
+    """Context manager: modules that are created inside keep their GEMM weights only in quantized form.
 
-    ``preserve_high_precision_init_val`` keeps a CPU copy of what they were made from, for master weights:
-    ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
+    Args:
+        enabled: False turns this off inside an outer context.
+        recipe: the recipe whose formats the weights have: what `autocast` accepts. Train with the same recipe.
+        preserve_high_precision_init_val: keep a copy of the initial values in high precision on the CPU, for an
+            optimizer with master weights. ``weight.get_high_precision_init_val()`` returns it, and
+            ``weight.clear_high_precision_init_val()`` frees it.
+
+    Raises:
+        RuntimeError: the recipe cannot run here in strict mode.
     """
     outer = _active.get()
     inner = replace(active(), quantized_parameters=enabled, preserve_init_value=preserve_high_precision_init_val)
@@ -274,7 +298,7 @@ def quantized_model_init(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: RecipeLike = None, fp8_group: Any = None
 ) -> autocast:
-    """The old name of `autocast`."""
+    """The old name of `autocast`; it is deprecated."""
     warnings.warn("fp8_autocast is deprecated: use autocast", DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
@@ -283,8 +307,8 @@ def fp8_autocast(
 def fp8_model_init(
     enabled: bool = True, recipe: RecipeLike = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """The old name of `quantized_model_init`."""
-    # One level for the generator, one for contextlib: the warning is about the caller's line.
+    """The old name of `quantized_model_init`; it is deprecated."""
+    # stacklevel 3: one level for the generator and one for contextlib, so that the warning names the caller's line.
     warnings.warn("fp8_model_init is deprecated: use quantized_model_init", DeprecationWarning, stacklevel=3)
     with quantized_model_init(enabled, recipe, preserve_high_precision_init_val):
         yield

@@ -1,4 +1,4 @@
-"""Quantizers chosen by a function of the tensor's role."""
+"""`CustomRecipe`: a function of the user makes the quantizer for each tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from .params import FP8Format
 from .roles import QuantizerRole
 
 QuantizerFactory = Callable[[QuantizerRole | None], Quantizer | QuantizerRequest]
-"""None is the role of a tensor at a module's boundary whose consumer is unknown."""
+"""A function of the role. The role is None for an output of a module, if it is not known which module reads it."""
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 def quantizer_factory(*, key: tuple[str, int]) -> Callable[[Factory], Factory]:
-    """Names what a factory does, and in which version: ``@quantizer_factory(key=("my_factory", 1))``."""
-    hash(key)  # something else fails here, and not where it is looked up
+    """Decorator that gives a factory a name and a version: ``@quantizer_factory(key=("my_factory", 1))``.
+
+    Args:
+        key: name and version; must be hashable.
+    """
+    hash(key)  # raise here if it is not hashable, and not later in a lookup
 
     def named(factory: Factory) -> Factory:
         factory.qfactory_key = key  # type: ignore[attr-defined]
@@ -31,12 +35,25 @@ def quantizer_factory(*, key: tuple[str, int]) -> Callable[[Factory], Factory]:
 
 @dataclass(repr=False)
 class CustomRecipe(RecipeFields):
-    """``qfactory(role)`` is called once per slot each time a module builds its quantizers.
+    """A recipe whose quantizers come from a function.
 
-    Return an `IdentityQuantizer` for a slot that stays as it is, never None. A recipe can be pickled if
-    its factory is a function at module level. ``quantization_alignment`` is what padding rounds up to.
-    ``qfactory_key`` names the factory to whoever asks, by default as `quantizer_factory` did; recipes with different
-    functions are different, whatever their keys.
+    ``qfactory(role)`` is called once for every tensor that a module quantizes, each time the module builds its
+    quantizers. The recipe can be pickled if the function is defined at the top of a module.
+
+    Args:
+        qfactory: takes a `QuantizerRole` or None, and returns a quantizer or a request for one
+            (`DelayedScalingRequest`). For a tensor that stays in high precision it returns an `IdentityQuantizer`.
+        fp8_format: FP8 type of tensors in forward and in backward, for programs that ask the recipe.
+        quantization_alignment: `Fp8Padding` pads the rows of groups to a multiple of this.
+        qfactory_key: name and version of the factory, by default that of `quantizer_factory`. It does not take part in
+            comparisons: recipes with different functions are different.
+        fp8_dpa: quantize the operands of the GEMMs of the attention core.
+        fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
+        backward_override: see `Recipe`.
+
+    Raises:
+        TypeError: ``qfactory`` cannot be called.
+        ValueError: ``quantization_alignment`` is not positive.
     """
 
     qfactory: QuantizerFactory
@@ -49,9 +66,9 @@ class CustomRecipe(RecipeFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.qfactory):
-            raise TypeError(f"qfactory is a function of a role, not {self.qfactory!r}")
+            raise TypeError(f"qfactory must be a function of a role, got {self.qfactory!r}")
         if self.quantization_alignment <= 0:
-            raise ValueError(f"quantization_alignment must be positive, not {self.quantization_alignment}")
+            raise ValueError(f"quantization_alignment must be positive, got {self.quantization_alignment}")
         if self.qfactory_key is None:
             self.qfactory_key = getattr(self.qfactory, "qfactory_key", None)
 

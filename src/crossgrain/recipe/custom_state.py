@@ -1,4 +1,4 @@
-"""The state of recipes with a factory: asks it for every slot, and keeps what requests need."""
+"""The state of recipes with a factory: it calls the factory for every slot and keeps the histories of requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state import RecipeState
 class CustomRecipeState(RecipeState, kind="custom"):
     """Quantizers from ``recipe.qfactory(role)``.
 
-    Every request, also one inside a hybrid quantizer, gets a column of one delayed-scaling state of its own.
+    All requests, also those inside hybrid quantizers, share one delayed-scaling state, with one column for each.
     """
 
     _inherited: DelayedScalingRecipeState | None = None
@@ -41,10 +41,13 @@ class CustomRecipeState(RecipeState, kind="custom"):
         return answers
 
     def _asked(self) -> list[Any]:
-        """What the factory returns for every slot, checked, each slot with an object of its own."""
+        """What the factory returns for every slot, checked. No two slots have the same object."""
         roles: list[QuantizerRole | None]
         if self.roles is None:
-            warnings.warn("no roles were given, so the factory is asked for QuantizerRole()", stacklevel=3)
+            warnings.warn(
+                "no roles were given to the recipe state, so the factory is called with an empty QuantizerRole()",
+                stacklevel=3,
+            )
             roles = [QuantizerRole()] * self.num_quantizers
         else:
             roles = self.roles
@@ -53,16 +56,16 @@ class CustomRecipeState(RecipeState, kind="custom"):
             answer = self.recipe.qfactory(role)
             if answer is None:
                 raise ValueError(
-                    f"qfactory returned None for {self._describe_slot(slot)}; a tensor that stays in high "
-                    "precision takes an IdentityQuantizer"
+                    f"qfactory returned None for {self._describe_slot(slot)}; return an IdentityQuantizer for a tensor "
+                    "that stays in high precision"
                 )
             if not isinstance(answer, (Quantizer, QuantizerRequest)):
                 raise TypeError(
-                    f"qfactory returned a {type(answer).__name__} for {self._describe_slot(slot)}; a quantizer or a "
-                    "request is needed"
+                    f"qfactory returned a {type(answer).__name__} for {self._describe_slot(slot)}; it must return a "
+                    "Quantizer or a QuantizerRequest"
                 )
             if isinstance(answer, Quantizer) and any(answer is other for other in answers):
-                answer = answer.copy()  # usages are set per slot
+                answer = answer.copy()  # each slot sets its own usages
             answers.append(answer)
         return answers
 
@@ -70,12 +73,14 @@ class CustomRecipeState(RecipeState, kind="custom"):
         first: Column | None = None
         for column, request in requests.items():
             if not isinstance(request, DelayedScalingRequest):
-                raise TypeError(f"{self._describe(column)} asks for {request!r}, which no state can provide")
+                raise TypeError(
+                    f"{self._describe(column)} asks for {request!r}, but only DelayedScalingRequest is supported"
+                )
             if first is None:
                 first = column
             elif request != requests[first]:
                 raise ValueError(
-                    "all requests of a module in one pass have to be equal, but "
+                    "all requests of a module for one pass must be equal, but "
                     f"{self._describe(first)} asks for {requests[first]!r} and {self._describe(column)} for {request!r}"
                 )
 
@@ -102,13 +107,13 @@ class CustomRecipeState(RecipeState, kind="custom"):
         return state
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Histories are taken over by the next `make_quantizers`, if the factory then asks for the same ones."""
+        """The next `make_quantizers` takes over the histories, if the factory then returns the same requests."""
         if not isinstance(other, CustomRecipeState) or other.delayed is None:
             return False
         self._inherited = other.delayed
         return True
 
-    # ---- the delayed-scaling part, under the names of the field -----------------------------------
+    # ---- the delayed-scaling part, under Transformer Engine's names -------------------------------
 
     @property
     def _ds_state(self) -> DelayedScalingRecipeState | None:

@@ -1,4 +1,4 @@
-"""The state of delayed scaling: ``scale[n]`` and ``amax_history[length, n]``, which quantizers look into."""
+"""The state of delayed scaling: ``scale[n]`` and ``amax_history[length, n]`` of the n quantizers of a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Column = tuple[int, Direction | None]
 
 
 class DelayedScalingRecipeState(RecipeState, kind="delayed"):
-    """A column of scale and history for every quantizer; casts write row 0, `end_step` folds it in."""
+    """Scales and amax histories, with one column for every quantizer.
+
+    A quantizer writes the amax of its tensor to row 0 of the history; `end_step` updates history and scale from it.
+    """
 
     recipe: DelayedScaling
 
@@ -52,7 +55,7 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
 
     @property
     def key(self) -> Hashable:
-        """The same for all states that share a history."""
+        """A key that is equal for states that share a history."""
         return self.amax_history
 
     def _make(self, slot: int) -> Quantizer:
@@ -60,9 +63,12 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
         return Float8Quantizer(self.scale[column], self.amax_history[0, column], self.dtype)
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Share the buffers of ``other`` if they are for the same tensors, FP8 type and history length.
+        """Share the buffers of ``other``, if they are for the same tensors, FP8 type and length of the history.
 
-        From another device they are copied.
+        Buffers on another device are copied.
+
+        Returns:
+            Whether the buffers were taken over.
         """
         if not isinstance(other, DelayedScalingRecipeState):
             return False
@@ -78,7 +84,11 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
         return same
 
     def end_step(self, reduced_amax: Tensor | None = None) -> None:
-        """Fold this step's amaxes (perhaps maximised over ranks) into history and scale."""
+        """Update history and scale with the amaxes of this step.
+
+        Args:
+            reduced_amax: the largest amaxes over ranks; None to use those of this rank.
+        """
         with torch.no_grad():
             update_history_and_scale(
                 self.amax_history,
@@ -93,7 +103,7 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
 
     @contextmanager
     def replaying(self, scale: Tensor) -> Iterator[None]:
-        """Casts inside use ``scale``, that of an earlier pass which is computed again, and leave no trace."""
+        """A context manager for a recomputation: quantizers use ``scale`` of the first pass, and record nothing."""
         now, seen = self.scale.clone(), self.amax_history[0].clone()
         with torch.no_grad():
             self.scale.copy_(scale)
@@ -116,7 +126,7 @@ def _apply_rule(amax: Tensor, old_scale: Tensor, *, recipe: DelayedScaling, fp8_
 
 
 def _amax_and_scale_update(amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling) -> None:
-    """End a step of buffers that no state owns, in place, by the unfused rule."""
+    """Update a history and scales that belong to no state, in place, as the unfused update does."""
     update_history_and_scale(
         amax_history,
         scale,
@@ -129,5 +139,5 @@ def _amax_and_scale_update(amax_history: Tensor, scale: Tensor, fp8_max: float, 
 
 
 def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
-    """Write the new scales to ``scale`` and return it."""
+    """Compute new scales, write them to ``scale`` and return it."""
     return scale.copy_(scale_from_amax_reciprocal(amax, scale, fp8_max, margin))

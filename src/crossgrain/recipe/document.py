@@ -1,4 +1,4 @@
-"""A recipe as it is written, in one line or in a file: settings, rules and options, before they are a recipe."""
+"""The parsed content of a recipe in one line or in a file: settings, rules and options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ OPTIONS = ("allow_mixed", "backward_override", "blocks")
 
 @dataclass
 class Document:
-    """``preset`` is the name of a recipe that the rest is written on top of."""
+    """The content of a recipe's text.
+
+    Attributes:
+        preset: name of a preset that the rest changes; None if there is none.
+        settings: formats and sources by key (see `layer_formats`).
+        options: options of the whole recipe.
+        rules: exceptions for some layers.
+    """
 
     preset: str | None = None
     settings: dict[str, FormatSpec | str] = field(default_factory=dict)
@@ -25,42 +32,49 @@ class Document:
     rules: list[Rule] = field(default_factory=list)
 
     def set(self, key: str, value: Any) -> None:
-        """One setting or option, parsed and checked."""
+        """Parse, check and store one setting or option."""
         if key in self.settings or key in self.options:
-            raise ValueError(f"{key} is set already")
+            raise ValueError(f"{key} is set twice")
         if key in OPTIONS:
             self.options[key] = make_option(key, value)
         elif key in KEYS:
             self.settings[key] = make_setting(key, value)
         else:
-            raise ValueError(f"no setting {key!r}{did_you_mean(key, [*KEYS, *OPTIONS])}")
+            raise ValueError(f"there is no setting {key!r}{did_you_mean(key, [*KEYS, *OPTIONS])}")
 
 
 def make_option(key: str, value: Any) -> Any:
-    """The value of an option of the whole recipe, from text too."""
+    """Parse and check the value of an option of the whole recipe."""
     if key == "allow_mixed":
         truths = {"true": True, "false": False, True: True, False: False}
         if value not in truths:
-            raise ValueError(f"allow_mixed is true or false, not {value!r}")
+            raise ValueError(f"allow_mixed must be true or false, got {value!r}")
         return truths[value]
     if value is None or value == "none":
         return None
     if key == "backward_override" and value not in ("high_precision", "dequantized"):
-        raise ValueError(f"backward_override is high_precision or dequantized, not {value!r}")
+        raise ValueError(f"backward_override must be high_precision or dequantized, got {value!r}")
     if key == "blocks" and (not isinstance(value, str) or value != value.strip() or set(value) & set(" ,;:")):
-        raise ValueError(f"blocks is the path of the module whose children are the blocks, not {value!r}")
+        raise ValueError(
+            f"blocks must be the path of the module whose children are the blocks, like 'model.layers', got {value!r}"
+        )
     return value
 
 
 def make_rule(pattern: str, value: Any) -> Rule:
-    """``make_rule("*.lm_head", "hp")``; the value is a format for everything, or a mapping of settings."""
+    """Make a rule: ``make_rule("*.lm_head", "hp")``.
+
+    Args:
+        pattern: which layers the rule is for.
+        value: a format for all three GEMMs, or a mapping of settings.
+    """
     if not isinstance(value, Mapping):
         value = {"all": value}
     return Rule(parse_matcher(pattern), make_settings(value))
 
 
 def document_of(mapping: Mapping[str, Any]) -> Document:
-    """From what a file holds. Errors say at which key."""
+    """Parse the content of a file. Errors name the key."""
     document = Document()
     for key, value in mapping.items():
         if key == "rules":
@@ -86,16 +100,16 @@ def _errors_at(place: str) -> Iterator[None]:
 
 
 def _pairs(rules: Any) -> Iterable[tuple[Any, Any]]:
-    """Rules are a mapping, or a list of mappings with one key each, which may have a pattern twice."""
+    """The rules as pairs, from a mapping or from a list of mappings with one key each. A list may repeat a pattern."""
     if isinstance(rules, Mapping):
         return rules.items()
     if not isinstance(rules, Sequence) or not all(isinstance(rule, Mapping) and len(rule) == 1 for rule in rules):
-        raise ValueError("rules are a list of entries like {'*.lm_head': 'hp'}")
+        raise ValueError("rules must be a list of entries like {'*.lm_head': 'hp'}, or one mapping")
     return [pair for rule in rules for pair in rule.items()]
 
 
 def mapping_of(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file holds: only strings, numbers, lists and dicts."""
+    """The content of a recipe's file: only strings, numbers, lists and dicts."""
     mapping: dict[str, Any] = {key: str(value) for key, value in settings}
     mapping.update(options)
     if rules:

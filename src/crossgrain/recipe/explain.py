@@ -1,4 +1,4 @@
-"""What a recipe does, as a table: which format each direction of each tensor has, and which setting decided."""
+"""A table that explains a recipe: the format of each direction of each tensor, and which setting decided it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ _WIDTHS = (9, 11, 10, 22, 11, 25)  # 98 columns with the gaps
 
 @dataclass(frozen=True)
 class ExplainRow:
-    """One operand of one GEMM of one layer."""
+    """One operand of one GEMM of one layer.
+
+    Attributes:
+        layer: name of the layer, or "default", or the label of a rule.
+        role: the tensor: "input", "weight", "grad_output", or a tensor of attention.
+        direction: "rowwise", "columnwise" or "both".
+        gemm: "fprop", "dgrad", "wgrad" or "attention".
+        format: the format with its options.
+        source: what the plane is made from: "original" or "dequantized".
+        why: the setting that decided.
+    """
 
     layer: str
     role: str
@@ -36,20 +46,26 @@ class ExplainRow:
     why: str
 
     def cells(self) -> tuple[str, ...]:
-        """What a table shows of it, apart from the layer."""
+        """The cells of a table, without the layer."""
         return self.gemm, self.role, self.direction, self.format, self.source, self.why
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """``print`` it; ``rows`` has every layer by itself."""
+    """What `GemmRecipe.explain` returns. Print it to see a table.
+
+    Attributes:
+        title: the recipe as text.
+        rows: one row for every operand of every layer.
+        every_layer: show every layer, also those with equal rows.
+    """
 
     title: str
     rows: list[ExplainRow]
     every_layer: bool = False
 
     def sections(self) -> list[tuple[list[str], list[tuple[str, ...]]]]:
-        """Names of layers, and the rows that they have in common."""
+        """Lists of layers with equal rows, and those rows."""
         by_layer: dict[str, list[tuple[str, ...]]] = {}
         for row in self.rows:
             by_layer.setdefault(row.layer, []).append(row.cells())
@@ -100,7 +116,7 @@ def explain(recipe: GemmRecipe, model: nn.Module | None = None, *, every_layer: 
 
 
 def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerFormats, bool]]:
-    """The default and each rule on top of it, and whether attention is worth a word."""
+    """The default, and each rule on top of it; and whether it says something about attention."""
     stages = recipe._stages(range(len(recipe.rules)))
     default = recipe._stages([])
     yield "default", make_layer_formats(default), recipe.fp8_dpa

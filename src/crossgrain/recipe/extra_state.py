@@ -1,9 +1,11 @@
-"""What a module's delayed scaling has learned, as a plain dict of tensors and numbers for a state dict.
+"""The extra state of a module in a state dict: scales and amax histories of delayed scaling.
+
+It is a plain dict of tensors and numbers:
 
     {"version": 1, "forward.scale": [n], "forward.amax_history": [length, n], "forward.fp8_dtype": 7, "backward...."}
 
-It is empty for recipes without histories. A module that has no states yet keeps the dict it is given and
-loads it when they are made.
+It is empty for recipes without histories. A module that has no quantizers yet keeps the dict, and loads it when it
+creates them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _FIELDS = ("scale", "amax_history", "fp8_dtype")
 
 
 def extra_state_of(forward: RecipeState | None, backward: RecipeState | None) -> dict[str, Any]:
-    """The histories of both passes; an empty dict if there are none."""
+    """The scales and histories of both passes; an empty dict if the recipe keeps none."""
     extra: dict[str, Any] = {}
     for mode, state in _delayed(forward, backward).items():
         extra[f"{mode}.scale"] = state.scale.detach().clone()
@@ -33,19 +35,31 @@ def extra_state_of(forward: RecipeState | None, backward: RecipeState | None) ->
 
 
 def check_extra_state(extra: Any, name: str = "module") -> None:
-    """Raise if this is not what `extra_state_of` makes (or None, or empty)."""
+    """Check that a value is an extra state: what `extra_state_of` returns, None, or something empty.
+
+    Args:
+        extra: the value from a state dict.
+        name: name of the module, for messages.
+
+    Raises:
+        TypeError: it is not a dict, or has a value of a wrong type.
+        ValueError: a field is missing, unknown or wrong.
+    """
     if _is_empty(extra):
         return
     if not isinstance(extra, Mapping):
         raise TypeError(
-            f"{name}: the extra state is a dict of tensors and numbers, not a {type(extra).__name__}. Pickled ones of "
-            "others are not read: remove the key from the state dict to begin with new histories"
+            f"{name}: the extra state must be a dict of tensors and numbers, not a {type(extra).__name__}. Pickled "
+            "extra states of other libraries are not read: remove the key from the state dict to start with new "
+            "histories"
         )
     if extra.get("version") != VERSION:
-        raise ValueError(f"{name}: version {extra.get('version')!r} of the extra state is unknown; this is {VERSION}")
+        raise ValueError(
+            f"{name}: the extra state has version {extra.get('version')!r}, but only version {VERSION} can be read"
+        )
     unknown = set(extra) - {"version"} - {f"{mode}.{field}" for mode in ("forward", "backward") for field in _FIELDS}
     if unknown:
-        raise ValueError(f"{name}: unknown extra state {', '.join(sorted(map(repr, unknown)))}")
+        raise ValueError(f"{name}: the extra state has unknown keys {', '.join(sorted(map(repr, unknown)))}")
     for mode in _modes_in(extra):
         _check_part(extra, mode, name)
 
@@ -56,10 +70,20 @@ def load_extra_state(
     backward: RecipeState | None,
     name: str = "module",
 ) -> None:
-    """Write ``extra`` into the states, in place; everything is checked first.
+    """Write an extra state into the states of a module. All of it is checked before anything is written.
 
-    Histories of another length are cut to their newest entries or extended. Nothing is done for recipes
-    without histories, whatever the checkpoint holds.
+    A history that is longer loses its oldest entries, one that is shorter is extended with zeros. Nothing is done if
+    the recipe keeps no histories.
+
+    Args:
+        extra: the value from a state dict.
+        forward: state of the forward pass; None if there is none.
+        backward: state of the backward pass; None if there is none.
+        name: name of the module, for messages.
+
+    Raises:
+        TypeError: see `check_extra_state`.
+        ValueError: see `check_extra_state`; or the extra state is for other tensors or another FP8 type.
     """
     check_extra_state(extra, name)
     extra = None if _is_empty(extra) else extra
@@ -75,7 +99,10 @@ def load_extra_state(
 
 
 def resized_history(history: Tensor, length: int) -> Tensor:
-    """Row 0 is this step, row 1 the oldest, the last the newest: the newest stay, zeros stand for what is unknown."""
+    """A history of another length. Row 0 (the current step) and the newest rows are kept, and zeros fill the rest.
+
+    Row 1 is the oldest, the last row the newest.
+    """
     kept = history[1:][-(length - 1) :] if length > 1 else history[:0]
     padding = history.new_zeros(length - 1 - len(kept), *history.shape[1:])
     return torch.cat((history[:1], padding, kept))
@@ -87,7 +114,7 @@ def _delayed(forward: RecipeState | None, backward: RecipeState | None) -> dict[
 
 
 def _is_empty(extra: Any) -> bool:
-    """None, an empty dict, or the empty tensor that others write for recipes without histories."""
+    """None, an empty dict, or an empty tensor: Transformer Engine writes that for recipes without histories."""
     return extra is None or (isinstance(extra, (Mapping, Tensor)) and len(extra) == 0)
 
 
@@ -98,26 +125,28 @@ def _modes_in(extra: Mapping[str, Any]) -> list[str]:
 def _check_part(extra: Mapping[str, Any], mode: str, name: str) -> None:
     missing = [field for field in _FIELDS if f"{mode}.{field}" not in extra]
     if missing:
-        raise ValueError(f"{name}: the extra state lacks {', '.join(f'{mode}.{field}' for field in missing)}")
+        raise ValueError(f"{name}: the extra state has no {', '.join(f'{mode}.{field}' for field in missing)}")
     for field in ("scale", "amax_history"):
         value = extra[f"{mode}.{field}"]
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name}: {mode}.{field} is a float32 tensor, not {found}")
+            raise TypeError(f"{name}: {mode}.{field} of the extra state must be a float32 tensor, got {found}")
     scale, history = extra[f"{mode}.scale"], extra[f"{mode}.amax_history"]
     if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != len(scale) or not len(history):
         raise ValueError(
-            f"{name}: {mode}.scale is [n] and {mode}.amax_history [length, n], not {list(scale.shape)} and "
-            f"{list(history.shape)}"
+            f"{name}: {mode}.scale and {mode}.amax_history of the extra state must have shapes [n] and [length, n], "
+            f"got {list(scale.shape)} and {list(history.shape)}"
         )
     if not (scale.isfinite() & (scale > 0)).all():
-        raise ValueError(f"{name}: {mode}.scale holds numbers that are no scales")
+        raise ValueError(f"{name}: {mode}.scale of the extra state must hold positive, finite numbers")
     if (history < 0).any() or history.isnan().any():
-        raise ValueError(f"{name}: {mode}.amax_history holds numbers that are no magnitudes")
+        raise ValueError(f"{name}: {mode}.amax_history of the extra state must not hold NaN or negative numbers")
     try:
         fp8_dtype(extra[f"{mode}.fp8_dtype"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {mode}.fp8_dtype {extra[f'{mode}.fp8_dtype']!r} is no FP8 type") from error
+        raise ValueError(
+            f"{name}: {mode}.fp8_dtype of the extra state is {extra[f'{mode}.fp8_dtype']!r}, which is not an FP8 type"
+        ) from error
 
 
 def _check_fits(extra: Mapping[str, Any], mode: str, state: DelayedScalingRecipeState, name: str) -> None:
@@ -126,7 +155,10 @@ def _check_fits(extra: Mapping[str, Any], mode: str, state: DelayedScalingRecipe
     count, dtype = len(extra[f"{mode}.scale"]), fp8_dtype(extra[f"{mode}.fp8_dtype"])
     if count != state.num_quantizers:
         raise ValueError(
-            f"{name}: the extra state is for {count} {mode} tensors, the module has {state.num_quantizers}"
+            f"{name}: the extra state is for {count} {mode} tensors, but the module has {state.num_quantizers}"
         )
     if dtype is not state.dtype:
-        raise ValueError(f"{name}: the {mode} scales are for {dtype.name}, the module's tensors are {state.dtype.name}")
+        raise ValueError(
+            f"{name}: the {mode} scales of the extra state are for {dtype.name}, but the tensors of the module are "
+            f"{state.dtype.name}"
+        )

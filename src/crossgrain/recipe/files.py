@@ -1,4 +1,4 @@
-"""Recipes in YAML and JSON files."""
+"""Read and write recipes in YAML and JSON files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def is_recipe_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether this names a file of a recipe, by its type or by its suffix."""
+    """Whether a value is the path of a recipe file: a path object, or text that ends with one of `SUFFIXES`."""
     return isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(SUFFIXES))
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file holds; ValueError if that is not a mapping."""
+    """Read a recipe file.
+
+    Raises:
+        ValueError: the content is not a mapping, or not valid YAML or JSON.
+        ImportError: the file is YAML and pyyaml is not installed.
+    """
     path = _checked(path)
     try:
         content = _parsed(path, path.read_text(encoding="utf-8"))
@@ -26,7 +31,9 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply to be a recipe") from None
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds {type(content).__name__}; a recipe is a mapping, like 'fprop: mxfp8'")
+        raise ValueError(
+            f"the content of {path} is a {type(content).__name__}, but a recipe is a mapping, like 'fprop: mxfp8'"
+        )
     return dict(content)
 
 
@@ -40,11 +47,11 @@ def _parsed(path: Path, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML (a pattern that begins with * has to be quoted): {error}") from None
+        raise ValueError(f"{path} is not YAML (put a pattern that begins with * in quotes): {error}") from None
 
 
 def write_mapping(mapping: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """In the format that the suffix says."""
+    """Write a recipe file, as YAML or JSON according to its suffix."""
     path = _checked(path)
     if path.suffix == ".json":
         text = json.dumps(mapping, indent=2) + "\n"
@@ -56,7 +63,7 @@ def write_mapping(mapping: Mapping[str, Any], path: str | os.PathLike[str]) -> N
 def _checked(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: a recipe is kept in a file that ends with {', '.join(SUFFIXES)}")
+        raise ValueError(f"{path}: the name of a recipe file must end with one of {', '.join(SUFFIXES)}")
     return path
 
 
@@ -64,7 +71,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"{key!r} is there twice")
+            raise ValueError(f"the key {key!r} appears twice")
         result[key] = value
     return result
 
@@ -73,5 +80,7 @@ def _yaml(path: Path) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ImportError(f"{path}: YAML needs pyyaml (pip install 'crossgrain[yaml]'); JSON works without") from None
+        raise ImportError(
+            f"{path}: YAML files need pyyaml (pip install 'crossgrain[yaml]'); JSON works without it"
+        ) from None
     return yaml

@@ -1,4 +1,4 @@
-"""One format with its options as a value: ``nvfp4(rht, sr)``."""
+"""`FormatSpec`: a format with its options, as a recipe's text names it: ``nvfp4(rht, sr)``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ from .variants import names_of_variants, options_of_format, quantizer_class, var
 
 @dataclass(frozen=True)
 class Delayed:
-    """``delayed(history=16, algo=most_recent)``: the scale follows from the amaxes of earlier steps."""
+    """The option ``delayed(history=16, algo=most_recent)``: scales are computed from the amaxes of earlier steps.
+
+    Attributes:
+        history: number of steps in the history.
+        algo: "max" of the history, or "most_recent".
+        margin: divide scales by ``2**margin``.
+        reduce: take the largest amax over ranks.
+    """
 
     history: int = 1024
     algo: str = "max"
@@ -38,26 +45,31 @@ class Delayed:
 
     def __post_init__(self) -> None:
         if self.algo not in ("max", "most_recent"):
-            raise ValueError(f"algo is max or most_recent, not {self.algo!r}")
+            raise ValueError(f"algo must be max or most_recent, got {self.algo!r}")
         if self.history < 1:
-            raise ValueError(f"a history has at least one step, not {self.history}")
+            raise ValueError(f"history must be at least one step, got {self.history}")
 
 
 @dataclass(frozen=True)
 class FourOverSix:
-    """``4over6(mse, max=448)``: per block the better of two scales, which ``max`` bounds."""
+    """The option ``4over6(mse, max=448)``: each block uses the better of two scales.
+
+    Attributes:
+        error: which scale is better: "mae" compares mean absolute errors, "mse" mean squared errors.
+        max: upper bound of the scale that maps the largest number of a block to 6: 256 or 448.
+    """
 
     error: str = "mae"
     max: int = 256
 
     def __post_init__(self) -> None:
         if self.error not in ("mae", "mse"):
-            raise ValueError(f"the error is mae or mse, not {self.error!r}")
+            raise ValueError(f"the error must be mae or mse, got {self.error!r}")
         if self.max not in (256, 448):
-            raise ValueError(f"max is 256 or 448, not {self.max}")
+            raise ValueError(f"max must be 256 or 448, got {self.max}")
 
 
-# What an option is called, which field it sets, and to what; a type means that it takes a value or arguments.
+# The name of each option, the field that it sets, and the value. A type means that the option has a value or arguments.
 _OPTIONS: dict[str, tuple[str, Any]] = {
     "e4m3": ("element", "e4m3"),
     "e5m2": ("element", "e5m2"),
@@ -75,7 +87,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "fp32": ("dtype", "fp32"),
 }
 
-# Other names than those of formats.
+# Further names, which are not names of registered formats.
 _SYNONYMS: dict[str, str] = {
     "identity": "hp",
     "high_precision": "hp",
@@ -94,10 +106,27 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """A format and its options, as in ``FormatSpec.parse("nvfp4(rht, sr)")``; `str` gives the text back.
+    """A format with its options: ``FormatSpec.parse("nvfp4(rht, sr)")``. `str` returns the text again.
 
-    Which options go together is known only for one operand (`2d` and `rht` may stand together for a
-    whole recipe, where they mean the weight and the wgrad), so conflicts are found by `quantizer`.
+    Options that exclude each other raise an error only in `quantizer`, not here: in a recipe for whole GEMMs, ``2d``
+    and ``rht`` may stand together, because one is for the weight and the other for wgrad.
+
+    Attributes:
+        format: name of the format: one of `format_names`.
+        element: "e4m3" or "e5m2".
+        two_d: option ``2d``: one scale per square tile.
+        row_scaled: one scale per row above the scales of blocks.
+        rht: rotate columnwise data by a random Hadamard transform.
+        sr: stochastic rounding.
+        four_over_six: option ``4over6``; None without it.
+        pow2: scales are powers of two.
+        f32_scales: scales are any fp32 numbers instead of powers of two.
+        eps: smallest amax that is used to compute a scale.
+        delayed: option ``delayed``; None without it.
+        dtype: "bf16", "fp16" or "fp32" for ``hp``; None to keep the dtype of the tensor.
+
+    Raises:
+        ValueError: there is no such format, or it does not have an option that is set.
     """
 
     format: str
@@ -115,20 +144,20 @@ class FormatSpec:
 
     def __post_init__(self) -> None:
         if self.format not in format_names():
-            raise ValueError(f"no format {self.format!r}{did_you_mean(self.format, format_names())}")
+            raise ValueError(f"there is no format {self.format!r}{did_you_mean(self.format, format_names())}")
         if not (self.eps >= 0 and math.isfinite(self.eps)):
-            raise ValueError(f"eps is a number from 0 up, not {self.eps}")
+            raise ValueError(f"eps must be a finite number >= 0, got {self.eps}")
         allowed = {_OPTIONS[option][0] for option in options_of(self.format)}
         for field in self.set_fields():
             if field not in allowed:
                 raise ValueError(f"{self.format} has no option {field!r}")
 
     def set_fields(self) -> list[str]:
-        """The fields of the options that are not at their default."""
+        """Names of the fields that do not have their default values."""
         return [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
 
     def without(self, names: Iterable[str]) -> FormatSpec:
-        """This format with the options of these fields at their defaults."""
+        """Return the same format with these fields set to their default values."""
         names = set(names)
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in names}
         return replace(self, **defaults)
@@ -137,25 +166,37 @@ class FormatSpec:
 
     @classmethod
     def parse(cls, text: str | FormatSpec) -> FormatSpec:
-        """From text; a spec is returned as it is."""
+        """Parse a text like ``nvfp4(rht, sr)``.
+
+        Args:
+            text: the text; a FormatSpec is returned as it is.
+
+        Raises:
+            TypeError: it is neither text nor a FormatSpec.
+            RecipeSyntaxError: it is not a format with options; the message points at the mistake.
+        """
         if isinstance(text, FormatSpec):
             return text
         if not isinstance(text, str):
-            raise TypeError(f"a format is written as text, like 'mxfp8', not as {type(text).__name__}")
+            raise TypeError(f"a format must be written as text, like 'mxfp8', got {type(text).__name__}")
         call, others = parse_call(text), aliases()
         base = parse_call(others[call.name]) if call.name in others else Call(call.name, call.start, call.end)
         if base.name not in format_names():
             known = [*format_names(), *others]
             raise RecipeSyntaxError(
-                f"no format {call.name!r}{did_you_mean(call.name, known)}", text, call.start, call.end
+                f"there is no format {call.name!r}{did_you_mean(call.name, known)}", text, call.start, call.end
             )
         if call.value is not None:
-            raise RecipeSyntaxError(f"options of {call.name} stand in parentheses", text, call.start, call.end)
+            raise RecipeSyntaxError(
+                f"write the options of {call.name} in parentheses, like nvfp4(sr)", text, call.start, call.end
+            )
         options: dict[str, Any] = {}
         for where, option in [("", option) for option in base.args] + [(text, option) for option in call.args]:
             field, value = _option(base.name, option, where)
             if field in options:
-                raise RecipeSyntaxError(f"{call.name} has {option_name(field)} already", text, option.start, option.end)
+                raise RecipeSyntaxError(
+                    f"{call.name} already has the option {option_name(field)}", text, option.start, option.end
+                )
             options[field] = value
         try:
             return cls(base.name, **options)
@@ -180,10 +221,17 @@ class FormatSpec:
     # ---- what it means -------------------------------------------------------------------------
 
     def quantizer(self, tensor: str | None = None) -> Quantizer | QuantizerRequest:
-        """A new quantizer of this format, or the request for one that needs a history of amaxes.
+        """Make a new quantizer of this format.
 
-        ``tensor`` ("input", "weight", "grad_output") lets a request name the pair of FP8 types that the
-        field calls hybrid. ValueError for options that exclude each other.
+        Args:
+            tensor: "input", "weight" or "grad_output". With it, a request names both FP8 types of the usual pair
+                (`FP8Format.HYBRID`) where that is equivalent.
+
+        Returns:
+            A quantizer; with the option ``delayed``, a request for one, because it needs a history.
+
+        Raises:
+            ValueError: options exclude each other.
         """
         if self.delayed is not None:
             return self._delayed_request(self.delayed, tensor)
@@ -193,7 +241,11 @@ class FormatSpec:
             raise ValueError(f"{self}: {error}") from None
 
     def stored_format(self, direction: Direction) -> Format:
-        """What the bytes of one direction are; ValueError for options that exclude each other."""
+        """The format of the bytes in one direction.
+
+        Raises:
+            ValueError: options exclude each other.
+        """
         if self.delayed is not None:
             self._refuse_options_of_current_scaling()
             return fp8_format(self._fp8_dtype.element)
@@ -242,11 +294,11 @@ class FormatSpec:
 
     def _refuse_options_of_current_scaling(self) -> None:
         if self.pow2 or self.eps:
-            raise ValueError(f"{self}: pow2 and eps are options of current scaling, not of delayed scaling")
+            raise ValueError(f"{self}: pow2 and eps are options of current scaling and cannot be used with delayed")
 
     def _delayed_request(self, delayed: Delayed, tensor: str | None) -> QuantizerRequest:
         self._refuse_options_of_current_scaling()
-        # All requests of a module's pass have to be equal, and other recipes request the hybrid pair.
+        # All requests of a module in one pass must be equal, and other recipes request the hybrid pair.
         usual = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
         name = "HYBRID" if usual.get(tensor or "") == self.element else self.element.upper()
         return DelayedScalingRequest(
@@ -259,18 +311,18 @@ class FormatSpec:
 
 
 def format_names() -> list[str]:
-    """Canonical names: every registered format that is not another one with options."""
+    """The names of formats in recipes: all registered formats except those that are another format with options."""
     others = aliases()
     return [_HIGH_PRECISION, *(fmt.name for fmt in formats() if fmt.name not in others)]
 
 
 def aliases() -> dict[str, str]:
-    """Other names of formats, and what they stand for: ``{"mxfp8_2d": "mxfp8(2d)", ...}``."""
+    """Other names of formats, and what they mean: ``{"mxfp8_2d": "mxfp8(2d)", ...}``."""
     return {**names_of_variants(), **_SYNONYMS}
 
 
 def options_of(format: str) -> tuple[str, ...]:
-    """The options of a format, in the order in which they are written."""
+    """Names of the options that a format has, in the order in which `str` writes them."""
     found = options_of_format(_format(format))
     return tuple(option for option in _OPTIONS if option in found)
 
@@ -280,7 +332,7 @@ def _format(name: str) -> Format:
 
 
 def option_name(field: str) -> str:
-    """``4over6`` for the field ``four_over_six``."""
+    """The name of the option that sets a field: ``4over6`` for ``four_over_six``."""
     names = [option for option, (name, _) in _OPTIONS.items() if name == field]
     return names[0] if len(names) == 1 else "/".join(names)
 
@@ -297,11 +349,11 @@ def _option(format: str, call: Call, text: str) -> tuple[str, Any]:
                 raise ValueError(f"{call.name} needs a value, like {call.name}=1e-6")
             return field, _number(call.value, float)
         if call.value is not None:
-            raise ValueError(f"{call.name} takes no value")
+            raise ValueError(f"the option {call.name} has no value")
         if isinstance(wanted, type):
             return field, _group(wanted, call, text)
         if call.args:
-            raise ValueError(f"{call.name} has no options")
+            raise ValueError(f"the option {call.name} has no options of its own")
         return field, wanted
     except RecipeSyntaxError:
         raise
@@ -320,10 +372,10 @@ def _group(kind: type, call: Call, text: str) -> Any:
             hint = did_you_mean(name, defaults)
             raise RecipeSyntaxError(f"{call.name} has no argument {name!r}{hint}", text, arg.start, arg.end)
         if name in given:
-            raise RecipeSyntaxError(f"{call.name} has {name} already", text, arg.start, arg.end)
+            raise RecipeSyntaxError(f"{call.name} already has a value for {name}", text, arg.start, arg.end)
         try:
             given[name] = _number(word, type(defaults[name]))
-            kind(**given)  # which argument is wrong is known only here
+            kind(**given)  # checks the values; here it is still known which argument is wrong
         except ValueError as error:
             raise RecipeSyntaxError(str(error), text, arg.start, arg.end) from None
     return kind(**given)
@@ -344,9 +396,9 @@ def _number(word: str, kind: type) -> Any:
         return word
     if kind is bool:
         if word not in ("true", "false"):
-            raise ValueError(f"true or false is expected, not {word!r}")
+            raise ValueError(f"expected true or false, got {word!r}")
         return word == "true"
     try:
         return kind(word)
     except ValueError:
-        raise ValueError(f"a number is expected, not {word!r}") from None
+        raise ValueError(f"expected a number, got {word!r}") from None

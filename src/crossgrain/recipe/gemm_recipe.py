@@ -1,4 +1,4 @@
-"""Recipes by GEMM: what to multiply in fprop, dgrad and wgrad, for which layers."""
+"""`GemmRecipe`: the formats of fprop, dgrad and wgrad, with exceptions for operands and layers."""
 
 from __future__ import annotations
 
@@ -38,16 +38,33 @@ _DEFAULTS = {"allow_mixed": False, "backward_override": None, "blocks": None}
 
 
 class GemmRecipe(Recipe):
-    """An immutable, hashable value: formats by GEMM, with exceptions for operands and layers.
+    """A recipe that says for each GEMM in which format its operands are.
+
+    It is an immutable, hashable value.
 
     >>> recipe = GemmRecipe(fprop="mxfp8", dgrad="nvfp4(sr)", wgrad="nvfp4(rht, sr)", rules=["*.lm_head: hp"])
     >>> recipe == GemmRecipe.load("fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr); *.lm_head: hp")
     True
 
-    ``operands``  formats of single operands: ``{"fprop.weight": "nvfp4(2d)", "attention.s": "fp8"}``
-    ``sources``   "dequantized" for a tensor whose columnwise plane is made from its decoded rowwise plane
-    ``rules``     texts, pairs of pattern and format or settings, or `Rule`; later rules win
-    ``blocks``    path (or glob) of the module whose children "first 2 blocks" counts, if it is not obvious
+    Args:
+        fprop: format of both operands of ``y = x · Wᵀ``. Options apply to the operands that they are meant for.
+        dgrad: format of both operands of ``dx = dy · W``.
+        wgrad: format of both operands of ``dW = dyᵀ · x``.
+        operands: formats of single operands: ``{"fprop.weight": "nvfp4(2d)", "attention.s": "fp8"}``.
+        sources: what the columnwise plane of a tensor is made from, by tensor: ``{"weight": "dequantized"}`` for the
+            decoded rowwise plane, "original" (the default) for the tensor itself.
+        attention: format of the tensors of attention cores.
+        rules: exceptions for some layers: texts like ``"*.lm_head: hp"``, pairs of a pattern and a format or a mapping
+            of settings, or `Rule` objects. Of several rules for a layer the last one wins.
+        blocks: path (or pattern) of the module whose children "first 2 blocks" counts. Needed if the model has
+            several such modules.
+        allow_mixed: allow the two operands of a GEMM to have scales of different kinds. Such operands are decoded
+            before they are multiplied.
+        backward_override: None, or how backward GEMMs run in high precision: "high_precision" uses the operands as
+            they were before quantization, "dequantized" uses the decoded quantized operands.
+
+    Raises:
+        ValueError: a format, an option or a key does not exist, or the operands of a GEMM cannot be multiplied.
     """
 
     _kind: ClassVar[str] = "custom"
@@ -75,7 +92,7 @@ class GemmRecipe(Recipe):
         values = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "attention": attention}
         for key, operand in (operands or {}).items():
             if "." not in key or key.endswith(".source"):
-                raise ValueError(f"operands are called 'fprop.weight' and the like, not {key!r}")
+                raise ValueError(f"keys of operands must be like 'fprop.weight', got {key!r}")
             values[key] = operand
         values.update({f"{tensor}.source": source for tensor, source in (sources or {}).items()})
         settings = make_settings(values)
@@ -97,23 +114,27 @@ class GemmRecipe(Recipe):
 
     @property
     def fprop(self) -> FormatSpec:
+        """The format of fprop, ``y = x · Wᵀ``."""
         return self._spec("fprop")
 
     @property
     def dgrad(self) -> FormatSpec:
+        """The format of dgrad, ``dx = dy · W``."""
         return self._spec("dgrad")
 
     @property
     def wgrad(self) -> FormatSpec:
+        """The format of wgrad, ``dW = dyᵀ · x``."""
         return self._spec("wgrad")
 
     @property
     def attention(self) -> FormatSpec:
+        """The format of the tensors of attention cores."""
         return self._spec("attention")
 
     @property
     def set_options(self) -> dict[str, Any]:
-        """The options of the whole recipe that are not at their defaults."""
+        """The options of the whole recipe that do not have their default values."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) != _DEFAULTS[key]}
 
     def may_keep_histories(self) -> bool:
@@ -129,10 +150,10 @@ class GemmRecipe(Recipe):
     # ---- a value -------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise FrozenInstanceError(f"a GemmRecipe cannot be changed ({name}); make another one")
+        raise FrozenInstanceError(f"{name} cannot be set: a GemmRecipe cannot be changed, create another one")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise FrozenInstanceError(f"a GemmRecipe cannot be changed ({name}); make another one")
+        raise FrozenInstanceError(f"{name} cannot be deleted: a GemmRecipe cannot be changed, create another one")
 
     def _value(self) -> tuple[Any, ...]:
         return (self.settings, self.rules, self.allow_mixed, self.backward_override, self.blocks)
@@ -153,7 +174,16 @@ class GemmRecipe(Recipe):
 
     @classmethod
     def load(cls, value: str | os.PathLike[str] | Mapping[str, Any] | GemmRecipe) -> Self:
-        """From the name of a preset, a line, the path of a .yaml or .json file, or a mapping."""
+        """Load a recipe.
+
+        Args:
+            value: the name of a preset, a recipe in one line of text, the path of a .yaml, .yml or .json file, or a
+                mapping as in such a file. A GemmRecipe is returned as it is.
+
+        Raises:
+            TypeError: the value is none of these.
+            ValueError: the text, file or mapping is not a recipe; `RecipeSyntaxError` points at the mistake.
+        """
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
@@ -165,21 +195,28 @@ class GemmRecipe(Recipe):
             except ValueError as error:
                 raise ValueError(f"{value}: {error}") from error
         if not isinstance(value, str):
-            raise TypeError(f"a recipe is a preset's name, a line, a path or a mapping, not {type(value).__name__}")
+            raise TypeError(
+                "a recipe must be the name of a preset, one line of text, the path of a file or a mapping, got "
+                f"{type(value).__name__}"
+            )
         recipe: Self = _of_line(cls, value)  # type: ignore[arg-type]  # classes are hashable
         return recipe
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
-        """From what `to_dict` gives; ``preset`` names a recipe that the rest changes."""
+        """Make a recipe from a mapping, as `to_dict` returns it. ``preset`` names a preset that the rest changes.
+
+        Raises:
+            ValueError: the mapping is not a recipe.
+        """
         return cls._from_document(document_of(mapping))
 
     def to_dict(self) -> dict[str, Any]:
-        """Strings, lists and dicts, as in a file."""
+        """The recipe as a mapping of strings, lists and dicts, as in a file."""
         return mapping_of(self.settings, self.rules, self.set_options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """To a .yaml, .yml or .json file."""
+        """Write the recipe to a .yaml, .yml or .json file."""
         write_mapping(self.to_dict(), path)
 
     @classmethod
@@ -189,7 +226,7 @@ class GemmRecipe(Recipe):
         options = document.options
         if document.preset is not None:
             if document.preset not in PRESETS:
-                raise ValueError(f"no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
+                raise ValueError(f"there is no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
             base = cls._from_document(parse_line(PRESETS[document.preset].line))
             settings = {key: value for key, value in base.settings if key.partition(".")[0] not in document.settings}
             rules, options = [*base.rules, *rules], {**base.set_options, **options}
@@ -198,7 +235,7 @@ class GemmRecipe(Recipe):
             settings = {**gemms_of(everything), **settings}
         missing = [gemm for gemm in GEMMS if gemm not in settings]
         if missing:
-            raise ValueError(f"{missing[0]} is not set; say '{missing[0]}: hp' if it is to stay in high precision")
+            raise ValueError(f"{missing[0]} is not set; write '{missing[0]}: hp' to keep it in high precision")
         return cls(
             **{gemm: settings.pop(gemm) for gemm in GEMMS},
             attention=settings.pop("attention", "hp"),
@@ -211,20 +248,41 @@ class GemmRecipe(Recipe):
     # ---- what it means for a layer -------------------------------------------------------------
 
     def qfactory(self, role: QuantizerRole | None) -> Quantizer | QuantizerRequest:
-        """A new quantizer for a role, or the request for one.
+        """Make a new quantizer for a role, or a request for one.
 
-        Tensors that no GEMM of the module reads (boundary slots, whose role is None or says so) stay as they are.
+        Tensors that no GEMM of the module reads, such as its outputs, stay in high precision.
         """
         tensor, module_type, name = _tensor_of(role)
         return IdentityQuantizer() if tensor is None else self.layer_formats(name, module_type).quantizer(tensor)
 
     def layer_formats(self, name: str, module_type: str = "linear") -> LayerFormats:
-        """What the layer of this name does with each direction of its tensors."""
+        """The formats of one layer: for each operand of each GEMM, and which setting decided.
+
+        Args:
+            name: name of the layer, which the patterns of rules are matched with.
+            module_type: type of the layer: "linear", "grouped_linear" or "dpa" (attention core).
+
+        Raises:
+            ValueError: the operands of a GEMM cannot be multiplied; or a rule is for blocks, which are known only
+                after `for_model`.
+        """
         matching = [i for i, rule in enumerate(self.rules) if rule.matcher.matches(name, module_type)]
         return _checked_formats(self._stages(matching), self._gemms_to_check(), name)
 
     def for_model(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
-        """This recipe with its blocks known; ValueError if a pattern matches no layer, or formats do not pair."""
+        """Check this recipe with a model, and fill in the paths of its blocks ("first 2 blocks").
+
+        Args:
+            model: the model.
+            blocks: path (or pattern) of the module whose children are the blocks; by default that of the recipe.
+
+        Returns:
+            The recipe with the paths of its blocks.
+
+        Raises:
+            ValueError: a pattern matches no layer, the blocks cannot be found, or the operands of a GEMM cannot be
+                multiplied.
+        """
         blocks = blocks if blocks is not None else self.blocks
         layers = layers_of(model)
         if any(not isinstance(rule.matcher, ModuleType) for rule in self.rules):
@@ -236,17 +294,22 @@ class GemmRecipe(Recipe):
         return recipe
 
     def explain(self, model: nn.Module | None = None, *, every_layer: bool = False) -> Explanation:
-        """Which format each direction of each tensor has, and why; `print` it.
+        """Explain which format each direction of each tensor has, and which setting decided it.
 
-        Without a model it shows the default and each rule. Layers that are treated alike are shown once, with
-        numbers in their names as ``*``, unless ``every_layer``.
+        Args:
+            model: explain the layers of this model; without it, the default and each rule.
+            every_layer: show every layer. By default layers with equal formats are shown together, with ``*`` for the
+                numbers in their names.
+
+        Returns:
+            A table; print it.
         """
         from .explain import explain
 
         return explain(self, model, every_layer=every_layer)
 
     def rule_label(self, index: int) -> str:
-        """How explanations and errors call a rule: ``rule 1 (*.lm_head)``."""
+        """The name of a rule in explanations and errors: ``rule 1 (*.lm_head)``."""
         return f"rule {index + 1} ({str(self.rules[index].matcher).partition(' (')[0]})"
 
     def _stages(self, indices: Iterable[int]) -> tuple[tuple[str, Settings], ...]:
@@ -259,15 +322,15 @@ class GemmRecipe(Recipe):
         return new
 
     def _gemms_to_check(self) -> tuple[str, ...]:
-        """Those that multiply operands as they are; a ``backward_override`` decodes them in backward."""
+        """The GEMMs whose operands must fit: those that do not decode them. A ``backward_override`` decodes."""
         if self.allow_mixed:
             return ()
         return ("fprop",) if self.backward_override else tuple(GEMMS)
 
     def _check_rules(self) -> None:
-        """Raise if the default does not pair, or if a rule does not with any of the rules before it.
+        """Raise if operands do not fit: in the default, or for a rule together with any of the rules before it.
 
-        Which rules meet in a layer is known only with a model; a rule may complete one before it.
+        Which rules apply to the same layer is known only with a model, and a rule may complete one before it.
         """
         _checked_formats(self._stages([]), self._gemms_to_check(), "")
         before: dict[Settings, None] = {}  # of the rules before, each once: a later rule says the last word
@@ -295,7 +358,7 @@ class GemmRecipe(Recipe):
 
 @lru_cache(maxsize=256)
 def _of_line(cls: Any, line: str) -> Any:
-    """Autocast may be given the same line in every step."""
+    """Parse a line once: autocast may get the same line in every step."""
     return cls._from_document(parse_line(line))
 
 
@@ -318,14 +381,14 @@ def _as_rule(rule: Rule | str | tuple[str, Any]) -> Rule:
 
 
 def _tensor_of(role: QuantizerRole | None) -> tuple[str | None, str, str]:
-    """Which of our tensors a role means, None if it is none of them, and the type and name of its module."""
+    """The tensor that a role means (None if it is not an operand of a GEMM), and the type and name of its module."""
     if role is None:
         return None, "", ""
     if role.module_type == "dpa":
         return (role.tensor_type if role.tensor_type in ATTENTION else None), "dpa", role.name
     if role.tensor_type in TENSORS:
         return role.tensor_type, role.module_type, role.name
-    # What leaves an attention core is marked only by what follows the name of the core.
+    # Outputs of an attention core are recognised by the ending of their name.
     for end, tensor in _HINTS.items():
         if role.name.endswith(end) and not role.module_type:
             return tensor, "dpa", role.name.removesuffix(end).removesuffix(".")

@@ -1,4 +1,4 @@
-"""The contexts and updates under the names of the field: `FP8GlobalStateManager`."""
+"""`FP8GlobalStateManager`: the active context and the updates of delayed scaling, under Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .updates import backward_steps
 
 
 class QuantizationState:
-    """What is in force in this thread, by attribute."""
+    """The active context of this thread, by Transformer Engine's names."""
 
     skip_fp8_weight_update_tensor: Tensor | None = None
 
@@ -48,13 +48,13 @@ class QuantizationState:
 
 
 class FP8GlobalStateManager:
-    """Class methods only; the state is elsewhere."""
+    """Transformer Engine's class methods to ask for the active context. The state itself is in `recipe.context`."""
 
     quantization_state = QuantizationState()
 
     @classmethod
     def reset(cls) -> None:
-        """Leave all contexts of this thread and forget all updates that are due."""
+        """Leave all contexts of this thread, and drop all updates that have not been made yet."""
         activate(PrecisionContext())
         backward_steps.clear()
         cls.quantization_state = QuantizationState()
@@ -101,13 +101,17 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """True once per outermost enabled autocast."""
+        """Return True for the first call in each outermost enabled autocast."""
         step = active().step
         return step is not None and step.take_first()
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-        """End the step now: that of the autocast in force, or those of all backward passes."""
+        """End the step of delayed scaling now.
+
+        Args:
+            forward: True for the step of the active autocast, False for the steps of all backward passes.
+        """
         step = active().step
         if not forward:
             backward_steps.end_all()
@@ -116,7 +120,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Nothing: states join the step when their modules run."""
+        """Do nothing: states join the step when their modules run."""
 
     @classmethod
     def get_autocast_state(cls) -> PrecisionContext:
@@ -135,7 +139,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """A non-zero flag keeps cached quantized weights as they are."""
+        """Set a flag. While it is True, cached quantized weights are not updated."""
         state = cls.quantization_state
         if state.skip_fp8_weight_update_tensor is None:
             state.skip_fp8_weight_update_tensor = torch.zeros(1, dtype=torch.float32)

@@ -1,13 +1,13 @@
-"""From settings, which speak of GEMMs, to what one layer does with each direction of each tensor.
+"""`LayerFormats`: the format of each direction of each tensor of one layer, from the settings of a recipe.
 
-Settings are pairs of a key and what it is set to:
+Settings are pairs of a key and a value:
 
     all                 a format for all three GEMMs
-    fprop               a format for both operands of a GEMM
-    fprop.weight        a format for one operand of a GEMM, taken literally
+    fprop               a format for both operands of a GEMM; each option goes to the operands that it is meant for
+    fprop.weight        a format for one operand of a GEMM, with exactly these options
     weight.source       what the columnwise plane of a tensor is made from: original or dequantized
     attention           a format for the tensors of an attention core
-    attention.s         a format for one of them, taken literally
+    attention.s         a format for one of them, with exactly these options
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Settings = tuple[tuple[str, "FormatSpec | str"], ...]  # in the order of KEYS
 
 
 def _applies(field: str, place: str, tensor: str) -> bool:
-    """Whether an option that is given for a GEMM is meant for this operand of it."""
+    """Whether an option that is set for a GEMM is meant for this operand of it."""
     match field:
         case "sr" | "element":
             return tensor in _GRADIENTS
@@ -66,7 +66,7 @@ _MEANT_FOR = {
     "element": "the gradient operand",
     "two_d": "the weight operand",
     "row_scaled": "the input operand",
-    "rht": "the operands of wgrad, as only columnwise data is rotated",
+    "rht": "the operands of wgrad, because only columnwise data is rotated",
 }
 
 
@@ -87,7 +87,7 @@ def operands_of(spec: FormatSpec, place: str) -> dict[str, FormatSpec]:
 
 
 def gemms_of(spec: FormatSpec) -> dict[str, FormatSpec]:
-    """The three GEMMs, with those options of ``spec`` that mean something in each."""
+    """The three GEMMs, with those options of ``spec`` that have a meaning in each."""
     return {gemm: spec.without(_unused(spec, gemm)) for gemm in GEMMS}
 
 
@@ -95,18 +95,22 @@ def gemms_of(spec: FormatSpec) -> dict[str, FormatSpec]:
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:
-    """Settings from a mapping, parsed, checked and in canonical order."""
+    """Parse and check settings; they are returned in the order of `KEYS`."""
     made = {key: make_setting(key, value) for key, value in values.items()}
     return tuple((key, made[key]) for key in KEYS if key in made)
 
 
 def make_setting(key: str, value: Any) -> FormatSpec | str:
-    """The value of one key, parsed and checked: raises ValueError."""
+    """Parse and check the value of one setting.
+
+    Raises:
+        ValueError: there is no such key, or the value cannot be used for it.
+    """
     if key not in KEYS:
-        raise ValueError(f"no setting {key!r}{did_you_mean(key, KEYS)}")
+        raise ValueError(f"there is no setting {key!r}{did_you_mean(key, KEYS)}")
     if key.endswith(".source"):
         if value not in SOURCES:
-            raise ValueError(f"{key} is original or dequantized, not {value!r}")
+            raise ValueError(f"{key} must be original or dequantized, got {value!r}")
         return str(value)
     spec = FormatSpec.parse(value)
     try:
@@ -120,7 +124,7 @@ def make_setting(key: str, value: Any) -> FormatSpec | str:
 
 @lru_cache(maxsize=1024)
 def _check_spec(key: str, spec: FormatSpec) -> None:
-    """Raise if a format cannot be used here, in any of the directions it stands for."""
+    """Raise ValueError if a format cannot be used for one of the operands that the key stands for."""
     place, _, tensor = key.partition(".")
     if tensor:
         chosen = {place: {tensor: spec}}
@@ -128,13 +132,13 @@ def _check_spec(key: str, spec: FormatSpec) -> None:
         chosen = {gemm: operands_of(narrowed, gemm) for gemm, narrowed in gemms_of(spec).items()}
     else:
         for field in _unused(spec, place):
-            raise ValueError(f"{option_name(field)} is meant for {_MEANT_FOR[field]}: {place} has none")
+            raise ValueError(f"{option_name(field)} is meant for {_MEANT_FOR[field]}, which {place} does not have")
         chosen = {place: operands_of(spec, place)}
     for place, operands in chosen.items():
         for tensor, operand in operands.items():
             direction = GEMMS.get(place, {}).get(tensor, ROWWISE)
             if operand.rht and direction is ROWWISE:
-                raise ValueError(f"{place} reads {tensor} rowwise: only columnwise data is rotated (rht)")
+                raise ValueError(f"{place} reads {tensor} rowwise, but rht rotates only columnwise data")
             if operand.delayed and operand.element == "e5m2" and tensor not in _GRADIENTS:
                 raise ValueError(f"delayed scaling in E5M2 is for gradients, not for {tensor}")
             operand.stored_format(direction)
@@ -145,7 +149,7 @@ def _check_spec(key: str, spec: FormatSpec) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one thing, and which setting of what decided: ``rule 1 (*.head)``."""
+    """A chosen format or source, and the setting that decided it: ``rule 1 (*.head)``."""
 
     value: Any
     why: str
@@ -153,24 +157,26 @@ class Choice:
 
 @dataclass(frozen=True)
 class LayerFormats:
-    """Formats by (GEMM or attention, tensor) and sources by tensor, for one layer."""
+    """The formats of one layer, by (GEMM or "attention", tensor), and the sources of columnwise planes, by tensor."""
 
     formats: tuple[tuple[tuple[str, str], Choice], ...]
     sources: tuple[tuple[str, Choice], ...]
 
     def format(self, place: str, tensor: str) -> Choice:
+        """The format of one operand: ``format("dgrad", "weight")``."""
         return dict(self.formats)[place, tensor]
 
     def source(self, tensor: str) -> Choice:
+        """What the columnwise plane of a tensor is made from: "original" or "dequantized"."""
         return dict(self.sources)[tensor]
 
     def format_in(self, tensor: str, direction: Direction) -> Choice:
-        """The format in which a tensor is read in a direction: exactly one GEMM does that."""
+        """The format of one direction of a tensor. Exactly one GEMM reads it."""
         place = next(gemm for gemm, operands in GEMMS.items() if operands.get(tensor) is direction)
         return self.format(place, tensor)
 
     def quantizer(self, tensor: str) -> Quantizer | QuantizerRequest:
-        """One quantizer if both directions are alike, else a hybrid of two."""
+        """Make a quantizer for a tensor; a hybrid quantizer if its two directions have different formats."""
         if tensor in ATTENTION:
             return self._spec("attention", tensor).quantizer("grad_output" if tensor in _GRADIENTS else "input")
         row: FormatSpec = self.format_in(tensor, ROWWISE).value
@@ -186,7 +192,11 @@ class LayerFormats:
         )
 
     def check_pairs(self, layer: str, gemms: Iterable[str] = GEMMS) -> None:
-        """Raise ValueError unless the two operands of every one of these GEMMs can be multiplied as they are."""
+        """Check that the two operands of each of these GEMMs can be multiplied without decoding.
+
+        Raises:
+            ValueError: they cannot.
+        """
         for gemm in gemms:
             operands = GEMMS[gemm].items()
             check_operands(gemm, [(t, d, self._spec(gemm, t).stored_format(d)) for t, d in operands], layer)
@@ -199,10 +209,11 @@ class LayerFormats:
 
 @lru_cache(maxsize=1024)
 def make_layer_formats(stages: tuple[tuple[str, Settings], ...]) -> LayerFormats:
-    """Settings applied one after the other; each has a label that says where it is from.
+    """Apply stages of settings one after the other. Each stage has a label that says where it comes from.
 
-    A stage sets what it names and leaves the rest; within a stage the special beats the general. Setting a
-    GEMM replaces both of its operands. ``all`` replaces everything about the three GEMMs, sources included.
+    A stage changes only what it names. Within a stage, a setting for one operand is stronger than one for a GEMM, and
+    that is stronger than ``all``. Setting a GEMM replaces both of its operands. Setting ``all`` replaces everything
+    about the three GEMMs, also the sources.
     """
     formats: dict[tuple[str, str], Choice] = {}
     sources = {tensor: Choice("original", "default") for tensor in TENSORS}

@@ -1,8 +1,8 @@
-"""Calls of models that are steps of their own, and how a call that was interrupted is known.
+"""Calls of models that are steps of delayed scaling, and how interrupted calls are found.
 
-A model without an autocast around it is called, and its call is the step (`convert.model_step` has the hooks). An
-interrupt can end a call without its hooks: such an abandoned call is found by its frame, which is no longer running,
-and is left before anything else joins its step.
+A converted model that is called outside of an autocast is one step (`convert.model_step` has the hooks). A
+KeyboardInterrupt can end a call without running its hooks. Such an abandoned call is recognised by its frame, which no
+longer runs, and its step is ended before anything else joins it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 
 class ModelCall(NamedTuple):
-    """A call that is a step.
+    """A call of a model that is a step.
 
-    ``model``    what was called
-    ``frame``    the frame that made the call
-    ``step``     the context manager that was entered for it
-    ``handled``  the exception that was being handled around the call, which is none of the call's own
+    Attributes:
+        model: what was called.
+        frame: the frame that made the call.
+        step: the context manager that was entered for the call.
+        handled: the exception that was being handled when the call was made: it is not an error of the call.
     """
 
     model: Any
@@ -33,14 +34,14 @@ _calls: ContextVar[tuple[ModelCall, ...]] = ContextVar("crossgrain_model_calls",
 
 
 def begin_call(call: ModelCall) -> None:
-    """Remember a call whose step has been entered."""
+    """Record a call whose step has been entered."""
     _calls.set((*_calls.get(), call))
 
 
 def end_call(model: Any) -> None:
-    """Leave the step of the innermost call, if it is a call of ``model``.
+    """Exit the step of the innermost call, if it is a call of ``model``.
 
-    torch runs the hook that calls this for a call that failed as well, while it handles the error.
+    The hook that calls this also runs for a call that failed, while torch handles the error.
     """
     calls = _calls.get()
     if not calls or calls[-1].model is not model:
@@ -51,7 +52,7 @@ def end_call(model: Any) -> None:
 
 
 def leave_abandoned_calls() -> None:
-    """Abort the steps of calls that ended without their hook, by KeyboardInterrupt."""
+    """Abort the steps of calls that a KeyboardInterrupt ended without their hook."""
     calls = _calls.get()
     running = set()
     frame: FrameType | None = sys._getframe(1) if calls else None

@@ -1,4 +1,4 @@
-"""Whether the quantizers of a layer make operands that its GEMMs can multiply."""
+"""`check_pairs`: whether the GEMMs of a layer can multiply what its quantizers make."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from ..quantizers.request import QuantizerRequest
 def check_pairs(
     quantizers: Mapping[str, Quantizer | QuantizerRequest | None], *, layer: str = "", allow_mixed: bool = False
 ) -> None:
-    """Raise ValueError unless the two operands of every GEMM can be multiplied as they are.
+    """Check that the two operands of every GEMM of a layer can be multiplied without decoding.
 
-    ``quantizers`` by tensor: ``{"input": ..., "weight": ..., "grad_output": ...}``; a GEMM with an operand
-    that is not among them is not checked. ``allow_mixed`` accepts everything: such operands are decoded.
+    Args:
+        quantizers: by tensor, ``{"input": ..., "weight": ..., "grad_output": ...}``. GEMMs with an operand that is
+            missing are not checked.
+        layer: name of the layer, for the message.
+        allow_mixed: accept everything, because such operands are decoded.
+
+    Raises:
+        ValueError: two operands have scales of different kinds, or only one of them is rotated.
     """
     if allow_mixed:
         return
@@ -31,6 +37,6 @@ def check_pairs(
 def _format_of(quantizer: Quantizer | QuantizerRequest, direction: Direction) -> Format:
     child = getattr(quantizer, f"{direction.value}_quantizer", quantizer)  # of a hybrid quantizer
     if isinstance(child, QuantizerRequest):
-        return fp8_format()  # all that wait for a history are FP8 with a scale per tensor
+        return fp8_format()  # all requests are for FP8 with a scale per tensor
     assert isinstance(child, Quantizer)
     return child.encoding(direction).format

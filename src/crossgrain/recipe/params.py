@@ -1,4 +1,4 @@
-"""The small values that recipes are made of."""
+"""Small values that are options of recipes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class _Largest(NamedTuple):
-    """The largest finite numbers."""
+    """The largest finite numbers in forward and in backward."""
 
     max_fwd: float
     max_bwd: float
 
 
 class FP8Format(enum.Enum):
-    """Element formats of a recipe, forward and backward; HYBRID is E4M3 forward and E5M2 backward."""
+    """The element types of a recipe in forward and in backward. HYBRID is E4M3 in forward and E5M2 in backward."""
 
     E2M1 = _Largest(6, 6)
     E4M3 = _Largest(448, 448)
@@ -28,7 +28,7 @@ class FP8Format(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a GEMM accumulates; here every GEMM accumulates in fp32."""
+    """How a GEMM accumulates. It has no effect here: every GEMM accumulates in fp32."""
 
     use_split_accumulator: bool = True
 
@@ -39,7 +39,15 @@ FAST = MMParams(use_split_accumulator=False)
 
 @dataclass(frozen=True)
 class QParams:
-    """How one kind of tensor is quantized."""
+    """How one kind of tensor is quantized.
+
+    Attributes:
+        power_2_scale: scales are powers of two.
+        amax_epsilon: smallest amax that is used to compute a scale.
+        random_hadamard_transform: rotate columnwise data.
+        stochastic_rounding: round stochastically instead of to the nearest number.
+        fp4_2d_quantization: one scale per 16x16 tile instead of per 1x16 block.
+    """
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0

@@ -1,4 +1,4 @@
-"""FP8 with one scale per tensor: from earlier steps (delayed) or from the tensor itself (current)."""
+"""Recipe classes for FP8 with one scale per tensor: from earlier steps (delayed) or from its own amax (current)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
 
 
 def refuse_pure_e5m2(fp8_format: FP8Format) -> None:
+    """Raise if a recipe uses E5M2 in forward."""
     require(
         fp8_format is not FP8Format.E5M2, "E5M2 in both passes is not supported: use FP8Format.E4M3 or FP8Format.HYBRID"
     )
@@ -25,14 +26,23 @@ def refuse_pure_e5m2(fp8_format: FP8Format) -> None:
 
 @dataclass(repr=False)
 class DelayedScaling(RecipeFields):
-    """The scale of a step follows from the amaxes of the ``amax_history_len`` steps before it.
+    """FP8 with delayed scaling: the scale of a tensor is computed from its amaxes in earlier steps.
 
-    ``amax_compute_algo``            "max" of the window, "most_recent", or ``f(history[len, n]) -> amax[n]``
-    ``scaling_factor_compute_algo``  replaces ``fp8_max / amax / 2**margin``
-    ``reduce_amax``                  all ranks of the group use the largest amax among them
-    ``override_linear_precision``    (fprop, dgrad, wgrad) in high precision: none of them, here
-
-    ``params_dtype`` and ``device`` are options of modules, which clients hand to everything; they mean nothing here.
+    Args:
+        margin: divide scales by ``2**margin``.
+        fp8_format: FP8 type of tensors in forward and in backward.
+        amax_history_len: number of steps in the history.
+        amax_compute_algo: how an amax follows from the history: "max", "most_recent", or a function that maps
+            ``history[length, n]`` to ``amax[n]``.
+        scaling_factor_compute_algo: a function ``(amax[n], old_scale[n], fp8_max, recipe) -> scale[n]`` instead of
+            ``fp8_max / amax / 2**margin``.
+        reduce_amax: all ranks of the group of autocast use the largest amax among them.
+        override_linear_precision: not supported; must be (False, False, False).
+        params_dtype: accepted, because some programs pass it to all constructors; it has no effect.
+        device: accepted; it has no effect.
+        fp8_dpa: quantize the operands of the GEMMs of the attention core.
+        fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
+        backward_override: not supported; must be None.
     """
 
     margin: int = 0
@@ -51,21 +61,40 @@ class DelayedScaling(RecipeFields):
         super().__post_init__()
         require(
             not any(override_linear_precision),
-            "delayed scaling has all GEMMs in FP8: override_linear_precision is (False, False, False), not "
+            "delayed scaling runs all GEMMs in FP8: override_linear_precision must be (False, False, False), got "
             f"{override_linear_precision}",
         )
         refuse_pure_e5m2(self.fp8_format)
-        require(self.amax_history_len >= 1, f"amax_history_len is at least 1, not {self.amax_history_len}")
+        require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, got {self.amax_history_len}")
         require(
             self.amax_compute_algo in ("max", "most_recent") or callable(self.amax_compute_algo),
-            f"amax_compute_algo is 'max', 'most_recent' or a function, not {self.amax_compute_algo!r}",
+            f"amax_compute_algo must be 'max', 'most_recent' or a function, got {self.amax_compute_algo!r}",
         )
-        require(self.backward_override is None, "delayed scaling takes no backward_override")
+        require(
+            self.backward_override is None,
+            f"delayed scaling does not support backward_override: it must be None, got {self.backward_override!r}",
+        )
 
 
 @dataclass(repr=False)
 class Float8CurrentScaling(RecipeFields):
-    """The scale follows from the tensor's own amax."""
+    """FP8 with current scaling: the scale of a tensor is computed from its own amax.
+
+    Args:
+        use_power_2_scales: scales are powers of two.
+        fp8_format: FP8 type of tensors in forward and in backward.
+        fp8_gemm_fprop: accepted; it has no effect, because every GEMM accumulates in fp32 here.
+        fp8_gemm_dgrad: see fp8_gemm_fprop.
+        fp8_gemm_wgrad: see fp8_gemm_fprop.
+        fp8_dpa: quantize the operands of the GEMMs of the attention core.
+        fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
+        backward_override: see `Recipe`.
+
+    Attributes:
+        fp8_quant_fwd_inp: how inputs are quantized.
+        fp8_quant_fwd_weight: how weights are quantized.
+        fp8_quant_bwd_grad: how output gradients are quantized.
+    """
 
     use_power_2_scales: bool = field(
         default_factory=partial(flag_from_environment, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")

@@ -1,7 +1,7 @@
-"""Extra states that others have pickled, under the names of the field.
+"""Extra states that Transformer Engine has pickled.
 
-A pickle is a program, so none is ever run here, whatever the environment says: where a recipe keeps no
-state there is nothing in it to be missed, and it is passed over; where it does, it is refused.
+Loading a pickle can run any code, so crossgrain never does, whatever the environment says. If the recipe keeps no
+histories, the pickle holds nothing that is needed and is ignored; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from . import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-"""Allows unpickling elsewhere; it has no effect here."""
+"""Transformer Engine's environment variable that allows unpickling; it has no effect here."""
 
 
 class CheckpointExtraStatePolicy(enum.Enum):
-    """What becomes of a pickled extra state."""
+    """What is done with a pickled extra state: ignore it, or refuse it."""
 
     PASS_OVER = "pass_over"
     REFUSE = "refuse"
@@ -35,12 +35,12 @@ _RECIPE_POLICIES: dict[type[Recipe], CheckpointExtraStatePolicy] = {
 
 
 def should_load_extra_state_pickle(*args: Any, **kwargs: Any) -> bool:
-    """Never."""
+    """Return False: pickles are never loaded."""
     return False
 
 
 def passes_over(extra: Any, recipe: Recipe | None) -> bool:
-    """Whether ``extra`` is nothing at all, or a pickle that a module with this recipe needs nothing of."""
+    """Whether ``extra`` can be ignored: there is none, or it is a pickle and the recipe keeps no histories."""
     if _stands_for_nothing(extra):
         return True
     is_pickle = isinstance(extra, Tensor) and extra.dtype == torch.uint8 and extra.numel() > 0
@@ -49,6 +49,6 @@ def passes_over(extra: Any, recipe: Recipe | None) -> bool:
 
 
 def _stands_for_nothing(extra: Any) -> bool:
-    """What `torch.distributed.checkpoint.state_dict` puts where a full state dict has no extra state."""
+    """Whether this is the marker of `torch.distributed.checkpoint.state_dict` for an extra state that is not there."""
     kind = type(extra)
     return (kind.__module__, kind.__name__) == ("torch.distributed.checkpoint.state_dict", "_EXTRA_STATE")

@@ -1,8 +1,8 @@
-"""Recipes as text that travels with checkpoints.
+"""Recipes as text in checkpoints.
 
-A `GemmRecipe` is its line; the recipe classes are JSON with every option, so that the environment in which
-a file is read does not matter. Functions travel as ``module:name``. Reading one back imports that module,
-which runs its code, so it is done only on request, except for crossgrain's own factories.
+The text of a `GemmRecipe` is its line. The text of a recipe class is JSON with all its options, so that environment
+variables do not matter when it is read. Functions are written as ``module:name``. Reading a function imports its
+module, which runs code, so this is done only on request, except for crossgrain's own factories.
 """
 
 from __future__ import annotations
@@ -37,18 +37,31 @@ _OWN_FACTORIES = ("crossgrain.recipe.factories", "crossgrain.recipe.zoo")
 
 
 def recipe_to_text(recipe: Recipe) -> str:
-    """One line from which `recipe_from_text` makes an equal recipe, or an error that says what cannot travel."""
+    """Write a recipe as one line, from which `recipe_from_text` makes an equal recipe.
+
+    Raises:
+        ValueError: the recipe has an option that cannot be written as text, or is of another class.
+    """
     if isinstance(recipe, GemmRecipe):
         return str(recipe)
     name = type(recipe).__name__
     if _CLASSES.get(name) is not type(recipe):
-        raise ValueError(f"{name} is not one of crossgrain's recipe classes, so it has no text")
+        raise ValueError(f"{name} is not one of crossgrain's recipe classes, so it cannot be written as text")
     options = {option: _to_plain(value, f"{name}: {option}") for option, value in recipe.options().items()}
     return json.dumps({"recipe": name, **options})
 
 
 def recipe_from_text(text: str, *, import_functions: bool = False) -> Recipe:
-    """The recipe of `recipe_to_text`. ``import_functions``: you trust the text to name modules to import."""
+    """Read a recipe that `recipe_to_text` has written.
+
+    Args:
+        text: the text.
+        import_functions: import the modules of functions that the text names. This runs their code, so set it only
+            for files that you trust.
+
+    Raises:
+        ValueError: the text is not a recipe, or it needs a function that may not or cannot be imported.
+    """
     if not text.lstrip().startswith("{"):
         return GemmRecipe.load(text)
     try:
@@ -77,7 +90,7 @@ def _to_plain(value: Any, where: str) -> Any:
         return {type(value).__name__: asdict(value)}
     if callable(value):
         return {"function": _path_of(value, where)}
-    raise ValueError(f"{where} is a {type(value).__name__}, which cannot travel as text")
+    raise ValueError(f"{where} is a {type(value).__name__}, which cannot be written as text")
 
 
 def _from_plain(value: Any, import_functions: bool) -> Any:
@@ -94,18 +107,18 @@ def _from_plain(value: Any, import_functions: bool) -> Any:
         else:
             raise KeyError(kind)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"this is no option of a recipe: {value!r}") from error
+        raise ValueError(f"this is not the value of an option of a recipe: {value!r}") from error
     return _function_at(module, name, import_functions)
 
 
 def _path_of(function: Callable[..., Any], where: str) -> str:
-    """``module:name`` of a function at module scope."""
+    """``module:name`` of a function that is defined at the top of a module."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = getattr(sys.modules.get(module or ""), name or "", None)
     if found is not function:
         raise ValueError(
-            f"{where} is {function!r}, which cannot be found by a name at module scope: a recipe travels as text, so "
-            "its functions have to be defined at the top of a module (no lambda, closure, partial or method)"
+            f"{where} is {function!r}, which cannot be found by its name at module scope. Recipes are written as text, "
+            "so their functions must be defined at the top of a module (no lambda, closure, partial or method)"
         )
     return f"{module}:{name}"
 
@@ -113,13 +126,15 @@ def _path_of(function: Callable[..., Any], where: str) -> str:
 def _function_at(module: str, name: str, import_functions: bool) -> Any:
     if module not in _OWN_FACTORIES and not import_functions:
         raise ValueError(
-            f"this recipe needs the function {module}:{name}, and importing a module runs its code: pass "
+            f"this recipe needs the function {module}:{name}. Importing its module runs its code: pass "
             "import_functions=True if you trust the file"
         )
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"this recipe needs the function {module}:{name}, which is not there: {error}") from error
+        raise ValueError(f"this recipe needs the function {module}:{name}, which was not found: {error}") from error
     if not callable(function):
-        raise ValueError(f"this recipe needs the function {module}:{name}, which is a {type(function).__name__}")
+        raise ValueError(
+            f"this recipe needs the function {module}:{name}, but that is a {type(function).__name__}, not a function"
+        )
     return function

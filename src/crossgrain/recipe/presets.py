@@ -1,4 +1,4 @@
-"""Recipes by name."""
+"""Presets: recipes that have a name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe in one line, and what it is in another."""
+    """A recipe in one line, and a description."""
 
     line: str
     description: str
@@ -16,28 +16,30 @@ class Preset:
 _ATTENTION_SCORES = "delayed(history=1, algo=most_recent)"
 
 PRESETS: dict[str, Preset] = {
-    "hp": Preset("all: hp", "no quantization at all: the baseline"),
-    "fp8": Preset("all: fp8(e5m2)", "FP8 with a scale per tensor from its own amax; gradients in E5M2"),
-    "fp8-delayed": Preset("all: fp8(e5m2, delayed)", "the same with scales from the amaxes of earlier steps"),
+    "hp": Preset("all: hp", "no quantization: the baseline"),
+    "fp8": Preset("all: fp8(e5m2)", "FP8 with one scale per tensor, from its own amax; gradients in E5M2"),
+    "fp8-delayed": Preset("all: fp8(e5m2, delayed)", "as fp8, but with scales from the amaxes of earlier steps"),
     "fp8-block": Preset("all: fp8_block(2d)", "FP8 in blocks of 1x128, weights in tiles of 128x128"),
     "mxfp8": Preset("all: mxfp8", "MXFP8 E4M3 in all three GEMMs"),
-    "mxfp8-2d": Preset("all: mxfp8(2d)", "the same with weights in tiles of 32x32: one set of numbers for both passes"),
-    "mxfp4": Preset("all: mxfp4(sr)", "MXFP4 in all three GEMMs, gradients rounded at random"),
-    "nvfp4": Preset(
-        "all: nvfp4(2d, rht, sr)", "NVFP4 training: tiled weights, rotated wgrad, gradients rounded at random"
+    "mxfp8-2d": Preset(
+        "all: mxfp8(2d)", "as mxfp8, but weights in tiles of 32x32, so that both passes use the same numbers"
     ),
-    "nvfp4-plain": Preset("all: nvfp4", "NVFP4 without any of these"),
+    "mxfp4": Preset("all: mxfp4(sr)", "MXFP4 in all three GEMMs, gradients rounded stochastically"),
+    "nvfp4": Preset(
+        "all: nvfp4(2d, rht, sr)", "NVFP4 training: weights in tiles, wgrad rotated, gradients rounded stochastically"
+    ),
+    "nvfp4-plain": Preset("all: nvfp4", "NVFP4 without tiles, rotation and stochastic rounding"),
     "nvfp4-1d-weight": Preset(
         "all: nvfp4(rht, sr), weight.source: dequantized",
-        "NVFP4 with 1x16 weight blocks; the backward weight is made from the forward one",
+        "NVFP4 with weights in blocks of 1x16; the weight of backward is made from that of forward",
     ),
     "mxfp8-fwd-nvfp4-bwd": Preset(
         "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr), weight.source: dequantized",
-        "precise forward, cheap backward",
+        "MXFP8 forward, cheap NVFP4 backward",
     ),
     "nvfp4-fwd-mxfp8-bwd": Preset(
         "fprop: nvfp4(row_scaled), dgrad: mxfp8, wgrad: mxfp8, input.source: dequantized, weight.source: dequantized",
-        "cheap forward with an amax per row; the backward sees the forward's numbers in MXFP8",
+        "cheap NVFP4 forward with an amax per row; backward has the numbers of forward in MXFP8",
     ),
     "nvfp4-fwd-hp-bwd": Preset(
         "fprop: nvfp4(row_scaled), dgrad: hp, wgrad: hp, input.source: dequantized, weight.source: dequantized",
@@ -57,5 +59,5 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_table() -> str:
-    """All presets on one screen."""
+    """All presets as text, two lines for each."""
     return "\n".join(f"{name:<20} {preset.description}\n{'':<20} {preset.line}" for name, preset in PRESETS.items())

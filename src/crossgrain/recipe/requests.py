@@ -1,4 +1,4 @@
-"""What a factory returns for a tensor whose quantizer needs state."""
+"""`DelayedScalingRequest`: what a factory returns for a tensor with delayed scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from .per_tensor import DelayedScaling, ScaleAlgorithm
 
 @dataclass(frozen=True)
 class DelayedScalingRequest(QuantizerRequest):
-    """Delayed scaling for this tensor: the module's state keeps its history. Fields as in `DelayedScaling`."""
+    """A request for a quantizer with delayed scaling. The module keeps the history and makes the quantizer.
+
+    All requests of a module in one pass must be equal.
+
+    Args:
+        fp8_format: see `DelayedScaling`.
+        margin: see `DelayedScaling`.
+        amax_history_len: see `DelayedScaling`.
+        amax_compute_algo: see `DelayedScaling`.
+        scaling_factor_compute_algo: see `DelayedScaling`.
+        reduce_amax: see `DelayedScaling`.
+    """
 
     fp8_format: FP8Format = FP8Format.HYBRID
     margin: int = 0

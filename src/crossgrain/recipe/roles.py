@@ -1,4 +1,4 @@
-"""Which tensor of which module a quantizer is for."""
+"""`QuantizerRole`: which tensor of which module a quantizer is for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """``module_type`` ("linear", "grouped_linear", "dpa"), ``tensor_type`` ("input", "weight",
-    "grad_output", ...), ``name`` of the module. Unknown parts are empty."""
+    """The tensor that a quantizer is for. Parts that are not known are empty.
+
+    Attributes:
+        module_type: "linear", "grouped_linear", or "dpa" for an attention core.
+        tensor_type: "input", "weight", "grad_output", ...; for attention "qkv", "s", "o", "do", "dp" or "dqkv".
+        name: name of the module.
+    """
 
     module_type: str = ""
     tensor_type: str = ""

@@ -1,4 +1,4 @@
-"""Which layers a rule is for: by path, by position among the blocks, by module type."""
+"""Rules of a recipe, and which layers they are for: by path, by position among the blocks, or by module type."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ _NOT_IN_PATHS = re.compile(r"[\s:;(){}'\"]")
 
 @dataclass(frozen=True)
 class Glob:
-    """``*.lm_head`` or ``*.q_proj|*.k_proj``: the whole path, by the rules of `fnmatch`; ``*`` also crosses dots."""
+    """Layers by path: ``*.lm_head`` or ``*.q_proj|*.k_proj``.
+
+    A pattern is for the whole path, in the syntax of `fnmatch`. ``*`` also matches dots.
+    """
 
     patterns: tuple[str, ...]
 
     def matches(self, name: str, module_type: str) -> bool:
+        """Whether a layer is selected."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def __str__(self) -> str:
@@ -30,16 +34,22 @@ class Glob:
 
 @dataclass(frozen=True)
 class Blocks:
-    """``first 2 blocks``; once the model is known, also which they are: ``first 2 blocks (layers.0|layers.1)``."""
+    """Layers by position: ``first 2 blocks``. After `GemmRecipe.for_model` with paths: ``... (layers.0|layers.1)``."""
 
     end: Literal["first", "last"]
     count: int
     paths: tuple[str, ...] = ()
 
     def matches(self, name: str, module_type: str) -> bool:
+        """Whether a layer is selected.
+
+        Raises:
+            ValueError: the paths are not known yet.
+        """
         if not self.paths:
             raise ValueError(
-                f"'{self}': which blocks these are depends on the model; use recipe.for_model(model) instead of recipe"
+                f"'{self}': which layers these are depends on the model; use recipe.for_model(model) instead of the "
+                "recipe"
             )
         return any(name == path or name.startswith(path + ".") for path in self.paths)
 
@@ -50,11 +60,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class ModuleType:
-    """``type=grouped_linear``: the module type of the role."""
+    """Layers by module type: ``type=grouped_linear``."""
 
     name: str
 
     def matches(self, name: str, module_type: str) -> bool:
+        """Whether a layer is selected."""
         return module_type == self.name
 
     def __str__(self) -> str:
@@ -65,12 +76,16 @@ Matcher = Glob | Blocks | ModuleType
 
 
 def parse_matcher(text: str) -> Matcher:
-    """The matcher that is written like this; `str` gives the text back."""
+    """Parse the pattern of a rule. `str` of the result returns the text again.
+
+    Raises:
+        RecipeSyntaxError: the text is not a pattern.
+    """
     stripped = text.strip()
     if blocks := _BLOCKS.fullmatch(stripped):
         end: Literal["first", "last"] = "first" if blocks[1] == "first" else "last"
         if int(blocks[2]) < 1:
-            raise RecipeSyntaxError("at least one block is needed", text, *_span(text))
+            raise RecipeSyntaxError("the number of blocks must be at least 1", text, *_span(text))
         return Blocks(end, int(blocks[2]), _alternatives(text, blocks[3]) if blocks[3] is not None else ())
     if kind := _TYPE.fullmatch(stripped):
         return ModuleType(kind[1])
@@ -80,12 +95,12 @@ def parse_matcher(text: str) -> Matcher:
 def _alternatives(text: str, joined: str) -> tuple[str, ...]:
     patterns = tuple(pattern.strip() for pattern in joined.split("|"))
     if not all(patterns):
-        raise RecipeSyntaxError("a pattern is missing", text, *_span(text))
+        raise RecipeSyntaxError("a pattern is missing: expected a path like 'layers.0.fc1'", text, *_span(text))
     for pattern in patterns:
         if _NOT_IN_PATHS.search(pattern) or pattern.startswith("type="):
             raise RecipeSyntaxError(
-                f"{pattern!r} is not a pattern; these are: a path like 'layers.0.fc1', with * for anything and | "
-                "between alternatives; 'first 2 blocks'; 'last 2 blocks'; 'type=grouped_linear'",
+                f"{pattern!r} is not a pattern. A pattern is a path like 'layers.0.fc1', with * for any text and | "
+                "between alternatives; or 'first 2 blocks', 'last 2 blocks', 'type=grouped_linear'",
                 text,
                 *_span(text),
             )
@@ -99,7 +114,12 @@ def _span(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rule:
-    """Settings for the layers that a matcher selects; they are merged on top of what was set before."""
+    """Settings for the layers that a matcher selects. What a rule does not set stays as it was.
+
+    Attributes:
+        matcher: which layers.
+        settings: pairs of keys and values, see `layer_formats`.
+    """
 
     matcher: Matcher
     settings: Settings

@@ -1,10 +1,11 @@
-"""From a recipe to the quantizers of one module: a state per pass.
+"""`RecipeState`: makes the quantizers of one module in one pass from a recipe.
 
     state = RecipeState.create(recipe, mode="forward", num_quantizers=3, roles=roles)
     state.inherit_state_from(old_state)      # histories survive a change of recipe
     input, weight, output = state.make_quantizers()
 
-Slots without a role go by position: input, weight, output forward; grad_output, grad_input backward.
+A slot is the place of one quantizer. The tensor of a slot without a role follows from its position: input, weight,
+output in forward; grad_output, grad_input in backward.
 """
 
 from __future__ import annotations
@@ -42,7 +43,18 @@ _TENSOR_TYPES = frozenset(tensor_type for types in _BY_POSITION.values() for ten
 
 
 class RecipeState:
-    """What a recipe means for the slots of one module in one pass. Subclasses serve one kind of recipe."""
+    """The state of a recipe for one module in one pass. There is a subclass for each kind of recipe.
+
+    Args:
+        recipe: the recipe.
+        mode: "forward" or "backward".
+        num_quantizers: number of slots.
+        device: where scales and histories are.
+        roles: the role of each slot; None if they are not known.
+
+    Raises:
+        ValueError: ``mode`` is wrong, or there are not as many roles as quantizers.
+    """
 
     _class_of: ClassVar[dict[str, type[RecipeState]]] = {}
 
@@ -63,9 +75,9 @@ class RecipeState:
         roles: Roles | None = None,
     ) -> None:
         if mode not in _BY_POSITION:
-            raise ValueError(f"mode is 'forward' or 'backward', not {mode!r}")
+            raise ValueError(f"mode must be 'forward' or 'backward', got {mode!r}")
         if roles is not None and len(roles) != num_quantizers:
-            raise ValueError(f"{num_quantizers} quantizers need as many roles, not {len(roles)}")
+            raise ValueError(f"there must be one role for each of the {num_quantizers} quantizers, got {len(roles)}")
         self.recipe = recipe
         self.mode = mode
         self.num_quantizers = num_quantizers
@@ -82,27 +94,34 @@ class RecipeState:
         device: torch.device | str | int | None = None,
         roles: Roles | None = None,
     ) -> RecipeState:
-        """The state for any recipe."""
+        """Create the state for any recipe; arguments as for `RecipeState`."""
         cls = RecipeState._class_of.get(getattr(recipe, "_kind", ""))
         if cls is None:
-            raise ValueError(f"there is no state for {type(recipe).__name__}")
+            raise ValueError(f"there is no state for {type(recipe).__name__}: it is not a recipe of a known kind")
         return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer per slot."""
+        """Make the quantizers, one for each slot."""
         return [self._make(slot) for slot in range(self.num_quantizers)]
 
     def _make(self, slot: int) -> Quantizer:
         raise NotImplementedError
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Take over what ``other`` has learned, before quantizers are made; False if there is nothing to take."""
+        """Take over scales and histories of another state. Call it before `make_quantizers`.
+
+        Returns:
+            Whether there was something to take over.
+        """
         return False
 
     def fits(self, recipe: Recipe, roles: Roles | None = None, device: torch.device | str | int | None = None) -> bool:
-        """Whether the quantizers made would still be those for ``recipe``, which may have been changed in place.
+        """Whether the quantizers of this state are still right for a recipe, which may have been changed in place.
 
-        ``device``  where their scales and histories would be; None: it does not matter
+        Args:
+            recipe: the recipe.
+            roles: the role of each slot.
+            device: where scales and histories must be; None for any device.
         """
         if device is not None and resolved_device(device) != self.device:
             return False
@@ -110,18 +129,18 @@ class RecipeState:
         return same_roles and (type(recipe), recipe.options()) == self._made_for
 
     def _slot_role(self, slot: int) -> QuantizerRole:
-        """The role of a slot; an empty one if it has none."""
+        """The role of a slot; an empty role if it has none."""
         role = self.roles[slot] if self.roles is not None else None
         return role if role is not None else QuantizerRole()
 
     def _slot_tensor_type(self, slot: int) -> str:
-        """input, weight, output, grad_output or grad_input: from the role, else by position."""
+        """input, weight, output, grad_output or grad_input: from the role, otherwise from the position."""
         named = self._slot_role(slot).tensor_type
         by_position = _BY_POSITION[self.mode]
         return named if named in _TENSOR_TYPES else by_position[slot % len(by_position)]
 
     def _is_weight(self, slot: int) -> bool:
-        """By its tensor type; attention has no weights, though its tensors are at the positions of some."""
+        """Whether a slot is for a weight. Attention has no weights, although it has slots at their positions."""
         return self._slot_tensor_type(slot) == "weight" and self._slot_role(slot).module_type != "dpa"
 
     def _describe_slot(self, slot: int) -> str:
@@ -133,15 +152,18 @@ def _is_gradient(tensor_type: str) -> bool:
 
 
 class Float8CurrentScalingRecipeState(RecipeState, kind="float8_current_scaling"):
+    """The state of `Float8CurrentScaling`."""
+
     recipe: Float8CurrentScaling
 
     @property
     def dtype(self) -> DType:
+        """FP8 type of the tensors."""
         return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
     def _make(self, slot: int) -> Quantizer:
         recipe = self.recipe
-        # Tensors at a module's boundary have no parameters of their own.
+        # Outputs of a module have no parameters of their own in the recipe.
         boundary = QParams(power_2_scale=recipe.use_power_2_scales)
         params = {
             "input": recipe.fp8_quant_fwd_inp,
@@ -157,10 +179,13 @@ class Float8CurrentScalingRecipeState(RecipeState, kind="float8_current_scaling"
 
 
 class MXFP8BlockScalingRecipeState(RecipeState, kind="mxfp8"):
+    """The state of `MXFP8BlockScaling`."""
+
     recipe: MXFP8BlockScaling
 
     @property
     def dtype(self) -> DType:
+        """FP8 type of the tensors."""
         return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
     def _make(self, slot: int) -> Quantizer:
@@ -169,6 +194,8 @@ class MXFP8BlockScalingRecipeState(RecipeState, kind="mxfp8"):
 
 
 class Float8BlockScalingRecipeState(RecipeState, kind="float8_block_scaling"):
+    """The state of `Float8BlockScaling`."""
+
     recipe: Float8BlockScaling
 
     def _make(self, slot: int) -> Quantizer:
@@ -190,10 +217,13 @@ class Float8BlockScalingRecipeState(RecipeState, kind="float8_block_scaling"):
 
 
 class NVFP4BlockScalingRecipeState(RecipeState, kind="nvfp4"):
+    """The state of `NVFP4BlockScaling`."""
+
     recipe: NVFP4BlockScaling
 
     @property
     def dtype(self) -> DType:
+        """FP4 type of the tensors."""
         return get_fp4_te_dtype(self.recipe)
 
     def _make(self, slot: int) -> Quantizer:

@@ -1,4 +1,4 @@
-"""What all texts of the recipe language share: calls like ``nvfp4(rht, sr)``, and errors that point at the mistake."""
+"""The syntax of recipes in text: calls like ``nvfp4(rht, sr)``, and errors that point at the mistake."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _WORD = re.compile(r"[A-Za-z0-9_.+-]+")
-_SHOWN = 90  # columns of the text that an error shows
+_SHOWN = 90  # an error shows at most so many columns of the text: they fit into a terminal with an indentation
 
 
 class RecipeSyntaxError(ValueError):
-    """A mistake in a recipe, at a place of its text.
+    """A mistake in the text of a recipe. The message shows the text, with carets under the mistake.
 
     >>> FormatSpec.parse("nvfp4(rth)")
     RecipeSyntaxError: nvfp4 has no option 'rth'; did you mean 'rht'?
@@ -25,17 +25,18 @@ class RecipeSyntaxError(ValueError):
 
     @property
     def message(self) -> str:
+        """The message without the text."""
         return str(self.args[0])
 
     def within(self, text: str, offset: int) -> RecipeSyntaxError:
-        """The same mistake, seen in the longer ``text`` that has this one at ``offset``."""
+        """The same mistake in a longer ``text``, in which the text of this error begins at ``offset``."""
         return RecipeSyntaxError(self.message, text, self.args[2] + offset, self.args[3] + offset)
 
     def __str__(self) -> str:
         return self.shown(_SHOWN)
 
     def shown(self, columns: int) -> str:
-        """The message, so much of the text, and carets under the mistake."""
+        """The message, at most ``columns`` columns of the text, and carets under the mistake."""
         message, text, start, end = self.args
         text = re.sub(r"\s", " ", text)  # a caret points into one line
         left = max(0, min(start - columns // 3, len(text) - columns))
@@ -49,15 +50,15 @@ class RecipeSyntaxError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'rht'?"``, or the list of what there is."""
+    """A hint for a message: ``"; did you mean 'rht'?"``, or the list of all known words."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+    return f"; did you mean {near[0]!r}?" if near else f"; available: {', '.join(known) or 'none'}"
 
 
 @dataclass(frozen=True)
 class Call:
-    """``name``, ``name=value`` or ``name(args)``, and where it stood."""
+    """``name``, ``name=value`` or ``name(args)``, and its position in the text."""
 
     name: str
     start: int
@@ -67,10 +68,14 @@ class Call:
 
 
 def parse_call(text: str) -> Call:
-    """``nvfp4(rht, 4over6(mse))`` as a tree; the whole text has to be one call."""
+    """Parse a text like ``nvfp4(rht, 4over6(mse))`` into a tree.
+
+    Raises:
+        RecipeSyntaxError: the text is not exactly one call.
+    """
     call, position = _call(text, _skip(text, 0))
     if position != len(text):
-        raise RecipeSyntaxError(f"nothing may follow {call.name!r} here", text, position)
+        raise RecipeSyntaxError(f"unexpected text after {call.name!r}", text, position)
     return call
 
 
@@ -78,7 +83,7 @@ def _call(text: str, position: int) -> tuple[Call, int]:
     word = _WORD.match(text, position)
     if word is None:
         what = repr(text[position]) if position < len(text) else "the end"
-        raise RecipeSyntaxError(f"a name is expected, not {what}", text, position, position + 1)
+        raise RecipeSyntaxError(f"expected a name, got {what}", text, position, position + 1)
     name, start, end = word.group(), word.start(), word.end()
     position = _skip(text, end)
     if text[position : position + 1] == "=":

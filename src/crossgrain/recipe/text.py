@@ -1,9 +1,10 @@
-"""A recipe in one line.
+"""Recipes in one line of text.
 
     fprop: mxfp8, dgrad: nvfp4, wgrad: nvfp4(rht, sr), weight.source: dequantized; *.lm_head: hp
 
-Before the first ``;`` stand the settings and options of the recipe; a first entry without a key is the name of a
-preset or a format for all GEMMs. After each ``;`` stands a rule, ``pattern: format`` or ``pattern: settings``.
+Before the first ``;`` are the settings and options of the recipe, separated by commas. The first of them may have no
+key: it is then the name of a preset, or a format for all GEMMs. After each ``;`` is a rule, ``pattern: format`` or
+``pattern: settings``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from .syntax import RecipeSyntaxError, did_you_mean
 
 
 def parse_line(text: str) -> Document:
-    """The document that a line stands for; errors point at the mistake."""
+    """Parse a recipe in one line.
+
+    Raises:
+        RecipeSyntaxError: the text is not a recipe; the message points at the mistake.
+    """
     (start, end), *rules = _split(text, 0, len(text), ";")
     document = Document()
     for index, (key, value_start, value_end) in enumerate(_entries(text, start, end)):
@@ -35,29 +40,29 @@ def parse_line(text: str) -> Document:
             _set(document, key or "all", text, value_start, value_end)
     for start, end in rules:
         if start == end:
-            raise RecipeSyntaxError("a rule is expected after ';'", text, max(0, start - 1), start + 1)
+            raise RecipeSyntaxError("expected a rule after ';'", text, max(0, start - 1), start + 1)
         document.rules.append(_rule(text, start, end))
     return document
 
 
 def format_line(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> str:
-    """The line that `parse_line` turns into this."""
+    """Write a recipe in one line, which `parse_line` reads."""
     words = [_settings_text(settings)]
     words += [f"{key}: {str(value).lower() if value is True else value}" for key, value in options.items()]
     return "; ".join([", ".join(words), *(f"{rule.matcher}: {_settings_text(rule.settings)}" for rule in rules)])
 
 
 def parse_rule(text: str) -> Rule:
-    """``*.lm_head: hp``."""
+    """Parse a rule: ``*.lm_head: hp``."""
     return _rule(text, *_strip(text, 0, len(text)))
 
 
 def _check_name(text: str, start: int, end: int) -> None:
-    """A first word that is no format may be the name of a preset that is misspelt."""
+    """Raise if a first word is neither a preset nor a format, with a suggestion from both."""
     name = text[start:end].partition("(")[0].strip()
     known = [*PRESETS, *format_names(), *aliases()]
     if name not in known:
-        raise RecipeSyntaxError(f"no preset or format {name!r}{did_you_mean(name, known)}", text, start, end)
+        raise RecipeSyntaxError(f"there is no preset or format {name!r}{did_you_mean(name, known)}", text, start, end)
 
 
 def _settings_text(settings: Settings) -> str:
@@ -67,11 +72,11 @@ def _settings_text(settings: Settings) -> str:
 def _rule(text: str, start: int, end: int) -> Rule:
     colon = text.find(":", start, end)
     if colon < 0:
-        raise RecipeSyntaxError("a rule is written 'pattern: format'", text, start, end)
+        raise RecipeSyntaxError("a rule must be written as 'pattern: format'", text, start, end)
     pattern = text[start:colon]
     if pattern.strip() in (*KEYS, *OPTIONS):
         raise RecipeSyntaxError(
-            f"{pattern.strip()!r} is a setting, and after ';' come rules; settings are separated by ','",
+            f"{pattern.strip()!r} is a setting, but only rules may follow ';'. Separate settings by ','",
             text,
             start,
             colon,
@@ -84,7 +89,9 @@ def _rule(text: str, start: int, end: int) -> Rule:
     for index, (key, value_start, value_end) in enumerate(_entries(text, *_strip(text, colon + 1, end))):
         value = text[value_start:value_end]
         if key in OPTIONS:
-            raise RecipeSyntaxError(f"{key} is for the whole recipe, not for a rule", text, value_start, value_end)
+            raise RecipeSyntaxError(
+                f"{key} is an option of the whole recipe and cannot be set in a rule", text, value_start, value_end
+            )
         if key is None and index > 0:
             raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
         _set(document, key or "all", text, value_start, value_end)
@@ -101,10 +108,10 @@ def _set(document: Document, key: str, text: str, start: int, end: int) -> None:
 
 
 def _entries(text: str, start: int, end: int) -> Iterator[tuple[str | None, int, int]]:
-    """Key (None if there is none) and the place of the value, of each ``key: value`` between commas."""
+    """For each ``key: value`` between commas: the key (None without a key), and the position of the value."""
     for first, last in _split(text, start, end, ","):
         if first == last:
-            raise RecipeSyntaxError("a setting is expected here, like 'fprop: mxfp8'", text, first, first + 1)
+            raise RecipeSyntaxError("expected a setting, like 'fprop: mxfp8'", text, first, first + 1)
         colon = text.find(":", first, last)
         if colon < 0:
             yield None, first, last
@@ -112,7 +119,7 @@ def _entries(text: str, start: int, end: int) -> Iterator[tuple[str | None, int,
         key = text[first:colon].strip()
         if key not in (*KEYS, *OPTIONS):
             hint = did_you_mean(key, [*KEYS, *OPTIONS])
-            raise RecipeSyntaxError(f"no setting {key!r}{hint}", text, first, max(first + 1, colon))
+            raise RecipeSyntaxError(f"there is no setting {key!r}{hint}", text, first, max(first + 1, colon))
         value_start, value_end = _strip(text, colon + 1, last)
         if value_start == value_end:
             raise RecipeSyntaxError(f"{key} needs a value", text, first, last)
@@ -120,7 +127,7 @@ def _entries(text: str, start: int, end: int) -> Iterator[tuple[str | None, int,
 
 
 def _split(text: str, start: int, end: int, separator: str) -> list[tuple[int, int]]:
-    """The places between separators that are not inside parentheses, without the blanks around."""
+    """Positions of the parts between separators outside of parentheses, without the blanks around them."""
     depth, first, places = 0, start, []
     for i in range(start, end):
         depth += {"(": 1, ")": -1}.get(text[i], 0)

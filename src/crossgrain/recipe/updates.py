@@ -1,7 +1,7 @@
-"""The end of a step of delayed scaling: amaxes are reduced over ranks, histories roll, scales change.
+"""The end of a step of delayed scaling: reduce amaxes over ranks, update histories and scales.
 
-A `Step` collects the states that ran in one forward region or one backward pass, and ends them together: one
-reduction for all that share a group. Steps hold states weakly; a module that is gone needs no update.
+A `Step` collects the states that ran in one forward region or in one backward pass, and updates them together, with
+one reduction per process group. It holds weak references to them: a module that was deleted needs no update.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Ran:
 
 
 class Step:
-    """The delayed-scaling states that ran since it was opened, in order."""
+    """The delayed-scaling states that ran since the step began, in their order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Step:
         self.roles: set[QuantizerRole] | None = None  # of the layers that ran, if somebody wants to know
 
     def add(self, state: RecipeState, group: Any = None) -> None:
-        """Note that ``state`` is about to be used. Does nothing for recipes without histories."""
+        """Record that ``state`` is about to be used. Does nothing for recipes without histories."""
         delayed = state.delayed
         if delayed is None:
             return
@@ -52,20 +52,20 @@ class Step:
                 self._ran.append(_Ran(weakref.ref(delayed), group, delayed.amax_history[0].clone()))
 
     def take_first(self) -> bool:
-        """True for the first caller only."""
+        """Return True for the first caller only."""
         with self._lock:
             first, self._first_module = self._first_module, False
         return first
 
     def end(self) -> None:
-        """Update all states that ran, and forget them."""
+        """Update all states that ran, and remove them from the step."""
         ran = self._taken()
         reduced = _reduced_amaxes(ran)
         for state, _ in ran:
             state.end_step(reduced.get(id(state)))
 
     def undo(self) -> None:
-        """Forget the step: the states have seen nothing."""
+        """Drop the step: the amaxes that the states recorded in it are removed."""
         with self._lock:
             ran, self._ran = self._ran, []
         for entry in reversed(ran):
@@ -75,11 +75,11 @@ class Step:
                     state.amax_history[0].copy_(entry.seen_before)
 
     def close(self) -> None:
-        """Take no more states: what runs later belongs to another step."""
+        """Accept no more states: what runs later belongs to another step."""
         self._closed = True
 
     def _taken(self) -> list[tuple[DelayedScalingRecipeState, Any]]:
-        """States and groups, a history only once: of states that share one, the last counts."""
+        """The states and their groups. Of states that share a history, only the last one."""
         with self._lock:
             ran, self._ran = self._ran, []
         taken: list[tuple[DelayedScalingRecipeState, Any]] = []
@@ -96,9 +96,9 @@ def _shares_history(one: DelayedScalingRecipeState | None, other: DelayedScaling
 
 
 def _reduced_amaxes(ran: list[tuple[DelayedScalingRecipeState, Any]]) -> dict[int, Tensor]:
-    """Amaxes of this step maximised over ranks, by id of the state, with one reduction per group.
+    """The largest amaxes of this step over ranks, by id of the state, with one reduction per group.
 
-    Nothing is written before all ranks are known to reduce the same tensors.
+    Nothing is written before it is known that all ranks reduce the same tensors.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -117,7 +117,7 @@ def _reduced_amaxes(ran: list[tuple[DelayedScalingRecipeState, Any]]) -> dict[in
 
 
 def _refuse_different_layouts(group: Any, states: list[DelayedScalingRecipeState]) -> None:
-    """A reduction of unequal lengths hangs or mixes up tensors; this one raises, on every rank."""
+    """Raise on every rank if ranks have different tensors: a reduction of different lengths would hang or mix them."""
     layout = ",".join(f"{state.mode}:{state.num_quantizers}" for state in states)
     checksum = zlib.crc32(layout.encode())
     bounds = torch.tensor([checksum, -checksum], dtype=torch.int64, device=states[0].device)
@@ -125,13 +125,13 @@ def _refuse_different_layouts(group: Any, states: list[DelayedScalingRecipeState
     if bounds[0].item() != -bounds[1].item():
         raise RuntimeError(
             "delayed scaling: the ranks of the amax reduction group ran different modules in this step "
-            f"(here {len(states)} states with {sum(state.num_quantizers for state in states)} tensors); every rank "
-            "has to run the same modules in the same order, or the recipe needs reduce_amax=False"
+            f"(this rank: {len(states)} states with {sum(state.num_quantizers for state in states)} tensors). Every "
+            "rank must run the same modules in the same order; otherwise set reduce_amax=False in the recipe"
         )
 
 
 class BackwardSteps:
-    """A step for every backward pass under way, ended when the pass is complete and forgotten if it fails."""
+    """The steps of all running backward passes. A step ends when its pass is complete, and is dropped if it fails."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -167,12 +167,13 @@ class BackwardSteps:
             self._end(task)
 
     def clear(self) -> None:
+        """Drop all steps without an update."""
         with self._lock:
             self._steps.clear()
 
 
 class _EndOfPass:
-    """Called by the autograd engine when a pass is complete; let go of without a call if it fails."""
+    """The autograd engine calls it when a pass is complete, and deletes it without a call if the pass fails."""
 
     def __init__(self, steps: BackwardSteps, task: int) -> None:
         self._steps = steps

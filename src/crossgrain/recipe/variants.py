@@ -1,8 +1,8 @@
 """Which options a format has in the text of a recipe.
 
-They follow from data: an option that means another format (``2d``: one with tiles) is there if that format is
-registered beside this one, and the rest is what the format's quantizer can be told. Formats that are registered
-later have their options by the same rules.
+Some options stand for another registered format: ``nvfp4(2d)`` is ``nvfp4_2d``. A format has such an option if the
+other format is registered. The other options are those of the format's quantizer. Formats that are registered later
+get their options by the same rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..quantizers.identity import IdentityQuantizer
 from ..quantizers.mxfp8 import MXFP8Quantizer
 from ..quantizers.nvfp4 import NVFP4Quantizer
 
-# What quantizers can be told beside what their format is.
+# The options of quantizers that do not change the format.
 _OPTIONS_OF_QUANTIZERS: dict[type[Quantizer], tuple[str, ...]] = {
     IdentityQuantizer: ("bf16", "fp16", "fp32"),
     Float8CurrentScalingQuantizer: ("pow2", "eps", "delayed"),
@@ -32,7 +32,10 @@ _OPTIONS_OF_QUANTIZERS: dict[type[Quantizer], tuple[str, ...]] = {
 
 
 def variant(fmt: Format, *, element: str = "e4m3", two_d: bool = False, row_scaled: bool = False) -> Format | None:
-    """The registered format that is ``fmt`` with tiles, with an amax per row or in E5M2, by its name and its data."""
+    """The registered variant of a format with tiles, with an amax per row, or in E5M2; None if there is none.
+
+    Both its name (``fmt`` with an ending) and its fields must fit.
+    """
     name = fmt.name + "_2d" * two_d + "_row_scaled" * row_scaled + "_e5m2" * (element == "e5m2")
     if name == fmt.name:
         return fmt
@@ -47,12 +50,12 @@ def variant(fmt: Format, *, element: str = "e4m3", two_d: bool = False, row_scal
 
 
 def names_of_variants() -> dict[str, str]:
-    """Every registered format that is a variant of another, as that other with options: ``{"x_2d": "x(2d)"}``."""
+    """The registered formats that are variants of another, written with options: ``{"x_2d": "x(2d)"}``."""
     return _names_of_variants(tuple(formats()))
 
 
-# Specs are made over and over while the formats of layers are worked out, so what follows from the registry is kept
-# while it stays.
+# Many specs are made while the formats of layers are computed, so what follows from the registry is cached for each
+# content of the registry.
 
 
 @lru_cache(maxsize=16)
@@ -68,7 +71,7 @@ def _names_of_variants(registered: tuple[Format, ...]) -> dict[str, str]:
 
 
 def options_of_format(fmt: Format) -> frozenset[str]:
-    """The names of all options that make sense for a format."""
+    """The names of all options that a format has."""
     return _options_of_format(fmt, tuple(formats()))
 
 
@@ -86,6 +89,6 @@ def _options_of_format(fmt: Format, registered: tuple[Format, ...]) -> frozenset
 
 @lru_cache(maxsize=256)
 def quantizer_class(fmt: Format) -> type[Quantizer]:
-    """What makes a format; where it is an option of another one's quantizer, the one for any format."""
+    """The quantizer class for a format. For a variant of another format it is `FormatQuantizer`."""
     is_option = fmt.block_rows > 1 or fmt.global_amax == "row" or fmt.scale_bound != NVFP4Quantizer().nvfp4_e4m3_max
     return FormatQuantizer if is_option else type(quantizer_for(fmt))

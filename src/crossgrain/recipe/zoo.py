@@ -1,11 +1,11 @@
 """Factories that mix formats, for experiments: ``CustomRecipe(qfactory=mxfp8_fwd_nvfp4_bwd_factory)``.
 
-A GEMM reads one direction of each operand, so a row of the tables below says what a GEMM computes with:
+Each GEMM reads one direction of each operand:
 
     fprop  input.row, weight.row      dgrad  weight.col, grad_output.row      wgrad  input.col, grad_output.col
 
-``rowwise_dequantized`` makes the columns from what the rows decode to, so that backward sees the weights and
-inputs that forward saw, rounding included.
+With ``rowwise_dequantized`` the columnwise plane is made from the decoded rowwise plane, so that backward uses the
+weights and inputs as forward rounded them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _plain_nvfp4(*, row_scaled: bool = False) -> NVFP4Quantizer:
 
 @quantizer_factory(key=("high_precision_fwd_mxfp8_bwd_factory", 1))
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """fprop as it is; dgrad and wgrad in MXFP8."""
+    """fprop in high precision; dgrad and wgrad in MXFP8."""
     if tensor_of(role, *LINEAR) == "grad_output":
         return mxfp8_factory(role)
     return _original(IdentityQuantizer(), mxfp8_factory(role))
@@ -49,7 +49,7 @@ def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 @quantizer_factory(key=("mxfp8_fwd_nvfp4_bwd_factory", 1))
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """fprop in MXFP8; dgrad and wgrad in NVFP4, the weight from its MXFP8 values."""
+    """fprop in MXFP8; dgrad and wgrad in NVFP4. The NVFP4 weight is made from the decoded MXFP8 weight."""
     tensor_type = tensor_of(role, *LINEAR)
     if tensor_type == "input":
         return _original(mxfp8_factory(role), nvfp4_factory(role))
@@ -60,7 +60,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
 
 @quantizer_factory(key=("nvfp4_1d_weight_factory", 1))
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
-    """NVFP4 with 1x16 blocks for weights instead of tiles; backward sees the rounded weights."""
+    """NVFP4 with 1x16 blocks for weights instead of tiles; backward uses the weights as forward rounded them."""
     if tensor_of(role, *LINEAR) == "weight":
         return _dequantized(_plain_nvfp4(), _plain_nvfp4())
     return nvfp4_factory(role)
@@ -95,11 +95,11 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
 
 @quantizer_factory(key=("nvfp4_linear_fp8_dpa_factory", 1))
 def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Quantizer | QuantizerRequest:
-    """NVFP4 layers and FP8 attention (with ``fp8_dpa=True``); softmax and its gradient by delayed scaling."""
+    """NVFP4 layers and FP8 attention (with ``fp8_dpa=True``); softmax and its gradient with delayed scaling."""
     tensor_type = tensor_of(role, "dpa")
     if tensor_type in ("s", "dp"):
         return DelayedScalingRequest(FP8Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent")
-    # Attention names tensors whose consumer it does not know only by this ending.
+    # Attention marks its outputs, whose reader it does not know, only by the ending of the name.
     boundary = role.name if role is not None and not role.module_type else ""
     is_attention = role is not None and role.module_type == "dpa"
     if is_attention or boundary.endswith(("dpa_output", "dpa_grad_input")):

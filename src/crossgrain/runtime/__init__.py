@@ -1,1 +1,1 @@
-"""Facts about the process: settings, devices, ranks, random numbers, which pass is running, patches of torch."""
+"""Facts about the process: settings, devices, ranks, random numbers, which pass is running; and patches of torch."""

@@ -1,4 +1,4 @@
-"""Collectives along the first dimension. A group of None is that of all ranks."""
+"""Collectives along the first dimension. The group None means all ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .failures import communicate
 
 
 def group_size(group: Any = None) -> int:
-    """How many ranks there are; one where nothing is distributed."""
+    """The number of ranks in a group; 1 if torch.distributed is not initialised."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def group_rank(group: Any = None) -> int:
-    """This rank's place in the group."""
+    """The index of this rank in a group; 0 if torch.distributed is not initialised."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def same_ranks(group: Any, other: Any) -> bool:
-    """Whether two groups have the same members; None is no group. Equal meshes may have groups of their own."""
+    """Whether two groups have the same ranks. None is no group. Groups of equal meshes may be different objects."""
     if group is None or other is None:
         return False
     return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
 def _either(name: str, old_name: str) -> Callable[..., Any]:
-    """A collective under its name since torch 2.13, which warns of the old one, or else under that."""
+    """A collective by its name since torch 2.13, which warns about the old name; by the old name in older versions."""
     found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, old_name)
     return found
 
 
 def gathered_rows(x: Tensor, group: Any) -> Tensor:
-    """The rows of all ranks, one rank after the other; each has as many."""
+    """The rows of all ranks, one rank after the other. Each rank must have the same number of rows."""
     x = x.detach().contiguous()
     out = x.new_empty(x.shape[0] * group_size(group), *x.shape[1:])
     communicate(_either("all_gather_single", "all_gather_into_tensor"), out, x, group=group)
@@ -52,14 +52,18 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 class AwaitedGroup:
-    """Stands for ranks that are not known yet: whatever has to communicate with them raises."""
+    """Stands for a process group that is not known yet: communicating over it raises RuntimeError.
+
+    Args:
+        problem: the message of the error.
+    """
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
 
 
 def joined_groups(*groups: Any) -> Any:
-    """All of these, for `maximise_`: a group, or a tuple of different ones; None adds nothing."""
+    """Combine groups for `maximise_`: one group, or a tuple of different groups. None is left out."""
     found: list[Any] = []
     for group in groups:
         members = group if isinstance(group, tuple) else (group,)
@@ -68,13 +72,13 @@ def joined_groups(*groups: Any) -> Any:
 
 
 def without_group(groups: Any, group: Any) -> Any:
-    """``groups``, as `joined_groups` gives them, but for one."""
+    """Remove a group from the result of `joined_groups`."""
     members = groups if isinstance(groups, tuple) else (groups,)
     return joined_groups(*(member for member in members if member is not group))
 
 
 def maximise_(x: Tensor, group: Any) -> None:
-    """The largest numbers of all ranks, in place. Of several groups: of the ranks that they connect."""
+    """Replace numbers by the largest over ranks, in place. ``group`` may be a tuple of groups, reduced one by one."""
     for each in group if isinstance(group, tuple) else (group,):
         if isinstance(each, AwaitedGroup):
             raise RuntimeError(each.problem)
@@ -82,7 +86,7 @@ def maximise_(x: Tensor, group: Any) -> None:
 
 
 def maximised(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """The largest numbers of all ranks for each of these tensors, in one collective; none for no tensors."""
+    """The largest numbers over ranks for each of several tensors, in one collective."""
     if not tensors:
         return []
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -92,7 +96,11 @@ def maximised(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
 
 
 def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:
-    """This rank's share of the rows of the sum over ranks."""
+    """The sum over ranks, of which each rank gets an equal share of the rows.
+
+    Raises:
+        ValueError: the rows cannot be divided evenly; ``layer`` is named in the message.
+    """
     ranks = group_size(group)
     if x.dim() == 0 or x.shape[0] % ranks:
         raise ValueError(f"{layer}: {x.shape[0] if x.dim() else 0} rows cannot be divided evenly among {ranks} ranks")
@@ -103,7 +111,7 @@ def scattered_sum(x: Tensor, group: Any, layer: str) -> Tensor:
 
 
 def gathered_with_gradient(x: Tensor, group: Any) -> Tensor:
-    """`gathered_rows`; every rank's gradient of a row is added up on the rank that has it."""
+    """`gathered_rows` with autograd: the gradients of a row from all ranks are summed on the rank that has the row."""
     out: Tensor = _Gather.apply(x, group)
     return out
 

@@ -1,4 +1,4 @@
-"""Which device is meant."""
+"""Which device to use when none is given, or when CUDA is not available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _warned = False
 
 
 def resolved_device(device: torch.device | str | int | None) -> torch.device:
-    """The default device for None. Without CUDA, "cuda" means the CPU, of which one warning tells."""
+    """The device to use. None is torch's default device. Without CUDA, "cuda" is the CPU, with one warning."""
     if device is None:
         return torch.get_default_device()
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -24,7 +24,7 @@ def resolved_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def accelerator() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """The GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -33,13 +33,13 @@ def _warn_once() -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            'the device "cuda" is asked for where there is none: the CPU takes its place, here and from now on',
+            'the device "cuda" was requested, but CUDA is not available: the CPU is used instead, here and from now on',
             stacklevel=_levels_to_caller(),
         )
 
 
 def _levels_to_caller() -> int:
-    """How far up whoever called this package is, as seen by `warnings.warn` in `_warn_once`."""
+    """The ``stacklevel`` in `_warn_once` at which the caller of this package is."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

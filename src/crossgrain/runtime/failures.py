@@ -1,8 +1,8 @@
-"""Why another rank does not answer: what it raised before it came to communicate.
+"""Tell other ranks why this rank does not take part in a collective.
 
-A rank may raise for a reason that only it can know, such as the shape of its own input. It leaves the reason in the
-store of the process group (`telling_others`), and who waits for it in vain finds it there (`communicate`), when the
-timeout is over or the connection breaks. As long as nothing goes wrong, nothing is exchanged.
+A rank may raise an error that only it can know, such as a wrong shape of its own input. It then writes the reason to
+the store of the process group (`telling_others`). Ranks that wait for it read the reason there when their collective
+fails, by a timeout or a broken connection (`communicate`). As long as there is no error, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-_told = False  # whether others may find a reason of this rank
+_told = False  # whether the store has a reason of this rank
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank raised before it came to communicate; the message says what."""
+    """Another rank raised an error before the collective. The message has its error."""
 
 
 @contextmanager
 def telling_others(where: str) -> Iterator[None]:
-    """What is raised inside can be read by ranks that wait for this one."""
+    """A context manager: ranks that wait for this one can read the errors that are raised inside.
+
+    Args:
+        where: what this rank was doing, for the message.
+    """
     try:
         yield
     except Exception as error:
@@ -31,9 +35,19 @@ def telling_others(where: str) -> Iterator[None]:
 
 
 def communicate(collective: Callable[..., Any], *tensors: Any, group: Any, **options: Any) -> Any:
-    """A collective of torch; if a rank of ``group`` does not take part, because it raised, that is the error."""
+    """Run a collective of torch.
+
+    Args:
+        collective: the function of torch.distributed.
+        *tensors: its arguments.
+        group: the process group; None for all ranks.
+        **options: its other arguments.
+
+    Raises:
+        OtherRankFailed: the collective failed, and a rank of the group has written a reason.
+    """
     if _told:
-        _take_back()  # whoever caught it goes on, and so does this rank
+        _take_back()  # the error was caught, and this rank continues
     try:
         return collective(*tensors, group=group, **options)
     except RuntimeError as error:
@@ -58,14 +72,14 @@ def _take_back() -> None:
 
 
 def _left_by_others(group: Any) -> list[str]:
-    """Reasons of ranks of ``group``, each once."""
+    """The reasons that other ranks of ``group`` have written, each once."""
     found = {}
     try:
         for rank in dist.get_process_group_ranks(group):
             if rank != dist.get_rank() and _store().check([_key(rank)]):
                 reason = _store().get(_key(rank)).decode()
                 found[reason] = reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
-    except (RuntimeError, ValueError):  # whoever had the store has left as well
+    except (RuntimeError, ValueError):  # the rank that has the store is gone as well
         return []
     return list(dict.fromkeys(found.values()))
 

@@ -1,9 +1,8 @@
-"""What a pass that is computed again in backward takes from the first one, so that it gives the same bits.
+"""Activation checkpoints: what a recomputation in backward takes from the first pass, so that it gives the same bits.
 
-Each checkpoint has a `Tape`, which lives as long as the object that torch keeps for it. The first pass notes there
-what would be another thing later: the recipe in force, scales of delayed scaling, seeds, cached weights. The second
-takes them from there in the same order. Checkpoints may be nested and recomputed in any order, more than once, or
-never.
+Each checkpoint has a `Tape`, which exists as long as torch's object for the checkpoint. The first pass records there
+what could be different later: the active recipe, scales of delayed scaling, seeds, cached weights. A recomputation
+reads them in the same order. Checkpoints may be nested, and recomputed in any order, several times, or never.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ _ATTRIBUTE = "_crossgrain_tape"
 
 
 class Tape:
-    """The notes of one checkpoint.
+    """The values that the first pass of one checkpoint has recorded.
 
-    ``outside``        the precision context it was entered in
-    ``backward_step``  of the backward pass that it belongs to, if it was made in one
+    Attributes:
+        outside: the precision context in which the checkpoint was entered.
+        backward_step: the step of the backward pass that the checkpoint belongs to, if it was made in one.
     """
 
     def __init__(self, outside: Any) -> None:
@@ -37,19 +37,31 @@ class Tape:
         self._taken: dict[Hashable, Counter[Hashable]] = {}
 
     def note(self, key: Hashable, value: Any) -> None:
+        """Record a value."""
         self._notes.setdefault(key, []).append(value)
 
     def take(self, key: Hashable, run: Hashable) -> Any:
-        """The next note in this recomputation."""
+        """The next recorded value of ``key`` in the recomputation ``run``.
+
+        Raises:
+            RuntimeError: the recomputation has already read all values.
+        """
         notes, taken = self._notes.get(key, []), self._taken.setdefault(run, Counter())
         if taken[key] == len(notes):
-            raise _unknown(f"has only {len(notes)} of what is asked for now for the time {len(notes) + 1}")
+            raise _unknown(f"its first pass recorded {len(notes)} values, but recomputation asked for one more")
         taken[key] += 1
         return notes[taken[key] - 1]
 
 
 class Pass:
-    """What the running code is part of: first passes of some checkpoints, perhaps inside a recomputation of one."""
+    """Which checkpoints the running code is part of: first passes of some, perhaps inside a recomputation of another.
+
+    Attributes:
+        recomputes: the code runs in a recomputation.
+        reentrant: that recomputation is of a reentrant checkpoint.
+        replayed: the tape of the checkpoint that is recomputed; None if it has none.
+        recorded: the tapes of the checkpoints whose first pass this is.
+    """
 
     def __init__(self, running: Running, outside: Any) -> None:
         self.recomputes = running.again is not None
@@ -66,22 +78,26 @@ class Pass:
 
     @property
     def hides_gradients(self) -> bool:
-        """Whether they are off only because this is the first pass of a reentrant checkpoint."""
+        """Whether gradients are disabled only because this is the first pass of a reentrant checkpoint."""
         return self._trains and not self.recomputes
 
     def beyond(self, outer: Pass) -> Pass:
-        """Without what ``outer``, which this is inside of, is part of as well."""
+        """This pass without the checkpoints that ``outer``, a pass around it, is also part of."""
         rest = copy(self)
         rest.recomputes = self.recomputes and not outer.recomputes
         rest.recorded = [tape for tape in self.recorded if tape not in outer.recorded]
         return rest
 
     def same(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """What ``make`` gives; in a recomputation what it gave in the first pass."""
+        """The result of ``make``; in a recomputation its result in the first pass.
+
+        Raises:
+            RuntimeError: the first pass recorded no such value.
+        """
         if not self.recomputes:
             value = make()
         elif self.replayed is None:
-            raise _unknown("was not seen")
+            raise _unknown("its first pass recorded nothing")
         else:
             value = self.replayed.take(key, self._run)
         for tape in self.recorded:
@@ -94,13 +110,13 @@ _current: ContextVar[Pass] = ContextVar("crossgrain_pass", default=_PLAIN)
 
 
 def find_pass(outside: Any) -> Pass:
-    """The pass that is running. ``outside`` is the precision context in force, noted by checkpoints that are new."""
+    """The pass that is running. ``outside`` is the active precision context, which new checkpoints record."""
     running = running_checkpoints()
     return _PLAIN if running is NOTHING else Pass(running, outside)
 
 
 def replayed_tape() -> Tape | None:
-    """The notes of the checkpoint that is being recomputed."""
+    """The tape of the checkpoint that is being recomputed; None if there is none."""
     tape: Tape | None = getattr(running_checkpoints().again, _ATTRIBUTE, None)
     return tape
 
@@ -111,7 +127,7 @@ def current_pass() -> Pass:
 
 
 def within(this: Pass) -> AbstractContextManager[None]:
-    """Makes it the `current_pass`. Policies of selective checkpoints see nothing of what is inside."""
+    """A context manager that makes a pass the `current_pass`. Selective checkpoints do not see operations inside."""
     return _NOTHING_NEW if this is _current.get() else _within(this)
 
 
@@ -129,10 +145,10 @@ def _within(this: Pass) -> Iterator[None]:
 
 
 def same_seed(draw: Callable[[], int]) -> int:
-    """A seed from torch's generator; in a recomputation that of the first pass, wherever the generator is.
+    """A seed from torch's generator; in a recomputation the seed of the first pass, whatever the generator's state is.
 
-    If the generator was restored, it goes on as in the first pass, which dropout needs. If it was not, it is left
-    alone, so that backward draws what it would have drawn.
+    If the checkpoint has restored the generator, it advances as in the first pass, which dropout needs. If not, the
+    generator stays as it is, so that backward draws the same numbers as without a recomputation.
     """
     this = _current.get()
     if not this.recomputes or this.replayed is None:
@@ -158,6 +174,6 @@ def _tape_of(checkpoint: Any, outside: Any) -> Tape:
 
 def _unknown(why: str) -> RuntimeError:
     return RuntimeError(
-        f"a checkpoint is computed again in backward, and its first pass {why}: it has to run the same modules in the "
-        "same order both times, under crossgrain.checkpoint or torch.utils.checkpoint.checkpoint"
+        f"a checkpoint is recomputed in backward, and {why}. It must run the same modules in the same order both "
+        "times, with crossgrain.checkpoint or torch.utils.checkpoint.checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Random numbers that differ between parallel ranks where they must, and agree where they must."""
+"""Random numbers: states of the generator by name, for parallel ranks, and seeds of stochastic rounding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .passes import same_seed
 
 
 class CudaRNGStatesTracker:
-    """Named states of torch's CPU generator; the name of the class is the field's.
+    """Named states of torch's CPU generator. The name of the class is that of Transformer Engine and Megatron.
 
     >>> tracker = CudaRNGStatesTracker()
     >>> tracker.add("model-parallel-rng", seed)       # another seed on each rank
-    >>> with tracker.fork():                          # draws from that state, and goes on there next time
+    >>> with tracker.fork():                          # draws from that state, and continues from there next time
     ...     mask = torch.bernoulli(p)
     """
 
@@ -26,7 +26,7 @@ class CudaRNGStatesTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._states.clear()
         self._seeds.clear()
 
@@ -35,7 +35,7 @@ class CudaRNGStatesTracker:
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Take states from `get_states`."""
+        """Set the states that `get_states` returned."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,25 +43,37 @@ class CudaRNGStatesTracker:
         return {"states": self.get_states(), "seeds": sorted(self._seeds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Set the states and seeds that `state_dict` returned."""
         seeds = {int(seed) for seed in state["seeds"]}
         self.set_states(state["states"])
         self._seeds = seeds
 
     def add(self, name: str, seed: int) -> None:
-        """A state that begins at ``seed``. Neither the name nor the seed may have been added before."""
+        """Add a state.
+
+        Args:
+            name: name of the state.
+            seed: seed from which it begins.
+
+        Raises:
+            ValueError: the name or the seed was already added.
+        """
         if seed in self._seeds:
-            raise ValueError(f"there is a state with the seed {seed} already")
+            raise ValueError(f"a state with the seed {seed} was already added")
         if name in self._states:
-            raise ValueError(f"there is a state {name!r} already")
+            raise ValueError(f"a state with the name {name!r} was already added")
         self._seeds.add(seed)
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Inside, torch draws from the state ``name``; outside, as if nothing had been drawn."""
+        """A context manager in which torch draws from a named state. The state outside does not change.
+
+        Raises:
+            KeyError: there is no state of this name.
+        """
         if name not in self._states:
-            raise KeyError(f"there is no state {name!r}; known: {', '.join(self._states) or 'none'}")
+            raise KeyError(f"there is no state {name!r}; available: {', '.join(self._states) or 'none'}")
         outer = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:
@@ -72,7 +84,7 @@ class CudaRNGStatesTracker:
 
 
 def draw_seed() -> int:
-    """64 random bits from torch's default generator; the same ones in a recomputation in backward."""
+    """A seed of 64 random bits from torch's default generator. A recomputation in backward gets the same seed."""
     return same_seed(_drawn_seed)
 
 

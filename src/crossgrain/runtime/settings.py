@@ -1,9 +1,9 @@
-"""Switches that change what is allowed or how it is stored, never what the numbers are.
+"""`settings`: options of the whole process. They change what is allowed and how it is stored, not the numbers.
 
     crossgrain.settings.strict = True                    # refuse what Transformer Engine refuses
-    with crossgrain.settings.override(strict=True): ...  # for a while
+    with crossgrain.settings.override(strict=True): ...  # only inside this block
 
-They are process-wide, so that backward passes on other threads see the same answer.
+They hold for all threads, so that backward, which runs in other threads, has the same settings.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import torch
 
 @dataclass
 class Settings:
-    """``strict``: refuse what Transformer Engine refuses, with its exceptions, even where crossgrain can.
+    """The options of the process. ``crossgrain.settings`` is the only object of this class that has an effect.
 
-    ``compute_capability``: the GPU generation whose layout rules apply; from (10, 0) on, per-tensor
-    FP8 keeps one buffer for both directions, below it keeps a transposed copy for columnwise use.
-    ``non_tn_fp8_gemm`` decides that directly when it is not None.
-
-    ``gemm_operand_dtype``: float32 or bfloat16, what GEMM operands are decoded to; None asks the device,
-    which may also multiply codes without decoding them. bfloat16 is used only where the decoded numbers are
-    exact in it.
-
-    ``requantize_on_load``: a checkpoint of one format may be loaded into parameters of another, whose numbers
-    are then rounded a second time.
+    Attributes:
+        strict: refuse what Transformer Engine refuses, with its exceptions, even if crossgrain can do it.
+        compute_capability: the GPU generation whose rules apply. From (10, 0) on, per-tensor FP8 has one buffer for
+            both directions; below, it has a transposed copy for the columnwise direction. It also decides which recipe
+            is the default, and in strict mode which recipes are available.
+        non_tn_fp8_gemm: whether per-tensor FP8 has one buffer for both directions; None to follow
+            ``compute_capability``.
+        gemm_operand_dtype: torch.float32 or torch.bfloat16: the dtype to which GEMMs decode their operands. bfloat16
+            is used only if it holds the decoded numbers exactly. None to choose what is fast on the device, which may
+            also multiply codes without decoding them.
+        requantize_on_load: allow loading a checkpoint of one format into parameters of another format, which rounds
+            the numbers a second time.
     """
 
     strict: bool = False
@@ -39,10 +41,17 @@ class Settings:
 
     @contextmanager
     def override(self, **values: object) -> Iterator[Settings]:
-        """Set fields for the duration of a ``with`` block."""
+        """A context manager that sets options for a block, in all threads, and restores them after it.
+
+        Args:
+            **values: options by name.
+
+        Raises:
+            TypeError: there is no such option.
+        """
         unknown = values.keys() - vars(self).keys()
         if unknown:
-            raise TypeError(f"no such setting: {', '.join(sorted(unknown))}; there are {', '.join(vars(self))}")
+            raise TypeError(f"no such setting: {', '.join(sorted(unknown))}; available: {', '.join(vars(self))}")
         before = {name: getattr(self, name) for name in values}
         try:
             for name, value in values.items():
@@ -57,12 +66,12 @@ settings = Settings()
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """The GPU generation whose layout rules apply (pretended where there is no GPU)."""
+    """The GPU generation whose rules apply: ``settings.compute_capability``, not that of the device."""
     return settings.compute_capability
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """Whether one FP8 buffer serves both directions (True), or columnwise use needs a transposed copy."""
+    """Whether per-tensor FP8 has one buffer for both directions (True), or a transposed copy for the columnwise one."""
     if settings.non_tn_fp8_gemm is not None:
         return settings.non_tn_fp8_gemm
     return settings.compute_capability >= (10, 0)

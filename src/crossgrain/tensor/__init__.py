@@ -1,4 +1,4 @@
-"""The two-plane quantized tensor, its lifecycle and its operations."""
+"""Quantized tensors: two planes, as a storage and as a torch.Tensor, and what operations do with them."""
 
 from .holder import PlaneBuffers
 from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved

@@ -1,4 +1,4 @@
-"""Quantizing and dequantizing in autograd: the gradient passes straight through both."""
+"""Autograd functions for quantizing and dequantizing. The gradient passes through both unchanged."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 class QuantizeFunction(torch.autograd.Function):
+    """Quantize; the gradient passes through unchanged."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, quantizer: TensorQuantizer, dtype: torch.dtype | None) -> Any:
         return quantizer.make_quantized(tensor.detach(), dtype)
@@ -24,9 +26,11 @@ class QuantizeFunction(torch.autograd.Function):
 
 
 class DequantizeFunction(torch.autograd.Function):
+    """Dequantize; the gradient passes through unchanged."""
+
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype, direction: Direction | None) -> Tensor:
-        return tensor._decoded(dtype, direction).detach()  # identity decodes to its buffer itself
+        return tensor._decoded(dtype, direction).detach()  # an identity tensor returns its buffer
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

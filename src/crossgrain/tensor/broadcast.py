@@ -1,8 +1,8 @@
-"""What torch.distributed may do with quantized tensors: broadcast them, as the bytes of their planes.
+"""Collectives of torch.distributed on quantized tensors: only broadcasts are supported, of the bytes of all planes.
 
-torch asks the tensor what to do in most collectives, and `dispatch` answers with what is here. For two functions that
-do not ask there is a patch (`runtime.torch_patches.lists_of_tensors`), which is installed with the first quantized
-tensor and uses `BroadcastHandler`.
+torch calls the tensor's dispatch for most collectives, and `dispatch` calls this module. Two functions of torch do not;
+`runtime.torch_patches.lists_of_tensors` patches them when the first quantized tensor is created, and uses
+`BroadcastHandler`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .tensor import QuantizedTensor
 
 
 def refusal(name: str, tensor: QuantizedTensor) -> RuntimeError:
+    """The error for a collective that is not supported."""
     return RuntimeError(
-        f"{name} was called on a quantized tensor, a {type(tensor).__name__} of shape {list(tensor.shape)}. "
-        "Communicate the buffers of get_data_tensors() and the scales instead: decoding and requantizing around a "
-        "collective would leave ranks with different bytes."
+        f"{name} was called on a quantized tensor, a {type(tensor).__name__} of shape {list(tensor.shape)}, which only "
+        "supports broadcasts. Communicate the buffers of get_data_tensors() and the scales instead: decoding before "
+        "and requantizing after a collective would leave ranks with different bytes."
     )
 
 
 def broadcast_(func: Any, tensors: Sequence[QuantizedTensor], group: Any, *options: Any) -> tuple[Any, Any]:
-    """``c10d.broadcast_``: complete when it returns, whether or not that was asked for."""
+    """``c10d.broadcast_`` for quantized tensors. It is complete when it returns, even if called asynchronously."""
     _check_agreement(tensors, dist.ProcessGroup.unbox(group))
     buffers = _bytes_of(tensors)
     packed = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
@@ -37,13 +38,13 @@ def broadcast_(func: Any, tensors: Sequence[QuantizedTensor], group: Any, *optio
     work.wait()
     pieces = packed.split([buffer.numel() * buffer.element_size() for buffer in buffers])
     for buffer, piece in zip(buffers, pieces, strict=True):
-        buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))  # cloned: a piece may begin anywhere
+        buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))  # cloned, because a piece may not be aligned
     _note_received(tensors)
     return tensors, work
 
 
 def _check_agreement(tensors: Sequence[QuantizedTensor], group: Any) -> None:
-    """All ranks raise unless all have the same planes, and may read them."""
+    """Raise on all ranks if their tensors have different planes, or if one rank cannot read or write its tensor."""
     problem: Exception | None = None
     try:
         for tensor in tensors:
@@ -62,15 +63,15 @@ def _check_agreement(tensors: Sequence[QuantizedTensor], group: Any) -> None:
     if problem is not None:
         raise problem
     if any(refused for refused, _ in found):
-        raise RuntimeError(f"another rank refused to broadcast its {_names(tensors)}")
+        raise RuntimeError(f"another rank cannot broadcast its {_names(tensors)}; see the error of that rank")
     if any(other != found[0][1] for _, other in found):
         raise RuntimeError(
-            f"a broadcast of {_names(tensors)}: they hold different planes on different ranks; here {held}"
+            f"cannot broadcast {_names(tensors)}: different ranks have different planes; this rank has {held}"
         )
 
 
 def _refuse_shared_scales(tensor: QuantizedTensor) -> None:
-    """A slice whose scale is that of a larger tensor, the rest of which would not be sent along."""
+    """Raise for a slice that shares the scale of a larger tensor: the rest of that tensor would not be sent."""
     for plane in tensor.planes():
         if plane.scale_across(tensor._cut_axes) is not None:
             tensor._refuse_slice_write(plane)
@@ -82,7 +83,7 @@ def _names(tensors: Sequence[QuantizedTensor]) -> str:
 
 
 def _bytes_of(tensors: Sequence[QuantizedTensor]) -> list[Tensor]:
-    """The buffers, and what will scale the next write, as dtypes that every backend can send."""
+    """The buffers, and the statistics from which the next scale follows, in dtypes that every backend can send."""
     quantizers = [own for tensor in tensors for own in tensor._get_quantizer().plain_quantizers()]
     buffers = [buffer.detach() for tensor in tensors for buffer in buffers_of(tensor)]
     buffers += [seen.detach() for quantizer in quantizers for seen in quantizer.statistics()]
@@ -97,7 +98,7 @@ def _note_received(tensors: Sequence[QuantizedTensor]) -> None:
 
 
 class BroadcastHandler:
-    """Quantized tensors in lists that torch broadcasts (`runtime.torch_patches.lists_of_tensors.ListHandler`)."""
+    """How torch broadcasts lists with quantized tensors (see `runtime.torch_patches.lists_of_tensors.ListHandler`)."""
 
     tensor_class = QuantizedTensor
     refusal = staticmethod(refusal)
@@ -105,5 +106,6 @@ class BroadcastHandler:
 
     @staticmethod
     def bytes_to_broadcast(tensors: Sequence[QuantizedTensor], group: Any) -> list[Tensor]:
+        """The buffers to broadcast, after a check that all ranks have the same planes."""
         _check_agreement(tensors, group)
         return _bytes_of(tensors)

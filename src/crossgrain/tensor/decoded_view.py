@@ -1,7 +1,7 @@
-"""What a view of a quantized tensor is when its bytes cannot be viewed: decoded, and read-only.
+"""`DecodedView`: a view of a quantized tensor whose bytes cannot be viewed. It is decoded and read-only.
 
-``w[3]`` or ``w.t()`` decode a copy. Writing to that copy would be lost without a word, so it refuses;
-everything else treats it as the plain tensor that it is.
+``w[3]`` and ``w.t()`` return a decoded copy. A write to that copy would not change the tensor, so it raises. All other
+operations treat it as a plain tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class DecodedView(Tensor):
-    """A decoded copy that does not take writes. Results of operations on it are plain tensors."""
+    """A decoded copy that cannot be written to. Results of operations on it are plain tensors."""
 
     @classmethod
     def __torch_function__(
@@ -23,8 +23,9 @@ class DecodedView(Tensor):
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], cls) and _writes_first_argument(func):
             raise RuntimeError(
-                f"{func.__name__} on a decoded view of a quantized tensor would be lost: the view is a copy. Write to "
-                "the tensor itself (w[index] = value, w.copy_(...)), or clone() the view to have a plain tensor."
+                f"{func.__name__} on a decoded view of a quantized tensor would be lost, because the view is a copy. "
+                "Write to the tensor itself (w[index] = value, w.copy_(...)), or clone() the view to get a plain "
+                "tensor."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

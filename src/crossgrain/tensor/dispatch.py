@@ -1,8 +1,8 @@
 """What each torch operation does with a quantized tensor.
 
-Operations on the bytes themselves (views, copies, allocation) are in the table below. Everything else
-decodes its arguments and runs in high precision; what it wrote to is then requantized, every plane that
-is present. Collectives never take that path: ranks would end up with different bytes (`broadcast`).
+Operations on bytes (views, copies, allocation) have handlers in this module. All other operations decode their
+arguments and run in high precision; quantized tensors that they write to are then requantized, in all planes that they
+have. Collectives are never run like that, because ranks would end up with different bytes (see `broadcast`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func.namespace in _COLLECTIVES:
         return _communicate(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
-        raise RuntimeError(f"{func} would change the shape of a quantized tensor in place")
+        raise RuntimeError(f"{func} would change the shape of a quantized tensor in place, which is not supported")
     if func._schema.is_mutable:
         return _run_mutating(func, args, kwargs)
     result = func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
@@ -71,7 +71,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Decode, run, and requantize what was written - each quantized tensor once, however often it appears."""
+    """Decode, run, and requantize what was written: each quantized tensor once, even if it is passed several times."""
     plain: dict[int, Tensor] = {}
     owner: dict[int, QuantizedTensor] = {}
     written: dict[int, QuantizedTensor] = {}
@@ -82,7 +82,7 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         if id(value) not in plain:
             decoded = _decoded(value)
             if any(decoded.data_ptr() == buffer.data_ptr() for _, buffer in value._buffers()):
-                decoded = decoded.clone()  # nothing may change before it is known that all can be written back
+                decoded = decoded.clone()  # nothing may change before it is known that everything can be written back
             plain[id(value)] = decoded
             owner[id(decoded)] = value
         return plain[id(value)]
@@ -102,7 +102,10 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     result = func(*tree_map(decode_once, args), **tree_map(decode_once, kwargs))
     for key, tensor in written.items():
         if plain[key].shape != tensor.shape:
-            raise RuntimeError(f"{func} would change the shape of a {type(tensor).__name__} in place")
+            raise RuntimeError(
+                f"{func} would change the shape of a {type(tensor).__name__} in place, from "
+                f"{list(tensor.shape)} to {list(plain[key].shape)}, which is not supported"
+            )
     for key, tensor in written.items():
         tensor.quantize_(plain[key])
     for tensor, values in zip(watched, before, strict=True):
@@ -126,8 +129,11 @@ def _handles(*funcs: Any) -> Callable[[Handler], Handler]:
 
 
 def _handles_view(*funcs: Any) -> Callable[[Handler], Handler]:
-    """For views of the buffers. They must share the buffers' version counters, which torch leaves out
-    inside a dispatch: otherwise a write through the view would go unnoticed by what was saved for backward."""
+    """Register a handler that returns views of the buffers.
+
+    Such views must share the version counters of the buffers, which torch does not do inside a dispatch. Otherwise
+    autograd would not notice that a write through the view has changed a tensor that was saved for backward.
+    """
 
     def register(handler: Handler) -> Handler:
         @functools.wraps(handler)
@@ -187,7 +193,7 @@ def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[
     dim = dim % tensor.dim()
     total = tensor.shape[dim]
     if size <= 0 < total:
-        raise ValueError(f"cannot split {total} along dimension {dim} into pieces of {size}")
+        raise ValueError(f"the size of the pieces of a split must be positive, got {size} for dimension {dim}")
     starts = range(0, total, size) if total else range(1)
     return [_cut(tensor, dim, start, min(start + size, total)) for start in starts]
 
@@ -227,7 +233,7 @@ def _to_copy(
     pin_memory: bool | None = None,
     **_: Any,
 ) -> Tensor:
-    """Other devices get the bytes, other nominal dtypes a new label; only other kinds of number decode."""
+    """Copy. Bytes are kept for another device and for another nominal dtype; other dtypes get decoded numbers."""
     if dtype is not None and dtype not in HIGH_PRECISION:
         return tensor.dequantize().to(dtype=dtype, device=device, copy=True)
     clone = tensor._clone()
@@ -283,7 +289,7 @@ def _new_empty(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
 
 @_handles(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **options: Any) -> Tensor:
-    """Zero codes. Shared scales are taken over, so that parts of ``tensor`` can be copied in as bytes."""
+    """A tensor of zeros, with the per-tensor scale of ``tensor``, so that bytes of its parts can be copied into it."""
     new = _allocated(tensor, shape, options)
     if not _is_quantized(new):
         return new.zero_()
@@ -298,7 +304,7 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **optio
 
 
 def _allocated(tensor: QuantizedTensor, shape: Sequence[int] | None, options: dict[str, Any]) -> Tensor:
-    """A tensor like ``tensor``, of its own shape or another."""
+    """An uninitialised tensor like ``tensor``, of the same shape or another."""
     dtype, device = options.get("dtype"), options.get("device")
     device = tensor.device if device is None else torch.device(device)
     if dtype is not None and dtype not in HIGH_PRECISION:
@@ -309,8 +315,8 @@ def _allocated(tensor: QuantizedTensor, shape: Sequence[int] | None, options: di
         problem = shape_problem(plane.format, plane.direction, shape)
         if problem:
             raise ValueError(
-                f"{type(tensor).__name__}: no {plane.direction.value} {plane.format.name} plane for a tensor of shape "
-                f"{list(shape)}: {problem}"
+                f"{type(tensor).__name__}: a tensor of shape {list(shape)} cannot have a {plane.direction.value} plane "
+                f"in the format {plane.format.name}: {problem}"
             )
     return tensor._empty_like(shape, dtype, device)
 
@@ -323,6 +329,6 @@ def _allocated(tensor: QuantizedTensor, shape: Sequence[int] | None, options: di
     aten.randn_like.default,
 )
 def _plain_like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Optimizer states and noise are high precision: only shape, dtype and device are taken over."""
+    """A plain tensor with the same shape, dtype and device: optimizer states and noise are in high precision."""
     like: Tensor = func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
     return like

@@ -1,4 +1,4 @@
-"""Storage with the buffer names that most formats of the field share."""
+"""Storage classes with the buffer names that most formats of Transformer Engine have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .storage import QuantizedTensorStorage, copy_plane
 
 
 class FP8Storage(QuantizedTensorStorage):
-    """Codes that are FP8 numbers."""
+    """A storage whose codes are FP8 numbers."""
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -23,7 +23,7 @@ class FP8Storage(QuantizedTensorStorage):
 
 
 class DataAndScaleStorage(QuantizedTensorStorage):
-    """Codes and scales of each direction in buffers of their own."""
+    """A storage with separate buffers for the codes and scales of each direction."""
 
     _buffer_names: ClassVar[tuple[str, ...]] = (
         "_rowwise_data",
@@ -43,11 +43,11 @@ class DataAndScaleStorage(QuantizedTensorStorage):
 
     @property
     def _has_tiles(self) -> bool:
-        """Whether a scale belongs to a square tile (2-D scaling)."""
+        """Whether each scale is for a square tile (2-D scaling)."""
         return self._formats[ROWWISE].block_rows > 1
 
     def _create_columnwise(self) -> None:
-        """Make columnwise data from the rows as they are now, where that is exact."""
+        """Make the columnwise plane from the current rowwise plane, if that is exact; otherwise raise."""
         made, present = self._synthesise(COLUMNWISE), self.plane(COLUMNWISE)
         if present is None:
             self._adopt_plane(made)
@@ -68,7 +68,7 @@ class DataAndScaleStorage(QuantizedTensorStorage):
 
 
 class DataScaleAndAmaxStorage(DataAndScaleStorage):
-    """The same, and an amax of each direction."""
+    """A storage with separate buffers for the codes, scales and amaxes of each direction."""
 
     _buffer_names = (*DataAndScaleStorage._buffer_names, "_amax_rowwise", "_amax_columnwise")
     _plane_buffers: ClassVar = {
@@ -81,6 +81,8 @@ class DataScaleAndAmaxStorage(DataAndScaleStorage):
 
 
 def refuse_swizzled(with_gemm_swizzled_scales: bool) -> None:
-    """Scales are kept compact here."""
+    """Raise ValueError if scales are in the swizzled layout of GPU GEMMs."""
     if with_gemm_swizzled_scales:
-        raise ValueError("scales are stored compact: convert them with crossgrain.unswizzle_scales first")
+        raise ValueError(
+            "with_gemm_swizzled_scales=True is not supported: convert the scales with crossgrain.unswizzle_scales first"
+        )

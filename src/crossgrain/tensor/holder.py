@@ -1,8 +1,8 @@
-"""Planes in named buffers: what a quantized tensor is made of, and other wrappers of the same buffers.
+"""`PlaneHolder`: the buffers of a quantized tensor, as named attributes, and aliases of the same buffers.
 
-Buffers are plain attributes with the names the field knows (``_rowwise_data``, ``_scale_inv``, ...); a
-format's class says which attribute belongs to which plane, and `PlaneHolder.plane` puts them together
-with the format they are in. Everything here works on buffers or on planes and never on a format.
+Buffers are plain attributes with the names of Transformer Engine (``_rowwise_data``, ``_scale_inv``, ...). The class of
+a format says which attribute belongs to which plane, and `PlaneHolder.plane` combines them with their format. The code
+in this module is the same for all formats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PlaneBuffers(NamedTuple):
-    """Names of the attributes that hold one plane."""
+    """Names of the attributes with the buffers of one plane."""
 
     data: str
     scale: str | None
@@ -37,13 +37,17 @@ _write_numbers = itertools.count(1)
 
 
 def next_write_number() -> int:
+    """A number for a new write, larger than those of all earlier writes."""
     return next(_write_numbers)
 
 
 class Epoch:
-    """When a plane was last written, and last by another rank, and what from, if that is preserved.
+    """A record of writes to a plane. All objects with the same buffers share it.
 
-    Shared by all objects that hold its buffers.
+    Attributes:
+        number: number of the last write.
+        received: number of the last write with bytes from another rank; 0 if there was none.
+        init_value: the `InitValue` that the plane was made from, if it is preserved.
     """
 
     __slots__ = ("__weakref__", "init_value", "number", "received")
@@ -51,35 +55,40 @@ class Epoch:
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.received = 0
-        self.init_value: Any = None  # an `InitValue`
+        self.init_value: Any = None
 
 
-Cuts = tuple[tuple[int, int, int], ...]  # one after the other: dimension, first, last (exclusive)
+Cuts = tuple[tuple[int, int, int], ...]  # slices, in their order: dimension, start, stop
 
 
 class PlaneHolder:
-    """Up to two planes of one logical tensor.
+    """Up to two planes of one tensor.
 
-    A format's class provides the class variables, a constructor with the arguments of the field
+    The class of a format provides the class variables, a constructor with the arguments of Transformer Engine
     (`_init_fields`) and `get_metadata`.
+
+    Args:
+        *args: arguments of the format's class.
+        alias_of: another object that may have the same buffers. If it has, both share the record of writes.
+        **kwargs: arguments of the format's class.
     """
 
-    _buffer_names: ClassVar[tuple[str, ...]] = ()  # in the order they are saved for backward
-    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]] = {}  # none: a custom storage, not made of planes
-    _shares_scale: ClassVar[bool] = False  # whether one scale buffer serves both planes
+    _buffer_names: ClassVar[tuple[str, ...]] = ()  # in the order in which they are saved for backward
+    _plane_buffers: ClassVar[Mapping[Direction, PlaneBuffers]] = {}  # empty for a custom storage without planes
+    _shares_scale: ClassVar[bool] = False  # whether both planes have the same scale buffer
     _attribute_names: ClassVar[tuple[str, ...]] = ("_formats", "_quantizer", "_dtype", "_shape", "_matrix", "_cut_axes")
 
     _shape: torch.Size
     _matrix: tuple[int, int]  # (M, K) of the planes; differs from the shape only in a flat view
     _dtype: torch.dtype
-    _formats: dict[Direction, Format]  # one object for all aliases: it changes when the bytes do
+    _formats: dict[Direction, Format]  # all aliases have the same dict: it changes when the bytes do
     _quantizer: Any = None  # a `TensorQuantizer`, or None
     _epochs: Mapping[Direction, Epoch] = MappingProxyType({})
-    _cut_axes: tuple[int, ...] = ()  # 0 (M), 1 (K): cut from a larger tensor, with which it may share a scale
-    _cuts: Cuts = ()  # that were made, as operations of torch, out of the tensor whose marks of writes it shares
-    _begins_at: int = 0  # the element of that tensor which is the first one here
-    _shard: Any = None  # of a parameter that FSDP2 gathered: what this rank keeps of it
-    _made_of_zeros: bool = False  # for FSDP2 to fill the first rows of: what is cut off may be part of a block
+    _cut_axes: tuple[int, ...] = ()  # axes (0: M, 1: K) along which it is a slice of a larger tensor
+    _cuts: Cuts = ()  # the slices of torch that led from the tensor with the same record of writes to this one
+    _begins_at: int = 0  # which element of that tensor is the first one here
+    _shard: Any = None  # of a parameter that FSDP2 gathered: the shard of this rank
+    _made_of_zeros: bool = False  # FSDP2 fills its first rows, so a slice of them may end inside a block
 
     def __init__(self, *args: Any, alias_of: PlaneHolder | None = None, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
@@ -99,7 +108,7 @@ class PlaneHolder:
         shape: Sequence[int] | None,
         buffers: Sequence[Tensor | None],
     ) -> None:
-        """``buffers`` are in the order of `_buffer_names`."""
+        """Set all attributes. ``buffers`` are in the order of `_buffer_names`."""
         self.__dict__.update(zip(self._buffer_names, buffers, strict=True))
         self._formats = dict(formats)
         self._quantizer = None if quantizer is None else quantizer.copy()
@@ -114,7 +123,7 @@ class PlaneHolder:
         return any(id(buffer) in theirs for _, buffer in self._buffers())
 
     def _join(self, other: PlaneHolder) -> None:
-        """Know what all objects over the same buffers know: formats, writes, and what they were cut from."""
+        """Share with another object of the same buffers: formats, record of writes, and where it is a slice."""
         self._epochs, self._cut_axes = other._epochs, other._cut_axes
         if self._formats == other._formats:
             self._formats = other._formats
@@ -122,7 +131,7 @@ class PlaneHolder:
             self._matrix = other._matrix
 
     def _inferred_shape(self) -> Sequence[int]:
-        """The logical shape, for callers that have only buffers."""
+        """The shape of the tensor, computed from the buffers."""
         for direction in Direction:
             data = getattr(self, self._plane_buffers[direction].data)
             if data is None:
@@ -133,35 +142,38 @@ class PlaneHolder:
                 last, *lead = data.shape
                 return (*lead[:-1], lead[-1] * 8 // bits, last) if lead else (last,)
             return (*data.shape[:-1], data.shape[-1] * 8 // bits)
-        raise ValueError(f"{type(self).__name__} without any data needs its shape to be given")
+        raise ValueError(f"{type(self).__name__} without any data needs shape=...")
 
     # ---- what is there -------------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the tensor."""
         return self._shape
 
     def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or the size of one dimension."""
         return self._shape if dim is None else self._shape[dim]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The nominal dtype: what the tensor pretends to be, and what it decodes to by default."""
+        """The nominal dtype: what torch sees, and what `dequantize` returns by default."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the buffers."""
         for _, buffer in self._buffers():
             return buffer.device
-        raise RuntimeError(f"{type(self).__name__} holds no data, so it is on no device")
+        raise RuntimeError(f"this {type(self).__name__} has no data, and therefore no device")
 
     def plane(self, direction: Direction) -> Plane | None:
-        """The plane of one direction, or None if it is absent."""
+        """The plane of one direction; None if the tensor does not have it."""
         names = self._plane_buffers.get(direction)
         if names is None:
             return None
         data = getattr(self, names.data)
-        if data is None or (data.numel() == 0 and math.prod(self._matrix) != 0):  # the latter: cleared
+        if data is None or (data.numel() == 0 and math.prod(self._matrix) != 0):  # the latter after `clear`
             return None
         fmt = self._formats[direction]
         scale = getattr(self, names.scale) if names.scale else None
@@ -173,33 +185,44 @@ class PlaneHolder:
         return self._epochs[direction].number < self._epochs[direction.other].number
 
     def _check_fresh(self) -> None:
-        """Raise rather than let old numbers travel on, or memory that is not there."""
+        """Raise if a plane is stale, or if its memory was freed."""
         for plane in self.planes():
             plane.check_readable()
 
     def planes(self) -> list[Plane]:
-        """The planes that are present, rowwise first."""
+        """The planes that the tensor has, rowwise first."""
         return [plane for direction in Direction if (plane := self.plane(direction)) is not None]
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions are really there: ``{"rowwise": True, "columnwise": False}``."""
+        """Which directions the tensor has: ``{"rowwise": True, "columnwise": False}``."""
         return {direction.value: self.plane(direction) is not None for direction in Direction}
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """The raw code buffers: a pair, or the one that was asked for."""
+        """The buffers of the codes.
+
+        Args:
+            rowwise_data: return the rowwise codes.
+            columnwise_data: return the columnwise codes.
+
+        Returns:
+            A pair, or one buffer if only one is asked for. A buffer is None if the tensor does not have it.
+
+        Raises:
+            ValueError: both arguments are False.
+        """
         if not (rowwise_data or columnwise_data):
-            raise ValueError("get_data_tensors: neither rowwise nor columnwise data was asked for")
+            raise ValueError("get_data_tensors: rowwise_data and columnwise_data cannot both be False")
         row, column = (getattr(self, self._plane_buffers[direction].data) for direction in Direction)
         if rowwise_data and columnwise_data:
             return row, column
         return row if rowwise_data else column
 
     def get_metadata(self) -> dict[str, Any]:
-        """Constructor arguments that rebuild the same object, an alias of this one."""
+        """Arguments of the constructor for an object with the same buffers."""
         raise NotImplementedError
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every buffer that is there, in the order they are saved."""
+        """Name and tensor of every buffer that exists, in the order in which they are saved."""
         for name in self._buffer_names:
             buffer = getattr(self, name)
             if buffer is not None:
@@ -207,12 +230,12 @@ class PlaneHolder:
 
     @classmethod
     def _state_names(cls) -> tuple[str, ...]:
-        """All attributes that make up the storage."""
+        """Names of all attributes of the storage."""
         return cls._buffer_names + cls._attribute_names
 
     @classmethod
     def _shared_names(cls) -> tuple[str, ...]:
-        """All attributes that aliases have in common."""
+        """Names of all attributes that aliases share."""
         return (*cls._state_names(), "_epochs")
 
     def _plain_state(self) -> dict[str, Any]:
@@ -239,22 +262,25 @@ class PlaneHolder:
             setattr(self, names.amax, plane and plane.amax)
 
     def _adopt_plane(self, plane: Plane) -> None:
-        """Take a plane in buffers of its own that agrees with what is here."""
+        """Add a plane in new buffers that holds the same numbers as the other plane."""
         self._epochs = {**self._epochs, plane.direction: Epoch(self._last_write())}
         self._set_plane(plane.direction, plane)
 
     def _write_marks(self) -> list[Epoch]:
-        """What notes the writes to each plane, in all objects over the same buffers."""
+        """The records of writes to each plane, which all objects with the same buffers share."""
         return [self._epochs[direction] for direction in Direction if direction in self._epochs]
 
     def _last_write(self) -> int:
         return max((epoch.number for epoch in self._epochs.values()), default=0)
 
     def _mark_written(self, number: int | None = None) -> None:
-        """Every plane here was written just now, in the write of that ``number`` if it is part of a larger one.
+        """Record that all planes of this object were just written.
 
-        Aliases that hold a plane which is not here find it stale. Autograd is told that the buffers
-        changed, so that what was saved for backward does not go stale unseen.
+        In aliases, a plane that this object does not have becomes stale. Autograd is told that the buffers changed, so
+        that it notices if they were saved for backward.
+
+        Args:
+            number: number of the write, if it is part of a larger one.
         """
         number = next_write_number() if number is None else number
         self._made_of_zeros = False
@@ -266,28 +292,28 @@ class PlaneHolder:
         stale = {direction: self._is_stale(direction) for direction in Direction}
         for direction, names in self._plane_buffers.items():
             if getattr(self, names.data) is None:
-                epochs[direction] = Epoch(number)  # of our own: a plane that is put here later belongs to this write
-            elif not (self._cut_axes and stale[direction]):  # a part that is fresh does not make the whole so
+                epochs[direction] = Epoch(number)  # not shared: a plane that is added later belongs to this write
+            elif not (self._cut_axes and stale[direction]):  # writing a slice does not make the whole plane valid
                 epochs[direction].number = number
         self._epochs = epochs
         tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
         torch.autograd.graph.increment_version(tracked)
 
     def _whole_epochs(self) -> Mapping[Direction, Epoch]:
-        """Of a storage that is not made of planes: one epoch for all of it, which its aliases share."""
+        """The record of writes of a storage without planes: one for all of it, which its aliases share."""
         if not self._epochs:
             self._epochs = dict.fromkeys(Direction, Epoch())
         return self._epochs
 
-    # ---- same data, another wrapper ------------------------------------------------------------
+    # ---- the same buffers in another object ----------------------------------------------------
 
     @classmethod
     def _storage_class(cls) -> type[PlaneHolder]:
-        """The format's storage class, for tensors too."""
+        """The storage class of the format, also for a tensor class."""
         return cls
 
     def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
-        """A new, unfilled object of the same class."""
+        """A new object of the same class without attributes."""
         return object.__new__(type(self))
 
     def _rewrap(
@@ -300,9 +326,15 @@ class PlaneHolder:
         matrix: tuple[int, int] | None = None,
         fresh: bool = False,
     ) -> Self:
-        """A new object of the same class over the same buffers, but for what is given.
+        """A new object of the same class with the same buffers, except for what is given.
 
-        ``fresh``: the buffers are not shared with this object, so writes to one do not stale the other.
+        Args:
+            shape: another shape.
+            dtype: another nominal dtype.
+            buffers: other buffers, by name.
+            cut_axes: other axes along which it is a slice.
+            matrix: another (M, K) of the planes.
+            fresh: the buffers are not those of this object, so a write to one does not make the other stale.
         """
         current = {name: getattr(self, name) for name in self._buffer_names}
         current.update(buffers or {})
@@ -323,14 +355,14 @@ class PlaneHolder:
         return new
 
     def _map_buffers(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
-        """A new object whose buffers are ``change(buffer)``, which are copies."""
-        self._check_fresh()  # the copy would not know
+        """A new object whose buffers are ``change(buffer)``; they must be copies."""
+        self._check_fresh()  # the copy would not know that a plane is stale
         return self._rewrap(buffers={name: change(buffer) for name, buffer in self._buffers()}, fresh=True, **changes)
 
     def _empty_like(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Self:
-        """An object of the same class, formats and usages with buffers of its own."""
+        """An object of the same class, formats and directions with new, uninitialised buffers."""
         if shape is None and self._shape != torch.Size(self._plane_tensor_shape()):
             return self._empty_like(self._plane_tensor_shape(), dtype, device)._viewed(self._shape)
         shape = self._shape if shape is None else shape
@@ -344,7 +376,7 @@ class PlaneHolder:
         return self._with_planes(fresh, shape=shape, dtype=dtype, cut_axes=(), fresh=True)
 
     def _with_planes(self, planes: Mapping[Direction, Plane], *, shape: Sequence[int], **changes: Any) -> Self:
-        """A new object of the same class that holds just ``planes``."""
+        """A new object of the same class that has only ``planes``."""
         holder = object.__new__(self._storage_class())
         for name in self._buffer_names:
             setattr(holder, name, None)
@@ -354,13 +386,19 @@ class PlaneHolder:
         return self._rewrap(shape=shape, buffers=buffers, **{"matrix": matrix_shape(shape), **changes})
 
     def _plane_tensor_shape(self) -> Sequence[int]:
-        """The shape the planes are laid out for: the own shape, or (M, K) in a flat view."""
+        """The shape for which the planes are laid out: that of the tensor, or (M, K) in a flat view."""
         if not self._plane_buffers or matrix_shape(self._shape) == self._matrix:
             return self._shape
         return self._matrix
 
     def view(self, *shape: Any) -> Self:
-        """The same bytes under another shape. The last dimension must stay, or all be flattened."""
+        """The same bytes with another shape.
+
+        The last dimension must stay as it is; or the new shape has one dimension for all numbers.
+
+        Raises:
+            RuntimeError: the shape is not possible.
+        """
         flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         return self._viewed(resolved_shape(self._shape, flat))
 
@@ -371,7 +409,7 @@ class PlaneHolder:
         flat = len(shape) == 1 and shape[0] != self._matrix[1]
         if not flat:
             self._check_viewable(shape)
-        layout = self._matrix if flat else shape  # a flat handle: the planes keep their matrix
+        layout = self._matrix if flat else shape  # in a flat view the planes keep their matrix
         planes = {
             plane.direction: replace(
                 plane, data=plane.data.view(data_shape(plane.format, plane.direction, layout, plane.transposed))
@@ -383,18 +421,18 @@ class PlaneHolder:
     def _check_viewable(self, shape: torch.Size) -> None:
         if shape[-1] != self._matrix[1]:
             raise RuntimeError(
-                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: its blocks fix the last "
-                f"dimension (K) at {self._matrix[1]}"
+                f"{type(self).__name__}: cannot view {list(self._shape)} as {list(shape)}: its blocks are along the "
+                f"last dimension, which must stay {self._matrix[1]}"
             )
 
     def _sliced(self, dim: int, start: int, stop: int) -> Self:
-        """The part ``start:stop`` of a dimension, over the same buffers."""
+        """The slice ``start:stop`` of a dimension, with the same memory."""
         if (start, stop) == (0, self._shape[dim]):
             return self._rewrap()
         if dim not in (0, len(self._shape) - 1) or matrix_shape(self._shape) != self._matrix:
             raise ValueError(
-                f"{type(self).__name__} of shape {list(self._shape)} with planes of {list(self._matrix)} can be cut "
-                f"along the first and the last dimension of its planes, not along dimension {dim}"
+                f"{type(self).__name__} of shape {list(self._shape)} with planes of shape {list(self._matrix)} can be "
+                f"sliced along the first and the last dimension of its planes, but not along dimension {dim}"
             )
         ragged = self._made_of_zeros and dim == start == 0
         planes = {plane.direction: slice_plane(plane, self._shape, dim, start, stop, ragged) for plane in self.planes()}
@@ -421,13 +459,17 @@ class PlaneHolder:
         if not whole_rows or first + size[0] > self._shape[0]:
             raise ValueError(
                 f"as_strided(size={list(size)}, stride={list(stride)}, offset={offset}) of a {type(self).__name__} of "
-                f"shape {list(self._shape)} is not a run of its first dimension; dequantize() it first"
+                f"shape {list(self._shape)} is not a slice of its first dimension; dequantize() it first"
             )
         return self._sliced(0, first, first + size[0])
 
 
 def resolved_shape(current: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """``shape`` with a -1 filled in."""
+    """``shape`` with the number for a -1.
+
+    Raises:
+        RuntimeError: the shape is not possible for the number of elements.
+    """
     resolved, count = list(shape), math.prod(current)
     if resolved.count(-1) == 1:
         known = math.prod(n for n in resolved if n != -1)

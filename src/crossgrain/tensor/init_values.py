@@ -1,8 +1,8 @@
-"""What a quantized parameter was made from, for whoever makes master weights.
+"""Preserved initial values of quantized parameters, from which optimizers make master weights.
 
-The value is known to the parameter, as methods that frameworks look for, and to the marks that note writes to its
-planes, which all tensors over the same buffers share: so a copy of its bytes, or of a part of them, knows its part of
-the value. That is how FSDP2 makes shards.
+The parameter has methods to read the value, which frameworks look for. The records of writes to its planes refer to the
+value as well, and all tensors with the same buffers share these records. So a copy of its bytes, or of a slice of them,
+finds its part of the value: FSDP2 makes shards in this way.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from .tensor import QuantizedTensor
 
 
 class InitValue:
-    """A CPU copy that can be let go, when the parameter was last written at the time, and where it was cut from."""
+    """A copy of an initial value on the CPU, and the number of the parameter's last write when the copy was made."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self._value: Tensor | None = value.detach().to("cpu", copy=True)
-        # Marks know the value, which must not keep them alive: a parameter that is replaced lets its value go at once.
+        # Weak references, because the marks refer to the value: a parameter that is replaced frees its value at once.
         self._writes = [(weakref.ref(mark), number) for mark, number in _writes(parameter)]
         self._cuts: Cuts = getattr(parameter, "_cuts", ())
 
     def get(self) -> Tensor | None:
+        """The value; None after `clear`."""
         return self._value
 
     def clear(self) -> None:
+        """Free the value."""
         self._value = None
 
     def of_part(self, part: QuantizedTensor) -> Tensor | None:
-        """The value of a part of the parameter, over the same buffers; None if these were written since.
+        """The value of a slice of the parameter; None if its buffers were written since.
 
-        Each has marks of its own for planes that it does not hold.
+        The slice and the parameter each have their own marks for planes that they do not have.
         """
         size, then = len(self._cuts), {id(mark()): number for mark, number in self._writes}
         last = max(then.values(), default=0)
@@ -58,10 +60,10 @@ class InitValue:
         )
 
     def is_of(self, parameter: QuantizedTensor) -> bool:
-        """Whether ``parameter`` still stands for the value.
+        """Whether ``parameter`` still holds the value.
 
-        It was not written since, or it was and the value would give the same numbers. What all ranks received from
-        one stands for no value here, also on the rank that sent it: masters would begin differently.
+        That is so if it was not written since, or if quantizing the value gives the same numbers. After a broadcast it
+        is not so on any rank, also not on the one that sent: ranks would start with different masters.
         """
         if self._value is None:
             return False
@@ -71,20 +73,20 @@ class InitValue:
         if any(mark.received > before for mark, _ in _writes(parameter)):
             return False
         with torch.no_grad():
-            # With a quantizer of its own: that of the parameter may keep a history, which this is no part of.
+            # With a copy of the quantizer: that of the parameter may keep a history, which this must not change.
             again = copy.deepcopy(parameter.detach()).copy_(self._value.to(parameter.device))
             return torch.equal(again.dequantize(), parameter.detach().dequantize())
 
 
 def _writes(parameter: Tensor) -> list[tuple[Any, int]]:
-    """When each plane was last written: the mark, which all aliases share, and its number now."""
+    """For each plane, the mark of its writes, which all aliases share, and the number of the last write."""
     if not isinstance(parameter, QuantizedTensor):
         return []
     return [(epoch, epoch.number) for epoch in parameter._write_marks()]
 
 
 def keep_high_precision_init_val(parameter: Tensor, value: Tensor) -> None:
-    """Give ``parameter`` the methods ``get_high_precision_init_val`` and ``clear_high_precision_init_val``."""
+    """Preserve an initial value: adds ``get_high_precision_init_val()`` and ``clear_high_precision_init_val()``."""
     kept = InitValue(parameter, value)
     parameter.get_high_precision_init_val = kept.get  # type: ignore[attr-defined]
     parameter.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
@@ -97,7 +99,7 @@ def _note(parameter: Tensor, kept: InitValue) -> None:
 
 
 def hand_on_init_value(source: QuantizedTensor, copy: QuantizedTensor) -> None:
-    """To a copy of the bytes of all planes, if ``source`` has a value, or is a part of a tensor that has one."""
+    """Preserve the value also for a copy of all bytes, if ``source`` or the tensor that it is a slice of has one."""
     kept = _noted(source)
     value = None if kept is None or copy.get_usages() != source.get_usages() else kept.of_part(source)
     if value is not None:
@@ -105,7 +107,7 @@ def hand_on_init_value(source: QuantizedTensor, copy: QuantizedTensor) -> None:
 
 
 def renew_preserved_values(parameters: Mapping[str, Any], loaded: Mapping[str, Any], prefix: str = "") -> None:
-    """After a load: parameters that keep their initial values keep the high precision that was loaded instead."""
+    """After loading a checkpoint, preserve the loaded numbers in high precision instead of the initial values."""
     for name, parameter in parameters.items():
         value, kept = loaded.get(prefix + name), _kept(parameter)
         if kept is None or kept.get() is None or not isinstance(value, Tensor) or isinstance(value, QuantizedTensor):
@@ -115,9 +117,9 @@ def renew_preserved_values(parameters: Mapping[str, Any], loaded: Mapping[str, A
 
 
 def preserved_value(parameter: Any) -> Tensor | None:
-    """The preserved initial value, if there is one and ``parameter`` still stands for it.
+    """The preserved initial value; None if there is none, or if ``parameter`` was changed since.
 
-    Of a sharded parameter: of what this rank has.
+    For a sharded parameter it is the value of the part that this rank has.
     """
     own = local_part(parameter)
     kept = _kept(own)
@@ -137,7 +139,7 @@ def _noted(parameter: Tensor) -> InitValue | None:
 
 
 def clear_preserved_value(parameter: Tensor) -> None:
-    """Let the preserved initial value go, if there is one."""
+    """Free the preserved initial value, if there is one."""
     own = local_part(parameter)
     for kept in (getattr(own, "clear_high_precision_init_val", None), getattr(_noted(own), "clear", None)):
         if kept is not None:

@@ -1,7 +1,7 @@
-"""What a quantized tensor asks of its quantizer.
+"""`TensorQuantizer`: what a quantized tensor needs from its quantizer.
 
-The room of quantizers stands on this one, so tensors know their quantizer by this protocol alone.
-`quantizers.base.Quantizer` implements it, and with it every quantizer of a user.
+The package `quantizers` imports this one, so tensors know quantizers only by this protocol. `quantizers.base.Quantizer`
+implements it, and so does every quantizer of a user, which is a subclass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorQuantizer(Protocol):
-    """Writes the planes of a tensor again, and makes other tensors like it."""
+    """Writes the planes of a tensor, and makes other tensors like it."""
 
     internal: bool
     rowwise_usage: bool
@@ -28,14 +28,14 @@ class TensorQuantizer(Protocol):
 
     @property
     def derives_columns(self) -> bool:
-        """Whether columns are made from what the rows decode to, not from the input."""
+        """Whether columnwise planes are made from decoded rowwise planes, not from the input."""
 
     def copy(self) -> Any: ...
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None: ...
 
     def plain_quantizers(self) -> list[Any]:
-        """The quantizers of one format that it is made of."""
+        """The quantizers of one format that it consists of."""
 
     def encoding(self, direction: Direction) -> Encoding: ...
 
@@ -50,13 +50,13 @@ class TensorQuantizer(Protocol):
         """Write ``src`` to every plane of ``dst``."""
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
-        """Raise if `update_quantized` could not write to every plane of ``dst``."""
+        """Raise ValueError if `update_quantized` cannot write to every plane of ``dst``."""
 
     def encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
         """Write ``src`` to some planes of ``dst``."""
 
     def statistics(self) -> list[Tensor]:
-        """What was seen of tensors so far and will scale the next ones."""
+        """The tensors with amaxes and scales of earlier steps, from which the next scales follow."""
 
     def leave_group(self) -> None:
-        """Reduce amaxes over no ranks from now on."""
+        """Do not reduce amaxes over ranks from now on."""

@@ -1,8 +1,8 @@
-"""Shards of a tensor as buffers that can be concatenated along the first dimension, and back.
+"""Buffers of shards that can be concatenated along the first dimension.
 
-Each plane is turned M-major: its codes and block scales are laid out so that the rows of one shard
-follow the rows of the one before, without padding. What a whole tensor shares (per-tensor scales, the
-global amax) does not travel; shards must agree on it, as the slices of one tensor do.
+The codes and block scales of each plane are laid out by rows (M-major), without padding, so that the rows of a shard
+follow the rows of the shard before. What the whole tensor shares (per-tensor scales, the global amax) is not sent: it
+must be the same in all shards, as in slices of one tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def shard_field_names(holder: PlaneHolder) -> tuple[str, ...]:
-    """Attribute names of the buffers to gather, in order."""
+    """Names of the attributes with the buffers to gather, in their order."""
     return tuple(
         getattr(holder._plane_buffers[plane.direction], part)
         for plane in holder.planes()
@@ -29,7 +29,7 @@ def shard_field_names(holder: PlaneHolder) -> tuple[str, ...]:
 
 
 def extract_shard(holder: PlaneHolder) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The shard's buffers, contiguous and M-major, and what is needed to put gathered ones together."""
+    """The buffers of a shard, contiguous and M-major, and what `assign_gathered` needs to know."""
     holder._check_fresh()
     planes = holder.planes()
     buffers = [buffer.contiguous() for plane in planes for _, buffer in m_major_buffers(plane)]
@@ -42,10 +42,16 @@ def extract_shard(holder: PlaneHolder) -> tuple[tuple[Tensor, ...], dict[str, An
 
 
 def assign_gathered(holder: PlaneHolder, gathered: Sequence[Tensor], meta: dict[str, Any]) -> None:
-    """Give ``holder``, an object with the shape of the whole, planes made of the gathered buffers."""
+    """Fill an object with the shape of the whole tensor from the gathered buffers of all shards.
+
+    Raises:
+        RuntimeError: the number or the shapes of the buffers are wrong.
+    """
     names = meta["field_names"]
     if len(gathered) != len(names):
-        raise RuntimeError(f"{type(holder).__name__}: {len(gathered)} gathered buffers for the fields {list(names)}")
+        raise RuntimeError(
+            f"{type(holder).__name__}: got {len(gathered)} gathered buffers for the {len(names)} fields {list(names)}"
+        )
     rest = list(gathered)
     planes = []
     for (fmt, direction, transposed), scalar in zip(meta["layouts"], meta["scalars"], strict=True):
@@ -55,8 +61,8 @@ def assign_gathered(holder: PlaneHolder, gathered: Sequence[Tensor], meta: dict[
             theirs = rest.pop(0)
             if theirs.shape != mine.shape:
                 raise RuntimeError(
-                    f"{type(holder).__name__} of shape {list(holder._shape)}: the gathered {direction.value} {part} is "
-                    f"{list(theirs.shape)}, it should be {list(mine.shape)}"
+                    f"{type(holder).__name__} of shape {list(holder._shape)}: the gathered {direction.value} {part} "
+                    f"has shape {list(theirs.shape)}, but it should be {list(mine.shape)}"
                 )
             mine.copy_(theirs)
         own = plane.scale_across((0,))

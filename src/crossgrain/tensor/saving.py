@@ -1,4 +1,4 @@
-"""Saving quantized tensors for backward: as raw buffers, which saved-tensor hooks can see."""
+"""Save quantized tensors for backward as plain buffers, so that saved-tensor hooks see them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from .storage import QuantizedTensorStorage
 
 
 class SavedBefore(NamedTuple):
-    """A holder that was among the tensors already: its buffers are saved once."""
+    """A tensor that appears a second time. Its buffers are saved only once."""
 
     holder: QuantizedTensorStorage
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
-    """A flat list of plain tensors for ``save_for_backward``, and the objects to put them back into."""
+    """Take the buffers out of quantized tensors, to pass them to ``ctx.save_for_backward``.
+
+    Args:
+        *tensors: quantized tensors or storages, plain tensors or None.
+
+    Returns:
+        A flat list of plain tensors, and a list of objects for `restore_from_saved`.
+    """
     flat: list[Tensor | None] = []
     objects: list[Any] = []
     for tensor in tensors:
@@ -33,7 +40,16 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
 
 
 def restore_from_saved(objects: list[Any], saved: Any, return_saved_tensors: bool = False) -> Any:
-    """The inverse of `prepare_for_saving`; with ``return_saved_tensors`` also what was left over."""
+    """Put saved buffers back into their tensors: the inverse of `prepare_for_saving`.
+
+    Args:
+        objects: the second result of `prepare_for_saving`.
+        saved: the saved tensors.
+        return_saved_tensors: also return the saved tensors that are left over.
+
+    Returns:
+        The tensors that were passed to `prepare_for_saving`; with ``return_saved_tensors`` a pair.
+    """
     rest = list(saved)
     restored: list[Any] = []
     for holder in objects:
@@ -48,7 +64,11 @@ def restore_from_saved(objects: list[Any], saved: Any, return_saved_tensors: boo
 
 
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
-    """`restore_from_saved` from ``ctx.tensor_objects`` and ``ctx.saved_tensors``; the objects are let go."""
+    """`restore_from_saved` with ``ctx.tensor_objects`` and ``ctx.saved_tensors``. The objects are removed from ``ctx``.
+
+    Raises:
+        AttributeError: ``ctx.tensor_objects`` is not set.
+    """
     if getattr(ctx, "tensor_objects", None) is None:
         raise AttributeError("ctx.tensor_objects must be set to the objects of prepare_for_saving")
     restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)

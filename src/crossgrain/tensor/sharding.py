@@ -1,9 +1,8 @@
-"""Sharded parameters: what FSDP2 (`torch.distributed.fsdp.fully_shard`) asks of a quantized tensor.
+"""Sharded parameters: what FSDP2 (`torch.distributed.fsdp.fully_shard`) needs from a quantized tensor.
 
-Each rank keeps some rows of a parameter as a quantized tensor of its own. Before a layer runs, FSDP2 calls
-`pre_all_gather` on the shard, gathers the bytes it returns, and calls `post_all_gather`, which fills the whole
-parameter: the same object and the same buffers every time, because autograd may have saved them. In between their
-memory is free.
+Each rank has some rows of a parameter as a quantized tensor. Before a layer runs, FSDP2 calls `pre_all_gather` on the
+shard, gathers the bytes that it returns, and calls `post_all_gather`, which fills the whole parameter. That is the same
+object with the same buffers every time, because autograd may have saved them; between uses their memory is freed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _directions: ContextVar[tuple[Direction, ...]] = ContextVar("directions that a g
 
 @contextmanager
 def gathering(directions: Sequence[Direction]) -> Iterator[None]:
-    """Gathers inside bring these directions only."""
+    """A context manager: only these directions are gathered inside."""
     token = _directions.set(tuple(directions))
     try:
         yield
@@ -43,19 +42,20 @@ def gathering(directions: Sequence[Direction]) -> Iterator[None]:
 
 
 def gathered_directions() -> tuple[Direction, ...]:
+    """The directions that are gathered now."""
     return _directions.get()
 
 
 class Gather(NamedTuple):
-    """What `post_all_gather` has to know."""
+    """What `pre_all_gather` tells `post_all_gather`."""
 
     shipment: Shipment
     directions: tuple[Direction, ...]
-    alone: bool = False  # nobody gathers: the buffer is the caller's
+    alone: bool = False  # nothing is gathered: the buffer belongs to the caller
 
 
 def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Gather]:
-    """This rank's bytes, and what the others need to know about them."""
+    """The bytes of this rank's shard, and how to read them."""
     alone = mesh is None
     group, rank, ranks = (None, 0, 1) if alone else (mesh.get_group(), mesh.get_local_rank(), mesh.size())
     shard._check_fresh()
@@ -71,7 +71,18 @@ def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Ga
 def post_all_gather(
     shard: QuantizedTensor, gathered: Tensor, gather: Gather, dtype: torch.dtype, out: Any
 ) -> tuple[QuantizedTensor, list[Tensor]]:
-    """The whole tensor, of nominal ``dtype``, and its buffers; ``out``, if given, is filled again."""
+    """Make the whole tensor from gathered bytes, or fill ``out`` again.
+
+    Args:
+        shard: the shard of this rank.
+        gathered: the bytes of all shards.
+        gather: the second result of `pre_all_gather`.
+        dtype: nominal dtype of the tensor.
+        out: the tensor of an earlier call; None to make one.
+
+    Returns:
+        The whole tensor, and its buffers.
+    """
     if out is None:
         with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
             whole = shard._empty_like(gather.shipment.shape, dtype)
@@ -84,7 +95,7 @@ def post_all_gather(
 
 
 def fill(whole: QuantizedTensorStorage, gathered: Tensor, shipment: Shipment, directions: Sequence[Direction]) -> None:
-    """Write the planes that ``directions`` need; the memory of all others, and of ``gathered``, is let go."""
+    """Write the planes of ``directions``. The memory of all other planes, and of ``gathered``, is freed."""
     buffers = tuple(buffer for buffer in buffers_of(whole) if not buffer.is_inference())
     with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
         unpack(gathered, shipment, whole._planes_that_travel(directions))
@@ -97,7 +108,7 @@ def fill(whole: QuantizedTensorStorage, gathered: Tensor, shipment: Shipment, di
 
 
 def buffers_of(whole: QuantizedTensorStorage) -> list[Tensor]:
-    """Each once."""
+    """The buffers of a tensor, each of them once."""
     return list({id(buffer): buffer for _, buffer in whole._buffers()}.values())
 
 
@@ -105,24 +116,24 @@ def buffers_of(whole: QuantizedTensorStorage) -> list[Tensor]:
 
 
 def share_scales(shard: QuantizedTensor, group: Any) -> None:
-    """From now on, what is written to ``shard`` is scaled by the amaxes of all shards."""
+    """From now on, writes to ``shard`` use the largest amax of all shards."""
     shard._quantizer = shard._get_quantizer()
     reduce_over(shard._quantizer, group)
     shard._stand_alone()
 
 
 def reduce_over(quantizer: Any, group: Any) -> None:
-    """Make ``quantizer`` maximise amaxes over ``group`` too, in every direction."""
+    """Make ``quantizer`` take the largest amaxes also over ``group``, in every direction."""
     for own in quantizer.plain_quantizers():
         before = own.amax_reduction_group if own.with_amax_reduction else None
         groups = joined_groups(group, before)
-        if not own.with_amax_reduction or groups != before:  # options that change cost a memory
+        if not own.with_amax_reduction or groups != before:  # setting an option clears the cache of a quantizer
             own.with_amax_reduction = True
             own.amax_reduction_group = groups
 
 
 def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
-    """``weight`` is written by ``quantizer`` from now on, and so is the shard that it was gathered from."""
+    """From now on, ``quantizer`` writes ``weight``, and also the shard that it was gathered from."""
     weight._quantizer = quantizer
     if weight._shard is not None:
         groups = weight._shard._quantizer.plain_quantizers()[0].amax_reduction_group
@@ -131,7 +142,7 @@ def follow_quantizer(weight: QuantizedTensor, quantizer: Any) -> None:
 
 
 def local_part(tensor: Any) -> Any:
-    """What this rank has of a DTensor, as the tensor that holds the numbers; other tensors are whole."""
+    """The part of a DTensor that this rank has, as the tensor with the numbers. Other tensors are returned as is."""
     part = getattr(tensor, "_local_tensor", tensor)
     return getattr(part, "_plain", part)
 
@@ -142,8 +153,8 @@ def is_sharded(param: Any) -> bool:
 
 
 def cut_along(placement: Any) -> int | None:
-    """The dimension that ranks share under a placement of a DTensor; None if each has all of it."""
-    dim: int | None = getattr(placement, "dim", None)  # is_shard() is not true of what FSDP2 cuts a second time
+    """The dimension that a placement of a DTensor divides among ranks; None if each rank has everything."""
+    dim: int | None = getattr(placement, "dim", None)  # is_shard() is False for what FSDP2 divides a second time
     return dim
 
 
@@ -152,7 +163,7 @@ def own_part(whole: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
     part = whole.detach()
     cuts = [(at, dim) for at, placement in enumerate(placements) if (dim := cut_along(placement)) is not None]
     if any(hasattr(placement, "split_factor") for placement in placements):
-        cuts.reverse()  # FSDP2, whose dimensions come first, has cut what a tensor parallel rank has
+        cuts.reverse()  # FSDP2, whose mesh dimensions come first, divided what a tensor-parallel rank has
     for at, dim in cuts:
         each = -(-part.shape[dim] // mesh.size(at))
         start = min(each * mesh.get_local_rank(at), part.shape[dim])
@@ -161,10 +172,10 @@ def own_part(whole: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
 
 
 def sharded_like(value: Tensor, param: Tensor) -> Tensor:
-    """``value``, which is of this rank, as a part of the whole that ``param`` is a part of."""
+    """Make a DTensor from the part of this rank, distributed like ``param``. Without a DTensor, return ``value``."""
     if not is_sharded(param):
         return value
-    from torch.distributed.tensor import DTensor  # which takes long to import, and not everybody needs
+    from torch.distributed.tensor import DTensor  # imported late: it takes long, and not everybody needs it
 
     sharded: Any = param
     return DTensor.from_local(
@@ -173,7 +184,7 @@ def sharded_like(value: Tensor, param: Tensor) -> Tensor:
 
 
 def write_shard(param: Any, values: Tensor) -> None:
-    """Requantize what this rank has of ``param`` under the scales of all ranks, who have to do the same."""
+    """Requantize the part of ``param`` that this rank has, with scales of the whole. All ranks must call it."""
     shard = local_part(param)
     if not is_sharded(param):
         shard.quantize_(values)
@@ -184,7 +195,7 @@ def write_shard(param: Any, values: Tensor) -> None:
 
 
 def shard_groups(param: Any) -> Any:
-    """The ranks that have the other parts of a DTensor: one group, or several that connect them. None: nobody."""
+    """The ranks with the other parts of a DTensor: one process group, or several. None if each rank has everything."""
     if not is_sharded(param):
         return None
     cut = [at for at, placement in enumerate(param.placements) if cut_along(placement) is not None]
@@ -192,9 +203,9 @@ def shard_groups(param: Any) -> Any:
 
 
 def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
-    """Rows of each rank's shard. All ranks raise if one cannot be gathered, or has other planes.
+    """The number of rows of each rank's shard. All ranks raise if a shard cannot be gathered, or has other planes.
 
-    Asked of the others once for each shard, and again when it is replaced.
+    The ranks exchange this once for each shard, and again when it is replaced.
     """
     kinds = [kind_of(plane) for plane in shard.planes()]
     asked = (shard.shape, kinds)
@@ -207,10 +218,12 @@ def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
     if problem is not None:
         raise NotImplementedError(problem)
     if any(refused for _, refused, _ in found):
-        raise RuntimeError(f"another rank refused to gather its shard of a {type(shard).__name__}")
+        raise RuntimeError(
+            f"another rank cannot gather its shard of a {type(shard).__name__}; see the error of that rank"
+        )
     if any(other != found[0][2] for _, _, other in found):
         raise RuntimeError(
-            f"the shards of a {type(shard).__name__} hold different planes on different ranks; here: {held}"
+            f"the shards of a {type(shard).__name__} have different planes on different ranks; this rank has {held}"
         )
     counts = [count for count, _, _ in found]
     shard.__dict__["_known_shards"] = (asked, counts)
@@ -218,7 +231,7 @@ def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
 
 
 def exchanged(numbers: Sequence[int], group: Any, ranks: int, device: torch.device) -> list[list[int]]:
-    """The numbers of every rank."""
+    """Exchange a few numbers: the lists of all ranks."""
     mine = torch.tensor([int(number) for number in numbers], device=device)
     if ranks == 1:
         return [mine.tolist()]
@@ -228,17 +241,20 @@ def exchanged(numbers: Sequence[int], group: Any, ranks: int, device: torch.devi
 
 
 def why_not_sharded(quantizer: Any, formats: Sequence[Format]) -> str | None:
-    """Why shards of a weight would not be what they would be in the whole; None if they are."""
+    """Why shards of a weight would not have the bytes of the whole weight; None if they have."""
     if not formats:
-        return "a sharded weight has to be made of planes, and this one holds none"
+        return "a sharded weight must consist of planes, but this one has none"
     for fmt in formats:
         if fmt.global_amax == "row":
-            return f"a sharded weight cannot be {fmt.name}: the amaxes of its rows are of one shard or of all"
+            return (
+                f"a sharded weight cannot be in the format {fmt.name}: it has an amax for every row, which would be "
+                "that of one shard in one direction and of all shards in the other"
+            )
     for own in quantizer.plain_quantizers():
         directions = [direction for direction, used in own.get_usages().items() if used]
         if any(own.encoding(Direction(direction)).stochastic for direction in directions):
             return (
-                f"a sharded weight cannot be rounded stochastically ({type(own).__name__}): ranks and passes would "
-                "not agree on the numbers"
+                f"a sharded weight cannot be rounded stochastically ({type(own).__name__}): ranks and passes would get "
+                "different numbers"
             )
     return None

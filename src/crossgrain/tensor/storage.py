@@ -1,4 +1,4 @@
-"""The quantized storage: reading, writing, usages and saving of planes, without being a torch.Tensor."""
+"""`QuantizedTensorStorage`: planes that can be read, written, dropped and saved, without a torch.Tensor around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def copy_plane(mine: Plane, theirs: Plane) -> None:
-    """Copy the bytes of a plane into another of the same format and shape."""
+    """Copy the bytes of a plane to another plane of the same format and shape."""
     mine.operand_codes().copy_(theirs.operand_codes())
     if mine.scale is not None and theirs.scale is not None:
         mine.operand_scales().copy_(theirs.operand_scales())
@@ -29,18 +29,29 @@ def copy_plane(mine: Plane, theirs: Plane) -> None:
 
 
 class QuantizedTensorStorage(PlaneHolder):
-    """Up to two planes of one logical tensor, and the quantizer that can make them again."""
+    """Up to two planes of one tensor, and the quantizer that writes them.
+
+    It is the base class of quantized tensors, and what quantizers with ``internal=True`` return.
+    """
 
     _strict_decodes_rowwise_only: ClassVar[bool] = False
     _missing_plane_error: ClassVar[type[Exception]] = RuntimeError
 
-    _raw_data: Tensor | None = None  # by which codes of other ranks arrive: the buffer of `replace_raw_data`
-    _place: int = 0  # among the weights of an optimizer, the same on all ranks: see `optim.gathered_codes.note_place`
+    _raw_data: Tensor | None = None  # the buffer of `replace_raw_data`, in which codes of other ranks arrive
+    _place: int = 0  # index among the weights of an optimizer, the same on all ranks: `optim.gathered_codes.note_place`
 
     # ---- reading and writing -------------------------------------------------------------------
 
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
-        """The high-precision tensor, from ``direction`` or, by default, rowwise if present."""
+        """Decode to a plain tensor in high precision.
+
+        Args:
+            dtype: dtype of the result; by default the nominal dtype.
+            direction: decode the plane of this direction; by default the rowwise plane if there is one.
+
+        Raises:
+            RuntimeError: the tensor does not have the plane, or the plane is stale.
+        """
         return self._decoded(self._dtype if dtype is None else dtype, direction)
 
     def _decoded(self, dtype: torch.dtype, direction: Direction | None) -> Tensor:
@@ -50,20 +61,36 @@ class QuantizedTensorStorage(PlaneHolder):
         plane = next(iter(self.planes()), None) if direction is None else self.plane(direction)
         if plane is None:
             what = "any" if direction is None else f"its {direction.value}"
-            raise RuntimeError(f"{type(self).__name__} of shape {list(self._shape)} does not hold {what} data")
+            raise RuntimeError(
+                f"cannot decode this {type(self).__name__} of shape {list(self._shape)}: it does not hold {what} data"
+            )
         if settings.strict and self._strict_decodes_rowwise_only and plane.transposed:
             raise NotImplementedError(
-                f"strict mode: {type(self).__name__} cannot be dequantized from columnwise data alone"
+                f"strict mode: {type(self).__name__} cannot be dequantized from columnwise data alone (crossgrain can, "
+                "with settings.strict = False)"
             )
         return plane
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Self:
-        """Requantize in place: every plane that is present is written. A non-zero flag does nothing."""
+        """Quantize other values into this tensor, in place. All planes that it has are written.
+
+        Args:
+            tensor: the new values, of the same shape.
+            noop_flag: a float32 tensor with one number; if it is not zero, nothing is written.
+
+        Returns:
+            This tensor.
+        """
         self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
-        """Copy the bytes of ``src``, which must be of the same class, formats and shape."""
+        """Copy the bytes of another tensor of the same class, formats and shape.
+
+        Raises:
+            TypeError: ``src`` is of another class.
+            RuntimeError: ``src`` does not have a plane that this tensor has, or has it in another format or shape.
+        """
         src = self._apart(src)
         if type(src)._storage_class() is not self._storage_class():
             raise TypeError(f"copy_from_storage: cannot copy {type(src).__name__} to {type(self).__name__}")
@@ -71,20 +98,26 @@ class QuantizedTensorStorage(PlaneHolder):
         for plane in self.planes():
             other = src.plane(plane.direction)
             if other is None:
-                raise RuntimeError(f"copy_from_storage: the source has no {plane.direction.value} plane")
+                raise RuntimeError(
+                    f"copy_from_storage: the source has no {plane.direction.value} plane, which the destination has"
+                )
             if other.format != plane.format or other.shape != plane.shape:
                 raise RuntimeError(
-                    f"copy_from_storage: {plane.direction.value} plane of {other.format.name} {list(other.shape)} "
-                    f"does not fit {plane.format.name} {list(plane.shape)}"
+                    f"copy_from_storage: cannot copy the {plane.direction.value} plane: the source has "
+                    f"{other.format.name} of shape {list(other.shape)}, the destination has {plane.format.name} of "
+                    f"shape {list(plane.shape)}"
                 )
             pairs.append((plane, other))
         self._copy_planes(pairs)
 
     def _copy_bytes_from(self, src: QuantizedTensorStorage) -> bool:
-        """Copy what ``src`` has in our formats as bytes; make the rest from it. False: nothing fits.
+        """Copy the planes that ``src`` has in the same formats as bytes, and make the others from ``src``.
 
-        A plane that ``src`` lacks is derived from its other plane where that is exact, else quantized
-        from its values: no plane is ever left as it was.
+        A plane that ``src`` does not have is made from its other plane if that is exact; otherwise its values are
+        quantized.
+
+        Returns:
+            False if no plane fits; then nothing is written. Otherwise all planes are written.
         """
         src = self._apart(src)
         pairs, rest = [], []
@@ -103,13 +136,13 @@ class QuantizedTensorStorage(PlaneHolder):
         return True
 
     def _apart(self, src: QuantizedTensorStorage) -> QuantizedTensorStorage:
-        """``src``, or a copy if it lies in the same memory: parts of one tensor may overlap."""
+        """``src``, or a copy if it is in the same memory: slices of one tensor may overlap."""
         mine = {buffer.untyped_storage().data_ptr() for _, buffer in self._buffers()}
         overlaps = any(buffer.untyped_storage().data_ptr() in mine for _, buffer in src._buffers())
         return src._clone() if overlaps and self.device.type != "meta" else src
 
     def _copy_planes(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
-        """Copy bytes between planes of equal formats, into this tensor."""
+        """Copy bytes to planes of this tensor from planes of the same formats."""
         self._check_scales_shared(pairs)
         for _, theirs in pairs:
             theirs.check_readable()
@@ -118,7 +151,7 @@ class QuantizedTensorStorage(PlaneHolder):
         self._mark_written()
 
     def _check_scales_shared(self, pairs: Sequence[tuple[Plane, Plane]]) -> None:
-        """Bytes may be copied into a slice only under the per-tensor scale that it shares."""
+        """Raise if a slice would get bytes with another per-tensor scale than that of its whole tensor."""
         for mine, theirs in pairs:
             shared, other = mine.scale_across(self._cut_axes), theirs.scale_across(self._cut_axes)
             if shared is not None and other is not None and not torch.equal(shared, other.to(shared.device)):
@@ -127,8 +160,8 @@ class QuantizedTensorStorage(PlaneHolder):
     def _refuse_slice_write(self, plane: Plane) -> None:
         raise RuntimeError(
             f"{type(self).__name__}: the {plane.direction.value} plane of this slice of shape {list(self._shape)} "
-            f"shares its per-tensor {plane.format.name} scale with the tensor it was cut from; writing here would "
-            "change the scale under the rest. Clone the slice, or write the whole tensor."
+            f"shares its per-tensor {plane.format.name} scale with the tensor that it is a slice of; writing to it "
+            "would change the scale under the rest. Clone the slice, or write the whole tensor."
         )
 
     def _clone(self) -> Self:
@@ -140,10 +173,16 @@ class QuantizedTensorStorage(PlaneHolder):
     # ---- usages --------------------------------------------------------------------------------
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Keep (None), drop (False) or have (True) each direction.
+        """Add or drop directions.
 
-        A missing direction is made from the other where that is exact (per-tensor scales, square
-        tiles); otherwise this raises, and nothing has changed.
+        A missing direction is made from the other one if that is exact: with per-tensor scales or square tiles.
+
+        Args:
+            rowwise_usage: True to have the rowwise plane, False to drop it, None to leave it as it is.
+            columnwise_usage: the same for the columnwise plane.
+
+        Raises:
+            RuntimeError: a missing direction cannot be made. Nothing has changed then.
         """
         wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
         made = {
@@ -158,17 +197,17 @@ class QuantizedTensorStorage(PlaneHolder):
             self._adopt_plane(plane)
 
     def _reset_caches(self) -> None:
-        """Free what is a copy of other data; most formats keep no copies."""
+        """Free copies of other data. Most formats have none."""
 
     def _derivable(self, direction: Direction) -> Plane | None:
-        """The missing plane of ``direction`` made from the other one, where that is exact."""
+        """The missing plane of ``direction``, made from the other plane; None if that is not exact."""
         source = self.plane(direction.other)
         if source is None or not same_codes_in_both(source.format, self._formats[direction]):
             return None
         return kernels.transposed_plane(source, self._plane_tensor_shape(), self._stores_transposed(direction))
 
     def _synthesise(self, direction: Direction) -> Plane:
-        """The missing plane of ``direction``: the same numbers as in the other, under the same scales."""
+        """The missing plane of ``direction``, with the numbers and scales of the other. Raises if it is impossible."""
         refused = settings.strict and not self._strict_synthesises(direction)
         plane = None if refused else self._derivable(direction)
         if plane is None:
@@ -181,31 +220,40 @@ class QuantizedTensorStorage(PlaneHolder):
         return plane
 
     def _strict_synthesises(self, direction: Direction) -> bool:
-        """Whether Transformer Engine would make this direction from the other."""
+        """Whether Transformer Engine can make this direction from the other."""
         return False
 
     # ---- saving for backward -------------------------------------------------------------------
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Self]:
-        """Hand out the buffers and forget them: ``(buffers, self)``."""
+        """Take the buffers out of this object: ``(buffers, self)``. `restore_from_saved` puts them back."""
         buffers = [getattr(self, name) for name in self._buffer_names]
         for name in self._buffer_names:
             setattr(self, name, None)
-        # From here on autograd guards the buffers, or they come back as copies: later writes are not ours.
+        # Autograd checks the buffers from here on, or they come back as copies: later writes to them do not count here.
         self._epochs = {direction: Epoch(epoch.number) for direction, epoch in self._epochs.items()}
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Take the buffers back from the front of ``tensors``; returns the rest."""
+        """Put back buffers from the front of ``tensors``.
+
+        Returns:
+            The tensors that are left.
+
+        Raises:
+            RuntimeError: there are fewer tensors than buffers.
+        """
         count = len(self._buffer_names)
         if len(tensors) < count:
-            raise RuntimeError(f"{type(self).__name__} has {count} buffers, but only {len(tensors)} tensors were saved")
+            raise RuntimeError(
+                f"{type(self).__name__} needs {count} saved buffers, but only {len(tensors)} tensors are left"
+            )
         for name, buffer in zip(self._buffer_names, tensors[:count], strict=True):
             setattr(self, name, buffer)
         return tensors[count:]
 
     def clear(self) -> None:
-        """Free the memory of the buffers, also for others that share them. Scales shared by many stay."""
+        """Free the memory of the buffers, also for objects that share them. Per-tensor scales are kept."""
         for plane in self.planes():
             shared = plane.scale if plane.format.block is None else None
             for buffer in plane.buffers():
@@ -215,66 +263,75 @@ class QuantizedTensorStorage(PlaneHolder):
     # ---- shards --------------------------------------------------------------------------------
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """Names of the buffers that a gather of shards moves, in order."""
+        """Names of the buffers that are gathered, in their order."""
         return shard_field_names(self)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """This shard's buffers, ready to be concatenated along their first dimension, and how to read them."""
+        """The buffers of this shard, to be concatenated along their first dimension, and how to read them."""
         return extract_shard(self)
 
     def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
-        """Become the whole: take planes from the concatenated buffers of all shards."""
+        """Fill this tensor from the concatenated buffers of all shards.
+
+        Args:
+            buffers: the gathered buffers, in the order of `fsdp_buffer_fields`.
+            meta: the second result of `fsdp_extract_buffers`.
+        """
         assign_gathered(self, buffers, meta)
 
     def _planes_that_travel(self, directions: Sequence[Direction]) -> list[Plane]:
-        """The planes from which all that serve ``directions`` can be had: not those that follow from another."""
+        """The planes to send for ``directions``: not those that can be made from another one."""
         own = {plane.direction: plane for plane in self.planes()}
         if len(own) == 2 and len(directions) == 2 and self._derivable_formats():
             return [own[ROWWISE]]
         return self._planes_of(directions)
 
     def _planes_of(self, directions: Sequence[Direction]) -> list[Plane]:
-        """The planes, with buffers of their own, that ``directions`` are read from."""
+        """The planes with own buffers that are read for ``directions``."""
         own = {plane.direction: plane for plane in self.planes()}
         found = []
         for direction in directions:
             plane = own.get(direction)
             if plane is None and self.plane(direction) is not None:
-                plane = own[direction.other]  # which serves both
+                plane = own[direction.other]  # it is used for both directions
             if plane is not None and plane not in found:
                 found.append(plane)
         return found
 
     def _derivable_formats(self) -> bool:
-        """Whether the bytes of one direction follow from those of the other."""
+        """Whether the bytes of one direction can be made from those of the other."""
         return same_codes_in_both(self._formats[ROWWISE], self._formats[COLUMNWISE])
 
     def _derive_planes(self, directions: Sequence[Direction]) -> None:
-        """Fill what serves ``directions`` and did not travel."""
+        """Fill the planes of ``directions`` that were not sent."""
         travelled = self._planes_that_travel(directions)
         for plane in self._planes_of(directions):
             if all(plane.data is not other.data for other in travelled):
                 made = kernels.transposed_plane(travelled[0], self._plane_tensor_shape(), plane.transposed)
                 if plane.scale is not None:
-                    plane.scale.zero_()  # its padding: the memory may be new
+                    plane.scale.zero_()  # for the padding: the memory may be uninitialised
                 copy_plane(plane, made)
 
     def _note_zeros(self) -> None:
         self._made_of_zeros = True
 
     def _stand_alone(self) -> None:
-        """Be a tensor of its own: what it was cut from is gone, or was only padding."""
+        """Stop being a slice: the larger tensor no longer exists, or was only padding."""
         self._cut_axes = ()
 
     # ---- the quantizer -------------------------------------------------------------------------
 
     def update_quantizer(self, quantizer: TensorQuantizer) -> None:
-        """Use another quantizer for future writes. The bytes stay as they are."""
+        """Use another quantizer for later writes. The bytes stay as they are.
+
+        Raises:
+            RuntimeError: the tensor has no quantizer.
+        """
         if self._quantizer is None:
-            raise RuntimeError(f"{type(self).__name__} has no quantizer that could be updated")
+            raise RuntimeError(f"this {type(self).__name__} has no quantizer that could be replaced")
         if self._quantizer is not quantizer:
             warnings.warn(
-                f"the quantizer of a {type(self).__name__} is replaced: future writes may differ", stacklevel=2
+                f"the quantizer of a {type(self).__name__} is replaced: later writes may give other bytes", stacklevel=2
             )
         self._quantizer = quantizer
 
@@ -287,7 +344,7 @@ class QuantizedTensorStorage(PlaneHolder):
         return quantizer
 
     def _build_default_quantizer(self) -> TensorQuantizer:
-        """A quantizer that writes these planes' formats, for tensors that were built by hand."""
+        """A quantizer for the formats of the planes, if the tensor was created without one."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""The quantized tensor: the two-plane storage as a torch.Tensor.
+"""`QuantizedTensor`: a storage of two planes as a torch.Tensor.
 
-It reports a shape, a nominal dtype and a device like any tensor, takes part in autograd, and decodes
-itself when an operation has no use for its bytes. What each operation does is in `dispatch`.
+It has a shape, a nominal dtype and a device like any tensor, and takes part in autograd. Operations that cannot use its
+bytes decode it. What each operation does is in `dispatch`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,22 @@ from .storage import QuantizedTensorStorage
 
 
 class QuantizedTensor(QuantizedTensorStorage, Tensor):
-    """A torch.Tensor over quantized planes: ``(shape, dtype, *, requires_grad, **storage arguments)``."""
+    """A torch.Tensor whose numbers are in quantized planes. Quantizers make it: ``crossgrain.quantize(x, "mxfp8")``.
+
+    Args:
+        shape: the shape.
+        dtype: nominal dtype: what torch sees, and what `dequantize` returns by default.
+        requires_grad: whether the tensor requires gradients.
+        device: the device; by default that of the buffers.
+        stride: strides of the tensor, for formats that can be strided.
+        storage_offset: offset of the tensor, for formats that can be strided.
+        alias_of: another tensor that may have the same buffers; both share the record of writes then.
+        **storage: buffers and options of the storage class.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    # The storage's versions of these must not hide torch's, which know about autograd.
+    # torch's versions of these, because those of the storage do not know about autograd.
     shape = Tensor.shape
     size = Tensor.size  # type: ignore[assignment]
     device = Tensor.device
@@ -97,7 +108,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
         device = next((buffer.device for buffer in buffers.values() if buffer is not None), self.device)
-        with torch.inference_mode(self.is_inference()):  # an alias is of the same kind as the tensor
+        with torch.inference_mode(self.is_inference()):  # an alias of an inference tensor is one as well
             return type(self)._wrapper(shape, dtype, device)
 
     @classmethod
@@ -113,32 +124,44 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     # ---- values --------------------------------------------------------------------------------
 
     def dequantize(self, *, dtype: torch.dtype | None = None, direction: Direction | None = None) -> Tensor:
-        """The high-precision tensor; gradients pass straight through."""
+        """Decode to a plain tensor in high precision. The gradient passes through unchanged.
+
+        Args:
+            dtype: dtype of the result; by default the nominal dtype.
+            direction: decode the plane of this direction; by default the rowwise plane if there is one.
+
+        Raises:
+            RuntimeError: the tensor does not have the plane, or the plane is stale.
+        """
         dtype = self._dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(Tensor, DequantizeFunction.apply(self, dtype, direction))
         return self._decoded(dtype, direction)
 
     def float(self) -> Tensor:
+        """Decode to float32. A parameter stays quantized and changes its nominal dtype."""
         return self._to_nominal(torch.float32)
 
     def half(self) -> Tensor:
+        """Decode to float16. A parameter stays quantized and changes its nominal dtype."""
         return self._to_nominal(torch.float16)
 
     def bfloat16(self) -> Tensor:
+        """Decode to bfloat16. A parameter stays quantized and changes its nominal dtype."""
         return self._to_nominal(torch.bfloat16)
 
     def _to_nominal(self, dtype: torch.dtype) -> Tensor:
-        # nn.Module.bfloat16() and friends call these on parameters and replace them by the result: a
-        # parameter must stay quantized, so it only changes its nominal dtype.
+        # nn.Module.bfloat16() and similar methods call these on parameters and replace them by the result. A parameter
+        # must stay quantized, so only its nominal dtype changes.
         return self.to(dtype) if self._is_param else self.dequantize(dtype=dtype)
 
     def to_dtype(self, dtype: torch.dtype) -> Self:
-        """The same bytes under another nominal dtype."""
+        """The tensor with another nominal dtype. The bytes are kept."""
         return cast(Self, self.to(dtype))
 
     @property
     def dtype(self) -> torch.dtype:
+        """The nominal dtype. Setting it keeps the bytes."""
         return self._dtype
 
     @dtype.setter
@@ -148,7 +171,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     @property
     def data(self) -> Self:
-        """The tensor without its gradient history, over the same buffers."""
+        """The tensor detached from autograd, with the same buffers.
+
+        A plain tensor that is assigned to it is quantized. A quantized tensor of the same class replaces the buffers.
+        """
         with torch.no_grad():
             return cast(Self, self.detach())
 
@@ -163,14 +189,14 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
                 value = self._quantized_alike(value)
         if type(value) is not type(self):
             raise TypeError(f"cannot assign a {type(value).__name__} to the data of a {type(self).__name__}")
-        # torch's setter moves shape, dtype and device, but knows nothing of our buffers.
+        # torch's setter changes shape, dtype and device, but does not know the buffers.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         alias = value._rewrap()
         for name in self._shared_names():
             setattr(self, name, getattr(alias, name))
 
     def _quantized_alike(self, value: Tensor) -> QuantizedTensor:
-        """``value`` in the formats and directions of this tensor, whatever its shape and dtype."""
+        """Quantize ``value``, of any shape and dtype, to the formats and directions of this tensor."""
         quantizer = self._get_quantizer().copy()
         quantizer.set_usage(**self.get_usages())
         quantizer.internal = False
@@ -180,8 +206,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         if value._base is not None and value._base.numel() > value.numel():
             raise RuntimeError(
                 f"the data of a {type(self).__name__} of shape {list(self.shape)} cannot be a piece of a larger tensor "
-                f"of shape {list(value._base.shape)}, as in ZeroRedundancyOptimizer(parameters_as_bucket_view=True): "
-                "what is written there later would not arrive here. Assign a clone of the piece."
+                f"of shape {list(value._base.shape)}, as in ZeroRedundancyOptimizer(parameters_as_bucket_view=True), "
+                "because later writes to that tensor would not change this one. Assign a clone of the piece."
             )
 
     def _mark_written(self, number: int | None = None) -> None:
@@ -201,7 +227,15 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         requires_grad: bool = False,
         **overrides: Any,
     ) -> Self:
-        """A tensor like another, sharing its buffers but for ``overrides`` (constructor arguments)."""
+        """Make a tensor with the buffers of another.
+
+        Args:
+            tensor: the other tensor.
+            shape: shape of the new tensor; by default that of the other.
+            dtype: nominal dtype; by default that of the other.
+            requires_grad: whether the new tensor requires gradients.
+            **overrides: arguments of the constructor that are different.
+        """
         metadata = {**tensor.get_metadata(), **overrides}
         dtype = tensor.dtype if dtype is None else dtype
         metadata.pop("fake_dtype", None)
@@ -218,7 +252,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
-            if name not in self._shared_names():  # what the user hung on the tensor
+            if name not in self._shared_names():  # attributes that the user has set
                 setattr(new, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             new.grad = self.grad.clone()
@@ -232,26 +266,27 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     # ---- what a tensor without storage of its own cannot do ------------------------------------
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty storage: the bytes are in the planes' buffers."""
+        """An empty storage: the bytes are in the buffers of the planes."""
         return torch.UntypedStorage(0, device=self.device)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Indexing may cut through blocks: the tensor is decoded, changed and requantized."""
+        """Decode the tensor, change it and requantize all of it: an index may cut blocks."""
         with torch.no_grad():
             changed = self._decoded(self._dtype, None).clone()
             changed[index] = value
             self.quantize_(changed)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The decoded numbers."""
+        """The decoded numbers as a float32 array."""
         return self.dequantize(dtype=torch.float32).numpy(force=force)
 
     def _refuse_memory_access(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{type(self).__name__} has no memory of its own dtype; dequantize() it first")
+        raise RuntimeError(f"{type(self).__name__} has no memory with numbers of its dtype; dequantize() it first")
 
     __dlpack__ = apply_ = map_ = map2_ = _refuse_memory_access
 
     def share_memory_(self) -> Self:
+        """Not supported: raises RuntimeError."""
         raise RuntimeError(
             f"{type(self).__name__} has no single storage to share between processes; share the tensors of "
             "get_data_tensors(), or send the tensor itself, which is pickled"
@@ -267,10 +302,18 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         module: torch.nn.Module | None = None,
         mp_policy: Any = None,
     ) -> tuple[tuple[Tensor], sharding.Gather]:
-        """The bytes of this shard, in one buffer. Without a ``mesh`` it is the whole; the rest is torch's form."""
+        """The bytes of this shard in one buffer. FSDP2 calls it.
+
+        Args:
+            mesh: the mesh of ranks with the other shards; None if this is the whole parameter.
+            orig_size: accepted; it is not used.
+            contiguous_orig_stride: accepted; it is not used.
+            module: accepted; it is not used.
+            mp_policy: accepted; it is not used.
+        """
         return sharding.pre_all_gather(self, mesh)
 
-    # torch counts parameters: of those who take five it wants buffers as large as the largest shard's parameter.
+    # torch counts the parameters of this method. If it has all five, torch wants buffers of the size of the parameter.
     fsdp_pre_all_gather.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "mesh")]
     )
@@ -278,7 +321,17 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor], metadata: sharding.Gather, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[QuantizedTensor, list[Tensor]]:
-        """The whole parameter from the bytes of all shards, and its buffers; ``out`` is filled again."""
+        """Make the whole parameter from the bytes of all shards, or fill ``out`` again. FSDP2 calls it.
+
+        Args:
+            outputs: the gathered bytes.
+            metadata: the second result of `fsdp_pre_all_gather`.
+            param_dtype: nominal dtype of the parameter.
+            out: the parameter of an earlier call; None to make one.
+
+        Returns:
+            The parameter, and its buffers.
+        """
         return sharding.post_all_gather(self, outputs[0], metadata, param_dtype, out)
 
     # ---- tracing -------------------------------------------------------------------------------
@@ -306,7 +359,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
 
 def _teach_torch() -> None:
-    """With the first quantized tensor, functions of torch that take lists of tensors learn of such tensors."""
+    """Patch the functions of torch that take lists of tensors. Called when the first quantized tensor is created."""
     from .broadcast import BroadcastHandler
 
     lists_of_tensors.install(BroadcastHandler())

@@ -1,8 +1,8 @@
-"""Updates of quantized parameters that round away.
+"""Warn if updates of quantized parameters are lost by rounding.
 
-An optimizer without master weights adds its updates to what a quantized parameter decodes to. Where an
-update is smaller than half the distance to the neighbouring number, writing the sum back changes nothing,
-step after step: the model looks as if it trained, and does not. That is worth a warning.
+An optimizer without master weights adds its update to the decoded parameter, and the sum is quantized again. If the
+update is smaller than half the distance to the next number of the format, the parameter does not change, in any step:
+the model seems to train, but does not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _ARITHMETIC = frozenset(f"{name}_" for name in ("add", "sub", "mul", "div", "add
 
 
 def is_update(func: Any) -> bool:
-    """Whether ``func`` is something that optimizers do to parameters in place."""
+    """Whether ``func`` is an operation by which optimizers update parameters in place."""
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("_fused_") or name.removeprefix("_foreach_") in _ARITHMETIC
 
 
 def rounds_updates(tensor: QuantizedTensor) -> bool:
-    """Whether updates of ``tensor`` may vanish for good: a parameter in few bits, rounded to nearest."""
+    """Whether updates of ``tensor`` can be lost: it is a quantized parameter that is rounded to the nearest number."""
     planes = tensor.planes()
     if not tensor._is_param or not planes or planes[0].format.is_identity:
         return False
@@ -33,14 +33,14 @@ def rounds_updates(tensor: QuantizedTensor) -> bool:
 
 
 def warn_if_vanished(tensor: QuantizedTensor, before: Tensor) -> None:
-    """Warn if most of what ``tensor`` decodes to is as it was."""
+    """Warn if an update has left more than half of the numbers of ``tensor`` as they were."""
     unchanged = tensor._decoded(before.dtype, None) == before
     share = float(unchanged.float().mean()) if before.numel() else 0.0
-    if share > 0.5:
+    if share > 0.5:  # some numbers may stay in a normal step; more than half is a sign that updates are too small
         warnings.warn(
             f"an in-place update left {share:.0%} of a {type(tensor).__name__} parameter of shape "
-            f"{list(tensor.shape)} as it was: it is smaller than what the format can tell apart. Keep float32 "
-            "masters: crossgrain.optim.with_masters(torch.optim.AdamW, params, ...), or "
+            f"{list(tensor.shape)} as it was: the update is smaller than the distance between numbers of the format. "
+            "Keep float32 masters: crossgrain.optim.with_masters(torch.optim.AdamW, params, ...), or "
             "crossgrain.optim.FusedAdam(params, master_weights=True).",
             stacklevel=5,
         )

@@ -193,7 +193,7 @@ def _hybrid(columns: cg.Quantizer, source: str = "original") -> cg.Quantizer:
     [
         ([_mx(), cg.NVFP4Quantizer()], "MXFP8Quantizer and NVFP4Quantizer"),
         ([_mx(), _mx(cg.DType.kFloat8E5M2)], "dtype="),
-        ([_mx(), None], "one of them has none"),
+        ([_mx(), None], "one of them has no quantizer"),
         ([_mx(), _hybrid(_mx())], "MXFP8Quantizer and HybridQuantizer"),
         ([_hybrid(_mx()), _hybrid(cg.IdentityQuantizer())], "columnwise, MXFP8Quantizer and IdentityQuantizer"),
         ([_hybrid(_mx()), _hybrid(_mx(), "rowwise_dequantized")], "columnwise_source"),

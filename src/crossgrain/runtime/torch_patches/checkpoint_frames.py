@@ -1,12 +1,12 @@
-"""Which of torch's checkpoints the running code is part of.
+"""Find out which activation checkpoints of torch the running code is part of.
 
-``torch.utils.checkpoint`` tells nobody that it computes something for the first time, or again. But all of it is
-Python: its functions are on the call stack, and hold the object that stands for one use of it in both passes.
+``torch.utils.checkpoint`` has no interface that says whether code runs for the first time or is recomputed. But its
+functions are on the call stack, and have the object that represents one use of a checkpoint in both passes:
 
     not reentrant   a ``_CheckpointFrame``: ``checkpoint`` runs the first pass, an ``unpack_hook`` the second
     reentrant       the ``ctx`` of ``CheckpointFunction``: ``forward`` runs the first pass, ``backward`` the second
 
-If a torch has other functions than these, nothing is found: callers refuse what they cannot do without.
+If a version of torch does not have these functions, no checkpoints are found, and callers that need them raise.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 
 class Running(NamedTuple):
-    """
-    ``first``      checkpoints whose first pass this is, innermost first; inside ``again``, those it has started
-    ``again``      the checkpoint that is computed again
-    ``run``        which of its recomputations it is: a graph that is kept may have several
-    ``reentrant``  of ``again``
-    ``trains``     a backward pass will follow, although gradients are off in the first pass of a reentrant one
+    """The checkpoints that the running code is part of.
+
+    Attributes:
+        first: checkpoints whose first pass this is, innermost first; in a recomputation, those that it has started.
+        again: the checkpoint that is recomputed; None if there is none.
+        run: which of its recomputations this is: a graph that is kept may have several.
+        reentrant: whether ``again`` is reentrant.
+        trains: a backward pass will follow, although gradients are disabled in the first pass of a reentrant
+            checkpoint.
     """
 
     first: list[Any]
@@ -45,12 +48,15 @@ NOTHING = Running([])
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running this thread's code."""
+    """Whether the autograd engine runs the current code, in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def running_checkpoints() -> Running:
-    """Looks only where there may be some: with saved-tensor hooks, without gradients, or in backward."""
+    """Find the running checkpoints on the call stack.
+
+    The stack is searched only if there may be some: with saved-tensor hooks, with gradients disabled, or in backward.
+    """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None and torch.is_grad_enabled() and not in_backward():
         return NOTHING
@@ -68,26 +74,26 @@ def running_checkpoints() -> Running:
         if function == "reentrant first":
             context = frame.f_locals["ctx"]
             first.append(context)
-            trains = trains or bool(context.next_functions)  # where backward goes on; none if nothing needs it
+            trains = trains or bool(context.next_functions)  # empty if no input requires gradients
         elif function == "first":
             first.extend(_frame_of(frame.f_locals.get("gen")))
         elif function == "engine":
-            break  # what called backward is over, or has nothing to do with it
+            break  # the code that called backward is not part of the pass
         frame = frame.f_back
     return Running(first, trains=trains) if first else NOTHING
 
 
 def _frame_of(generator: Any) -> list[Any]:
-    """The ``_CheckpointFrame`` of a checkpoint; none without gradients, when it only calls its function."""
+    """The ``_CheckpointFrame`` of a checkpoint. Without gradients there is none: it only calls its function."""
     paused = getattr(generator, "gi_frame", None)
     return [paused.f_locals["new_frame"]] if paused is not None and "new_frame" in paused.f_locals else []
 
 
 def unseen_by_policies() -> AbstractContextManager[Any]:
-    """Inside, selective checkpointing sees no operations, neither in the first pass nor again.
+    """A context manager in which selective checkpoints do not see operations, in both passes.
 
-    It counts operations to find results that it kept. What a module does in order to quantize is not the same in
-    both passes, and much of it is kernels that write where no operation tells.
+    Selective checkpoints count operations to find the results that they kept. The operations by which a module
+    quantizes are not the same in both passes, and many of them are kernels that write to memory unseen by torch.
     """
     if not torch._C._len_torch_dispatch_stack():
         return _NOTHING_TO_HIDE

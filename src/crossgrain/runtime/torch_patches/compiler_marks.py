@@ -1,12 +1,12 @@
-"""Marks by which `torch.compile` leaves a function alone, without importing the compiler.
+"""Mark functions that `torch.compile` must not trace, without importing the compiler.
 
 Why: ``torch.compiler.disable`` and ``torch.compiler.assume_constant_result`` import the whole compiler when they are
 called, which takes longer than importing torch, and most programs never compile. Both only set attributes on a
-function, by which the tracer knows it. The same attributes are set here; the compiler's own wrapper is made when a
-marked function is called in a process that has loaded the compiler.
+function, by which the tracer recognises it. This module sets the same attributes. The compiler's own wrapper is made
+when a marked function is called in a process that has loaded the compiler.
 
-Seen with torch 2.13. If a torch knows its functions by other attributes, a compiled model traces into what it should
-leave alone; the tests of compiled modules fail then.
+Tested with torch 2.13. If a version of torch uses other attributes, a compiled model traces functions that it should
+not; the tests of compiled modules fail then.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_in_graphs(function: Function) -> Function:
-    """``function``, which a tracer calls once instead of tracing it: its result is a constant of the graph."""
+    """Decorator: the tracer calls the function once instead of tracing it. Its result is a constant of the graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def eager_only(reason: str) -> Callable[[Function], Function]:
-    """A decorator for functions that run between two graphs; with ``fullgraph=True`` an error that has ``reason``."""
+    """Decorator for functions that are not traced: they run between two graphs.
+
+    Args:
+        reason: why; it is in the message of the error with ``fullgraph=True``.
+    """
 
     def decorated(function: Function) -> Function:
-        disabled: list[Callable[..., Any]] = []  # made once; a cache of functools would be traced, with a warning
+        disabled: list[Callable[..., Any]] = []  # filled once; a functools cache would be traced, with a warning
 
         @functools.wraps(function)
         def in_eager(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,11 @@
-"""FSDP2's groups of parameters, made to say what each gather is for.
+"""Make FSDP2's groups of parameters say for which pass they gather.
 
-Why: FSDP2 gathers the same bytes for forward and backward, and tells nobody for which of the two. Quantized weights
-read rows in one and columns in the other, so half of the bytes would travel for nothing. The class of a group is
-replaced by a subclass that announces the `Purpose` of each gather, and forgets sizes that differ between the passes.
+Why: FSDP2 gathers the same bytes for forward and backward, and does not say for which of them. Forward reads rowwise
+planes of quantized weights and backward columnwise planes, so half of the bytes would be sent for nothing. The class of
+a group is replaced by a subclass that announces the `Purpose` of each gather, and drops cached sizes, which differ
+between the passes.
 
-Seen with torch 2.13. `announce_gathers` raises if FSDP2's groups do not have what is used here.
+Tested with torch 2.13. `announce_gathers` raises if FSDP2's groups do not have the attributes that are used here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .checkpoint_frames import in_backward, running_checkpoints
 
 
 class Purpose(enum.Flag):
-    """The passes that a gather serves."""
+    """The passes for which parameters are gathered."""
 
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
@@ -38,15 +39,24 @@ _NEEDED_OF_OBJECTS = ("_training_state", "_all_gather_result", "_reshard_after_f
 
 
 def announce_gathers(model: nn.Module, announce: Announce | None) -> int:
-    """Make the sharded modules of ``model`` gather inside ``announce(purpose)``; None: as FSDP2 does by itself.
+    """Make the sharded modules of a model gather inside a context that is told the purpose.
 
-    Returns how many sharded modules there are.
+    Args:
+        model: the model.
+        announce: a function that returns the context manager for a purpose. None restores what FSDP2 does by default.
+
+    Returns:
+        The number of sharded modules.
+
+    Raises:
+        RuntimeError: parameters of a module are gathered at the moment.
+        NotImplementedError: FSDP2 of this version of torch is not as expected.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in found for group in _groups_of(module)]
     for group in groups:
         if group.is_unsharded:
-            raise RuntimeError("gather_by_pass: the parameters of a module are gathered just now; call reshard() first")
+            raise RuntimeError("gather_by_pass: the parameters of a module are gathered now; call reshard() first")
     for group in groups:
         group.__class__ = FSDPParamGroup if announce is None else _AnnouncingGroup
         group._announce = announce
@@ -69,17 +79,17 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 def _does_not_fit(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"gather_by_pass: FSDP2 of torch {torch.__version__} is not as crossgrain knows it ({what}). Leave "
-        "gather_by_pass out: both directions then travel in every gather."
+        f"gather_by_pass does not work with FSDP2 of torch {torch.__version__} ({what}). Do not call gather_by_pass: "
+        "every gather then sends both directions."
     )
 
 
 class _AnnouncingGroup(FSDPParamGroup):
-    """Parameters that are gathered together, which say what they are gathered for."""
+    """A group of parameters that are gathered together, which announces the purpose of each gather."""
 
     _announce: Announce
-    _brought = Purpose(0)  # by the last gather
-    _will_recompute = False  # the last forward pass was the first of a checkpoint, whose second runs in backward
+    _brought = Purpose(0)  # the purpose of the last gather
+    _will_recompute = False  # the last forward pass was in a checkpoint, which is recomputed in backward
 
     def unshard(self, async_op: bool = False) -> None:
         purpose = self._purpose()
@@ -93,23 +103,23 @@ class _AnnouncingGroup(FSDPParamGroup):
     def wait_for_unshard(self) -> None:
         if self._all_gather_result is not None:
             _forget_sizes(self)
-        with self._announce(self._brought):  # a mesh of one rank asks for the bytes here
+        with self._announce(self._brought):  # with one rank, FSDP2 asks for the bytes here
             super().wait_for_unshard()
 
     def _purpose(self) -> Purpose:
         state: Any = self._training_state
         if state == TrainingState.PRE_BACKWARD:
-            # What stays after backward is there for the next forward, and what is prefetched for a recomputation.
+            # Parameters that stay after backward are used in the next forward, prefetched ones in a recomputation.
             alone = self.reshard_after_backward and not self._will_recompute
             return Purpose.BACKWARD if alone else Purpose.BOTH
-        recomputes = in_backward()  # what follows is a forward and, without another gather, a backward pass
+        recomputes = in_backward()  # a forward pass follows and then, without another gather, a backward pass
         if state != TrainingState.FORWARD or recomputes:
             return Purpose.BOTH
         self._will_recompute = bool(running_checkpoints().first)
         return Purpose.FORWARD if self._reshard_after_forward else Purpose.BOTH
 
     def _let_go(self) -> None:
-        """Of what an earlier gather brought for another pass: columns, where a forward pass comes after all."""
+        """Free what an earlier gather brought for another pass: columnwise planes, if a forward pass follows."""
         if self._all_gather_result is not None:
             work: Any = self._all_gather_result.all_gather_work
             if work is not None:
@@ -119,7 +129,7 @@ class _AnnouncingGroup(FSDPParamGroup):
 
 
 def _forget_sizes(group: FSDPParamGroup) -> None:
-    """FSDP2 takes what arrives for as large as it was the last time, and passes differ."""
+    """Drop cached sizes: FSDP2 assumes that a gather has the size of the last one, but sizes differ between passes."""
     for param in group.fsdp_params:
         if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
             param.all_gather_outputs = []

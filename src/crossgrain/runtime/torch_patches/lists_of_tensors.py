@@ -1,12 +1,12 @@
-"""Two functions of torch.distributed that take lists of tensors without asking the tensors.
+"""Patch two functions of torch.distributed that take lists of tensors, so that they recognise quantized tensors.
 
-Why: most collectives are operations, and a tensor subclass is asked what to do. Two functions do not ask.
-``_broadcast_coalesced``, with which DistributedDataParallel begins, concatenates decoded numbers; a quantized tensor
-would be quantized again from them, its columns from its rows. ``_check_tensor_list``, before scatter, gather and
-others, lets lists through whose memory is then read, which a quantized tensor does not have. Both are replaced by
-functions that treat all other tensors as before.
+Why: most collectives are operations of torch, for which a tensor subclass can say what to do. Two functions are not.
+``_broadcast_coalesced``, which DistributedDataParallel calls first, concatenates decoded numbers; a quantized tensor
+would be quantized again from them, its columns from its rows. ``_check_tensor_list``, which scatter, gather and others
+call, accepts lists whose memory is read afterwards, but a quantized tensor has no memory of its own. Both are replaced
+by functions that treat all other tensors as before.
 
-Seen with torch 2.13. If torch has no such functions, `install` warns, and says what not to use.
+Tested with torch 2.13. If torch has no such functions, `install` warns, and the warning says what not to use.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from torch import Tensor
 
 
 class ListHandler(Protocol):
-    """What is done with the tensors of one class."""
+    """What to do with tensors of one class."""
 
     @property
     def tensor_class(self) -> type[Tensor]:
-        """Which tensors it handles."""
+        """The class of the tensors that it handles."""
 
     def refusal(self, name: str, tensor: Any) -> Exception:
-        """The error of a collective that cannot take such a tensor."""
+        """The error for a collective that does not support such a tensor."""
 
     def bytes_to_broadcast(self, tensors: Sequence[Any], group: Any) -> list[Tensor]:
-        """Plain tensors over the memory to be broadcast, after all ranks have agreed that it may be."""
+        """Plain tensors with the memory to broadcast, after a check that all ranks can."""
 
     def note_received(self, tensors: Sequence[Any]) -> None:
-        """Called when these bytes have arrived."""
+        """Called after the bytes have been received."""
 
 
 installed = False
-"""Whether `install` has run, with whatever result."""
+"""Whether `install` was called, successfully or not."""
 
 
 def install(handler: ListHandler) -> None:
-    """Put both functions in the place of torch's, once."""
+    """Replace both functions of torch. Only the first call has an effect."""
     global installed
     if installed:
         return
@@ -85,9 +85,9 @@ def _checking(torchs: Callable[..., None], handler: ListHandler) -> Callable[...
 
 def _warn_that_it_does_not_fit() -> None:
     warnings.warn(
-        f"torch {torch.__version__} has other functions for lists of tensors than crossgrain knows. Do not wrap "
-        "quantized parameters in DistributedDataParallel, and do not pass quantized tensors to scatter, gather or "
-        "other collectives that take lists: they would be requantized, or read as memory they do not have.",
+        f"crossgrain cannot patch torch {torch.__version__}, which has other functions for lists of tensors. Do not "
+        "wrap quantized parameters in DistributedDataParallel, and do not pass quantized tensors to scatter, gather or "
+        "other collectives that take lists: their bytes would change, or invalid memory would be read.",
         RuntimeWarning,
         stacklevel=2,
     )

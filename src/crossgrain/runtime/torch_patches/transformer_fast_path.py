@@ -1,6 +1,7 @@
-"""torch's Transformer layers have a shortcut for inference that reads weights and never calls the linear layers.
+"""Close the fast path of torch's Transformer layers in converted models.
 
-In a converted model it would silently compute in high precision, so it is closed.
+Why: for inference these layers have a fast path that reads weights and does not call the linear layers. In a converted
+model it would compute in high precision, without a message.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-# The attribute that the shortcut depends on, and the value that closes it.
+# The attribute on which the fast path depends, and the value that closes it.
 _SWITCHES: dict[type[nn.Module], tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -18,7 +19,7 @@ _KEPT = "_open_fast_path"
 
 
 def close_fast_path(module: nn.Module) -> None:
-    """Make ``module`` call its linear layers, if it is one that might not."""
+    """Make ``module`` always call its linear layers, if it has a fast path."""
     for cls, (name, closed) in _SWITCHES.items():
         if isinstance(module, cls) and _KEPT not in vars(module):
             vars(module)[_KEPT] = getattr(module, name)
