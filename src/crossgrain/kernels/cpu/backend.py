@@ -22,7 +22,7 @@ from ..target import GroupedTarget, Target
 from . import measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
-from .encoders import Step, encode_some
+from .encoders import KernelCall, encode_some
 from .known import is_known
 from .places import Ints, as_one, groups_of, starts
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
@@ -51,7 +51,7 @@ _MOST_KINDS = 4096  # of work whose steps are remembered
 class _Known(NamedTuple):
     """How a kind of work was done. Its key has the addresses of the encodings, which are kept alive here."""
 
-    steps: list[Step]
+    steps: list[KernelCall]
     encodings: list[Encoding]
 
 

@@ -333,14 +333,14 @@ ENCODERS: tuple[Encoder, ...] = (
 """In this order: what can take a rowwise plane along comes before what encodes rowwise planes alone."""
 
 
-class Step(NamedTuple):
+class KernelCall(NamedTuple):
     """An encoder, and which of the targets it takes."""
 
     run: Callable[[Tensor, Chosen, Seed], bool]
     at: tuple[int | None, ...]
 
 
-def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> tuple[list[Step], list[Target]]:
+def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> tuple[list[KernelCall], list[Target]]:
     """Write the targets that there are kernels for: the steps that this took, and the targets that are left."""
     left, steps = list(targets), []
     for encoder in ENCODERS:
@@ -350,7 +350,7 @@ def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> tuple[list[
             if not done:
                 refused += [target for target in chosen if target is not None]
                 continue
-            steps.append(Step(encoder.run, tuple(None if t is None else _index(targets, t) for t in chosen)))
+            steps.append(KernelCall(encoder.run, tuple(None if t is None else _index(targets, t) for t in chosen)))
             left = [target for target in left if not any(target is other for other in chosen)]
     return steps, left
 
