@@ -118,7 +118,7 @@ class Custom(cg.MXFP8Quantizer):
     "make, reason",
     [
         (QUANTIZERS["mxfp8_2d"], "block spans 32 rows, which may belong to different experts"),
-        (QUANTIZERS["nvfp4_rht_sr"], "stochastic rounding depends on where"),
+        (QUANTIZERS["nvfp4_rht_sr"], "stochastic rounding depends on the position of a number"),
         (QUANTIZERS["fp8_delayed"], "scale is set from outside, so it may differ between ranks"),
         (lambda: hybrid_of("fp8_delayed", "mxfp8"), "scale is set from outside"),
         (lambda: hybrid_of("mxfp4_sr", "mxfp8"), "stochastic rounding"),
@@ -126,7 +126,10 @@ class Custom(cg.MXFP8Quantizer):
             lambda: cg.Float8CurrentScalingQuantizer(cg.DType.kFloat8E4M3, use_existing_amax=True),
             "scale is set from outside",
         ),
-        (lambda: Custom(cg.DType.kFloat8E4M3), "a custom quantizer makes what it likes"),
+        (
+            lambda: Custom(cg.DType.kFloat8E4M3),
+            "the bytes that a custom quantizer makes may depend on the position of a row",
+        ),
     ],
 )
 def test_what_cannot_be_sent_row_by_row_is_refused(make, reason):

@@ -189,8 +189,8 @@ def test_a_gathered_weight_is_for_its_recipe_alone(tmp_path):
         weights = sizes[0] - 4 * bias
         assert weights < 90 * 64 * 3.1, "two planes of bytes, and whole blocks of the rows that ranks share"
         assert "read-only" in errors[0][1]
-        assert "0: the weight [90, 64] was gathered quantized, and the layer is to compute in high" in errors[1][1]
-        assert "was gathered as mxfp8 / mxfp8, and the recipe in force asks for nvfp4_2d / nvfp4_2d" in errors[2][1]
+        assert "0: the weight [90, 64] was gathered quantized, but the layer computes in high" in errors[1][1]
+        assert "was gathered as mxfp8 / mxfp8, but the active recipe needs nvfp4_2d / nvfp4_2d" in errors[2][1]
 
 
 # ---- without other ranks ---------------------------------------------------------------------------------
@@ -381,5 +381,5 @@ def test_gathered_weights_hold_both_directions(tmp_path):
     weight = GatheredWeight((60, 32), torch.bfloat16, quantizer(torch.randn(64, 32)), quantizer)
     assert weight.used_by(cg.quantizer_for("mxfp8"), "layer") is weight.quantized
     assert weight.t().shape == (32, 60)
-    with pytest.raises(RuntimeError, match="gathered as mxfp8 / mxfp8.*asks for fp8 / fp8"):
+    with pytest.raises(RuntimeError, match="gathered as mxfp8 / mxfp8.*needs fp8 / fp8"):
         weight.used_by(cg.quantizer_for("fp8"), "layer")

@@ -62,7 +62,7 @@ def test_a_new_field_at_its_default_is_read_by_those_that_do_not_know_it():
     ids=["element", "format", "layout", "table"],
 )
 def test_a_new_field_that_says_something_is_an_error_that_names_it(value, field, what):
-    message = rf"{what}.* {field} = .*cannot be read.*{field} is a field .*does not know.*newer version wrote it"
+    message = rf"{what}.* {field} = .*cannot be read.*{field} is a field .*does not know.*written by a newer version"
     with pytest.raises(NewerVersionError, match=message):
         pickle.loads(pickle.dumps(value))
     if isinstance(value, Format):
@@ -75,7 +75,7 @@ def test_a_new_field_that_says_something_is_an_error_that_names_it(value, field,
 
 
 def test_a_kind_of_value_that_is_new_is_named_too():
-    with pytest.raises(NewerVersionError, match="a Codebook cannot be read.*newer version wrote it"):
+    with pytest.raises(NewerVersionError, match="a Codebook cannot be read.*written by a newer version"):
         from_fields("Codebook", {})
 
 

@@ -153,13 +153,13 @@ def test_numbers_are_rounded_to_float32():
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        ({"table": (1.0, 2.0)}, "16, 64 or 256 numbers, not 2"),
-        ({"ties": "up"}, "'even', 'away' or 'zero', not 'up'"),
-        ({"table": (1e300,) * 16}, "1e\\+300 is beyond float32"),
-        ({"table": (-1.0,) * 16}, "no number above zero"),
-        ({"unused": (16,)}, "no code 16"),
-        ({"infinite_from": 3.0}, "the table has larger ones"),
-        ({"infinite_from": 99.0}, "no infinity in the table"),
+        ({"table": (1.0, 2.0)}, "16, 64 or 256 numbers, got 2"),
+        ({"ties": "up"}, "'even', 'away' or 'zero', got 'up'"),
+        ({"table": (1e300,) * 16}, "1e\\+300 is outside of the range of float32"),
+        ({"table": (-1.0,) * 16}, "must have a number above zero"),
+        ({"unused": (16,)}, "unused codes must be between 0 and 15, got 16"),
+        ({"infinite_from": 3.0}, "infinite_from must be larger than all numbers of the table"),
+        ({"infinite_from": 99.0}, "needs infinities in the table"),
         ({"table": (0.0, 2.0, 1.0, *range(3, 16)), "ties": "even"}, "0.0 and 1.0 .* codes 0 and 2 are both even"),
     ],
 )

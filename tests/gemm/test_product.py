@@ -262,7 +262,7 @@ def test_a_plane_of_the_other_direction_is_refused(which, operand):
     planes = planes_of(which, "mxfp8")
     tensor, direction = list(GEMMS[which].items())[operand]
     planes[operand] = QUANTIZERS["mxfp8"]()(torch.randn(32, 32)).plane(direction.other)
-    with pytest.raises(ValueError, match=f"{which} reads {tensor} {direction.value}, but was given its"):
+    with pytest.raises(ValueError, match=f"{which} reads {tensor} {direction.value}, but got its"):
         gemm(which, *planes)
 
 
@@ -287,13 +287,15 @@ def test_stale_planes_are_refused(fmt):
 
 def test_sizes_and_names_are_checked():
     x = torch.ones(4, 8)
-    with pytest.raises(ValueError, match=r"fprop: input \[4, 8\] and weight \[4, 6\].*8 and 6"):
+    with pytest.raises(
+        ValueError, match=r"fprop: the shapes of input \[4, 8\] and weight \[4, 6\].*8 elements of one and 6"
+    ):
         gemm("fprop", x, torch.ones(4, 6))
-    with pytest.raises(ValueError, match="accumulate needs an out"):
+    with pytest.raises(ValueError, match="accumulate=True needs out="):
         gemm("fprop", x, x, accumulate=True)
-    with pytest.raises(ValueError, match=r"the result is \[4, 4\], and out is \[4, 5\]"):
+    with pytest.raises(ValueError, match=r"the result has shape \[4, 4\], but out has shape \[4, 5\]"):
         gemm("fprop", x, x, out=torch.ones(4, 5))
-    with pytest.raises(ValueError, match="fprop, dgrad, wgrad, not 'gprop'"):
+    with pytest.raises(ValueError, match="must be one of fprop, dgrad, wgrad, got 'gprop'"):
         gemm("gprop", x, x)
 
 

@@ -151,7 +151,7 @@ def test_columns_of_the_original_are_not_made_from_rows(recipe, reason):
     with cg.autocast(recipe=as_recipe(recipe)):
         with pytest.raises(ValueError, match=f"GroupedLinear: the input cannot be sent .* {reason}"):
             layer.token_quantizer()
-        with pytest.raises(ValueError, match=rf"input \[60, 64\] comes with a rowwise mxfp8 plane alone, .*{reason}"):
+        with pytest.raises(ValueError, match=rf"input \[60, 64\] has only a rowwise mxfp8 plane, .*{reason}"):
             layer(rows, SIZES)
         with torch.no_grad():
             assert layer.token_quantizer() is not None
@@ -165,9 +165,9 @@ def test_the_original_cannot_be_saved():
     torch.manual_seed(1)
     layer = cg.GroupedLinear(2, 64, 64, save_original_input=True)
     with cg.autocast(recipe=as_recipe(DERIVED["mxfp8"])):
-        with pytest.raises(ValueError, match="save_original_input keeps the input as it was"):
+        with pytest.raises(ValueError, match="save_original_input keeps the input in high precision"):
             layer.token_quantizer()
-        with pytest.raises(ValueError, match="save_original_input keeps the input as it was"):
+        with pytest.raises(ValueError, match="save_original_input keeps the input in high precision"):
             layer(cg.quantize(normal(8, 64), "mxfp8", columnwise=False), [4, 4])
 
 
@@ -176,7 +176,9 @@ def test_quantized_rows_are_not_made_longer():
     recipe = "fprop: nvfp4, dgrad: mxfp8(2d), wgrad: nvfp4"  # tiles of the weight are wider than blocks of the input
     with cg.autocast(recipe=as_recipe(f"{recipe}, input.source: dequantized")):
         rows = as_tensor(normal(8, 48), layer.token_quantizer())
-        with pytest.raises(ValueError, match=r"input \[8, 48\] comes quantized and cannot be padded to 64 columns"):
+        with pytest.raises(
+            ValueError, match=r"input \[8, 48\] is already quantized and cannot be padded to 64 columns"
+        ):
             layer(rows, [8])
 
 

@@ -360,7 +360,7 @@ def test_fused_accumulation_needs_somewhere_to_add_to():
     x, dy = sizes()
     with pytest.raises(
         RuntimeError,
-        match="fc1: fuse_wgrad_accumulation adds .* to weight.main_grad, and the weight has no main_grad",
+        match="fc1: fuse_wgrad_accumulation adds .* to weight.main_grad, but the weight has no main_grad",
     ):
         run(layer, x, MXFP8, dy)
 

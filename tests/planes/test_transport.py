@@ -63,7 +63,7 @@ def test_other_planes_than_were_sent_are_refused():
     gathered, shipment = sent(cg.quantizer_for("mxfp8")(torch.randn(64, 64)), (32, 32))
     other = cg.quantizer_for("nvfp4")(torch.randn(64, 64))
     with pytest.raises(
-        RuntimeError, match="shards are rowwise mxfp8, columnwise mxfp8, this tensor takes rowwise nvfp4"
+        RuntimeError, match="shards have the planes rowwise mxfp8, columnwise mxfp8, but this tensor has rowwise nvfp4"
     ):
         unpack(gathered, shipment, other.planes())
 

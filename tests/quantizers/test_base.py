@@ -232,9 +232,9 @@ def test_rank(name):
                 q.copy_(torch.tensor(-3.0))
                 assert all(q.dequantize(direction=plane.direction) == -3.0 for plane in q.planes())
     else:
-        with pytest.raises(ValueError, match="0 dimensions and needs at least 2"):
+        with pytest.raises(ValueError, match="0 dimensions, but needs at least 2"):
             quantizer(torch.tensor(1.0))
-        with pytest.raises(ValueError, match="1 dimensions and needs at least 2"):
+        with pytest.raises(ValueError, match="1 dimensions, but needs at least 2"):
             quantizer(vector)
 
 
@@ -311,7 +311,7 @@ def test_flush_to_zero_is_refused(x):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: cg.MXFP8Quantizer(DType.kFloat4E2M1), "needs kFloat8E4M3 or kFloat8E5M2"),
+        (lambda: cg.MXFP8Quantizer(DType.kFloat4E2M1), "must be kFloat8E4M3 or kFloat8E5M2"),
         (lambda: cg.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=3), "1 .* or 2"),
         (lambda: cg.NVFP4Quantizer(DType.kFloat8E4M3), "needs fp4_dtype=kFloat4E2M1"),
         (lambda: cg.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300), "448 or 256"),
@@ -329,7 +329,7 @@ def test_options_that_cannot_be_are_refused(make, reason):
 
 
 def test_unknown_formats_are_named():
-    with pytest.raises(KeyError, match="no format 'fp7'; there are fp8, "):
+    with pytest.raises(KeyError, match="there is no format 'fp7'; available: fp8, "):
         cg.quantize(torch.zeros(32, 32), "fp7")
 
 

@@ -69,7 +69,7 @@ def test_a_tampered_state_is_refused(x):
 def test_buffers_that_do_not_fit_are_refused(quantizer, x):
     rebuild, (cls, state, *rest) = quantizer(x.clone()).__reduce_ex__(2)
     for name in (name for name in cls._buffer_names if state[name] is not None):
-        with pytest.raises(ValueError, match="plane of .128, 256. needs"):
+        with pytest.raises(ValueError, match="plane of shape .128, 256. needs"):
             rebuild(cls, {**state, name: state[name].flatten()[:-1]}, *rest)
 
 

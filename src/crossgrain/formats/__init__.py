@@ -1,4 +1,4 @@
-"""What a number is: element formats, block shapes and scale rules, as frozen data. No torch here."""
+"""Formats as frozen data: elements, block shapes and scale rules, and the registry of formats by name."""
 
 from .built_in import BUILT_IN
 from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Element

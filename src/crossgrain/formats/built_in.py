@@ -1,4 +1,4 @@
-"""The formats that are there without being registered."""
+"""The built-in formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The field's names for element types, and what they are here."""
+"""`DType`: Transformer Engine's names for element types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import E2M1, E4M3, E5M2, AnyElement, Element
 
 
 class DType(enum.IntEnum):
-    """Element types by the numbers that other libraries of the field use."""
+    """Element types, with the numbers of Transformer Engine."""
 
     kByte = 0
     kInt32 = 2
@@ -24,16 +24,20 @@ class DType(enum.IntEnum):
 
     @classmethod
     def cast(cls, value: Any) -> DType:
-        """From itself, from an int, or from an enum of another library with the same numbers."""
+        """Convert a DType, an int, or an enum of another library with the same numbers."""
         return cls(int(value))
 
     @property
     def element(self) -> Element:
-        """The element format, for the types that are one."""
+        """The element of this type.
+
+        Raises:
+            ValueError: the type is not FP8 or FP4.
+        """
         try:
             return _ELEMENT_OF[self]
         except KeyError:
-            raise ValueError(f"{self!r} is not a quantized element type") from None
+            raise ValueError(f"{self!r} is not a type of quantized elements (FP8 or FP4)") from None
 
 
 _ELEMENT_OF = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, DType.kFloat4E2M1: E2M1}
@@ -50,17 +54,21 @@ TE_DType: dict[torch.dtype, DType] = {
 TE_DType_To_Torch: dict[DType, torch.dtype] = {ours: theirs for theirs, ours in TE_DType.items()}
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be quantized, and what a quantized tensor may pretend to be."""
+"""The dtypes that can be quantized, and that the nominal dtype of a quantized tensor can be."""
 
 
 def fp8_dtype(value: Any) -> DType:
-    """``value`` as one of the two FP8 types."""
+    """Convert to one of the two FP8 types.
+
+    Raises:
+        ValueError: it is another type.
+    """
     dtype = DType.cast(value)
     if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise ValueError(f"an FP8 format needs kFloat8E4M3 or kFloat8E5M2, not {dtype!r}")
+        raise ValueError(f"the FP8 type must be kFloat8E4M3 or kFloat8E5M2, got {dtype!r}")
     return dtype
 
 
 def dtype_of_element(element: AnyElement) -> DType:
-    """``dtype_of_element(E4M3) is DType.kFloat8E4M3``."""
+    """The type of an element: ``dtype_of_element(E4M3) is DType.kFloat8E4M3``."""
     return next(dtype for dtype, known in _ELEMENT_OF.items() if known == element)

@@ -1,8 +1,7 @@
-"""Element formats: what the bits of one number mean.
+"""`Element`: what the bits of one number mean.
 
-An element is a sign (maybe), an exponent and a mantissa, as data. Everything else - rounding,
-encoding, decoding - is arithmetic that is generic over these few integers. Numbers that are not made of
-these three are a `TableElement`.
+An element is defined by the sizes of its sign, exponent and mantissa. Rounding, encoding and decoding are computed from
+these few integers. Numbers that do not consist of these three are a `TableElement`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,20 @@ from .written import WrittenByFields
 
 @dataclass(frozen=True)
 class Element(WrittenByFields):
-    """One number format, e.g. ``E4M3``: 4 exponent bits, 3 mantissa bits, bias 7, largest value 448.
+    """A floating point number of 4, 6 or 8 bits, such as E4M3: 4 bits of exponent, 3 bits of mantissa, bias 7.
 
-    ``specials`` says which codes are not ordinary numbers: ``"none"``; ``"nan"``, where the all-ones
-    magnitude is NaN; or ``"ieee"``, where the top exponent holds infinity and NaNs.
+    Args:
+        name: name of the element.
+        exponent_bits: number of bits of the exponent.
+        mantissa_bits: number of bits of the mantissa.
+        bias: bias of the exponent.
+        max: largest finite number; 448 for E4M3.
+        specials: which codes are not numbers. "none": all codes are numbers. "nan": the magnitude with all bits set is
+            NaN. "ieee": the largest exponent is for infinity and NaN.
+        signed: whether there is a sign bit.
+
+    Raises:
+        ValueError: ``specials`` is wrong, or codes do not have 4, 6 or 8 bits.
     """
 
     name: str
@@ -33,21 +42,23 @@ class Element(WrittenByFields):
 
     def __post_init__(self) -> None:
         if self.specials not in ("none", "nan", "ieee"):
-            raise ValueError(f"element {self.name!r}: specials are 'none', 'nan' or 'ieee', not {self.specials!r}")
+            raise ValueError(f"element {self.name!r}: specials must be 'none', 'nan' or 'ieee', got {self.specials!r}")
         if self.bits not in (4, 6, 8):
-            raise ValueError(f"element {self.name!r}: codes have 4, 6 or 8 bits, not {self.bits}")
+            raise ValueError(f"element {self.name!r}: codes must have 4, 6 or 8 bits, got {self.bits}")
 
     @property
     def bits(self) -> int:
+        """Number of bits of a code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def magnitude_mask(self) -> int:
-        """All bits but the sign: 0x7F for E4M3, 0x7 for E2M1."""
+        """All bits except the sign: 0x7F for E4M3, 0x7 for E2M1."""
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     @property
     def sign_bit(self) -> int:
+        """The sign bit; 0 if there is none."""
         return self.magnitude_mask + 1 if self.signed else 0
 
     @property
@@ -69,11 +80,11 @@ class Element(WrittenByFields):
 
     @property
     def nan_code(self) -> int:
-        """What NaN is cast to: the all-ones magnitude, or +max where the format has no NaN."""
+        """The code to which NaN is cast: all bits of the magnitude set, or +max if the element has no NaN."""
         return self.max_code if self.specials == "none" else self.magnitude_mask
 
     def value(self, code: int) -> float:
-        """The number that ``code`` stands for: ``E2M1.value(7) == 6.0``."""
+        """The number of a code: ``E2M1.value(7) == 6.0``."""
         sign = -1.0 if code & self.sign_bit else 1.0
         magnitude = code & self.magnitude_mask
         fraction = magnitude & ((1 << self.mantissa_bits) - 1)
@@ -91,11 +102,11 @@ class Element(WrittenByFields):
 
     @lru_cache  # noqa: B019 - elements are a handful of module constants
     def values(self) -> tuple[float, ...]:
-        """The decode table: the value of every code in order."""
+        """The numbers of all codes, in the order of the codes."""
         return tuple(self.value(code) for code in range(1 << self.bits))
 
     def __hash__(self) -> int:
-        return hash(self.name)  # equal elements have equal names; formats are hashed all the time
+        return hash(self.name)  # fast, because formats are hashed often; equal elements have equal names
 
 
 E4M3 = Element("e4m3", 4, 3, bias=7, max=448.0, specials="nan")

@@ -1,6 +1,6 @@
-"""How to choose the bytes of a plane: the choices that leave no trace in the format itself.
+"""`Encoding`: how the bytes of a plane are chosen: a format, and options that a reader does not need to know.
 
-Two encodings of the same format differ in the bytes they produce, never in how the bytes are read.
+Two encodings of the same format may give different bytes, but the bytes are read in the same way.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from . import Format
 
 @dataclass(frozen=True)
 class Encoding:
-    """``format`` plus the rules for choosing scales and codes.
+    """A format, and options for choosing scales and codes.
 
-    ``stochastic``      round at random, in proportion (unbiased), instead of to nearest even
-    ``power_of_two``    fp32 scales are rounded down to powers of two
-    ``epsilon``         fp32 scales: amaxes below this count as this
-    ``four_over_six``   NVFP4: try the block scale for a maximum of 6 and of 4, keep the one whose
-                        error measure ("MAE" or "MSE") is smaller
+    Args:
+        format: the format.
+        stochastic: round stochastically, without bias, instead of to the nearest number.
+        power_of_two: for fp32 scales: round them down to powers of two.
+        epsilon: for fp32 scales: smallest amax that is used to compute a scale.
+        four_over_six: for NVFP4: try two scales for each block, which map its largest number to 6 and to 4, and use the
+            one with the smaller error: mean absolute error ("MAE") or mean squared error ("MSE"). None for 6 only.
+
+    Raises:
+        ValueError: an option does not fit the format, or excludes another.
     """
 
     format: Format
@@ -31,21 +36,23 @@ class Encoding:
 
     @cached_property
     def needs_amax(self) -> bool:
-        """Whether the bytes depend on the largest magnitude of the whole input."""
+        """Whether the bytes depend on the amax of the whole input."""
         fmt = self.format
         return fmt.global_amax is not None or (fmt.block is None and not fmt.is_identity)
 
     def __post_init__(self) -> None:
         if (self.power_of_two or self.epsilon) and self.format.scale_rule != "fp32":
-            raise ValueError(f"power_of_two and epsilon are options of fp32 scales; {self.format.name} has none")
+            raise ValueError(
+                f"power_of_two and epsilon are options of fp32 scales, which {self.format.name} does not have"
+            )
         if self.four_over_six is None:
             return
         if self.four_over_six not in ("MAE", "MSE"):
-            raise ValueError(f"four_over_six measures the error as 'MAE' or 'MSE', not {self.four_over_six!r}")
+            raise ValueError(f"four_over_six must be 'MAE' or 'MSE', got {self.four_over_six!r}")
         if self.format.scale_rule != "two_level":
-            raise ValueError(f"4-over-6 chooses between two-level scales; {self.format.name} has none")
+            raise ValueError(f"4-over-6 needs two-level scales, which {self.format.name} does not have")
         if self.stochastic or self.format.rotation is not None:
-            raise ValueError("4-over-6 compares nearest roundings of unrotated blocks: no SR, no RHT")
+            raise ValueError("4-over-6 cannot be combined with stochastic rounding or a Hadamard rotation")
 
 
 @lru_cache(maxsize=256)
@@ -57,5 +64,5 @@ def cached_encoding(
     epsilon: float = 0.0,
     four_over_six: Literal["MAE", "MSE"] | None = None,
 ) -> Encoding:
-    """The `Encoding` of these options; quantizers ask for the same few over and over."""
+    """An `Encoding` with these options, from a cache: quantizers need the same few many times."""
     return Encoding(format, stochastic, power_of_two, epsilon, four_over_six)

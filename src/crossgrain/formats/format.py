@@ -1,9 +1,8 @@
-"""Formats: how a whole tensor is encoded, as data.
+"""`Format`: how a whole tensor is encoded, as data.
 
-A format is an element, a block shape, and how the scale of a block is chosen and stored. Blocks are
-written ``(rows, length)``: ``length`` runs along the dimension that the GEMM sums over, whichever
-direction that is, so ``(1, 32)`` means 32 neighbours along K in a rowwise plane and 32 neighbours
-along M in a columnwise one.
+A format consists of an element, the shape of blocks, and how the scale of a block is chosen and stored. Blocks are
+written as ``(rows, length)``, where ``length`` is along the dimension that the GEMM sums over. So ``(1, 32)`` means 32
+numbers along K in a rowwise plane, and 32 numbers along M in a columnwise plane.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from .element import E2M1, E4M3, Element
 from .table_element import TableElement
 from .written import WrittenByFields
 
-HADAMARD_SIZE = 16
+HADAMARD_SIZE = 16  # numbers that the rotation mixes: the length of a block of NVFP4
 
-# The signs of the rotation by default: bit i is set where sign i is -1. They were drawn at random once, by
-# Transformer Engine, and are fixed, + + + - + - - - - - - + - + - -, because both operands of a GEMM have to be
-# rotated alike, in whatever process they were made, and because its bytes are ours. A mask of 0 is H16 itself.
+# The default signs of the rotation: bit i is set if sign i is -1. Transformer Engine has drawn them at random once, and
+# they are fixed: + + + - + - - - - - - + - + - -. They must be, because both operands of a GEMM need the same rotation,
+# in whatever process they were made, and because the bytes are the same as those of Transformer Engine. The mask 0
+# means no signs: the Hadamard matrix itself.
 DEFAULT_SIGN_MASK = 0xD7E8
 
 AnyElement = Element | TableElement
@@ -29,11 +29,12 @@ ScaleRule = Literal["none", "fp32", "e8m0_up", "e8m0_floor", "two_level"]
 
 @dataclass(frozen=True)
 class ScaleLayout(WrittenByFields):
-    """Where the scale of a block lies in memory.
+    """How the scales of blocks are stored in memory: a matrix with one row per row of the operand.
 
-    The logical scales of an operand with R rows and C/length blocks per row are padded to multiples
-    of ``pad`` and, if ``transposed``, stored block-major. ``replicated`` repeats the one scale of a
-    2-D tile for each of its rows, which is how the hardware wants it.
+    Args:
+        pad: rows and columns of the matrix are padded to multiples of these.
+        transposed: the matrix is stored transposed.
+        replicated: the scale of a 2-D tile is repeated for each of its rows, as hardware needs it.
     """
 
     pad: tuple[int, int] = (1, 1)
@@ -43,18 +44,26 @@ class ScaleLayout(WrittenByFields):
 
 @dataclass(frozen=True)
 class Format(WrittenByFields):
-    """One way to encode a matrix. Everything a reader needs to decode the bytes is here.
+    """A way to encode a matrix. It has everything that is needed to decode the bytes.
 
-    ``element``             what a code means; None keeps the numbers as they are (identity)
-    ``block``               (rows, length) of the elements that share a scale; None: the whole tensor
-    ``scale_rule``          how a scale follows from the largest magnitude (see ``kernels``)
-    ``layout``              where the scales lie
-    ``transposes``          a columnwise plane is stored as [K, M]
-    ``ragged``              a last, partial block is allowed
-    ``global_amax``         two-level formats: one amax for the "tensor" or for each "row"
-    ``scale_bound``         two-level formats: the largest block scale the global scale aims at
-    ``rotation``            sign mask of the 16-point Hadamard rotation, None if not rotated
-    ``amax_to``             fp32 scales: the code that the largest magnitude becomes, None: the largest code
+    Args:
+        name: name of the format, for the registry and for recipes.
+        element: what a code means: an `Element` or a `TableElement`. None keeps the numbers as they are (identity).
+        block: (rows, length) of the numbers that share a scale; None for one scale per tensor.
+        scale_rule: how the scale of a block is computed from its amax. "fp32": an fp32 number that maps the amax to the
+            largest number. "e8m0_up": the smallest power of two with which the amax is not clipped. "e8m0_floor": a
+            power of two by the rule of the OCP specification. "two_level": an E4M3 number, and an fp32 scale for the
+            tensor or for each row. "none": no scales (identity).
+        layout: how the scales are stored.
+        transposes: columnwise planes are stored as [K, M].
+        ragged: a dimension does not need to be a multiple of the block: the last block may be smaller.
+        global_amax: for "two_level": one amax for the "tensor", or one for each "row"; otherwise None.
+        scale_bound: for "two_level": the block scale of the block with the largest amax.
+        rotation: signs of the Hadamard rotation of the data, as a bit mask; None if it is not rotated.
+        amax_to: for "fp32": the number to which a scale maps the amax; None for the largest number of the element.
+
+    Raises:
+        ValueError: the arguments do not fit together.
     """
 
     name: str
@@ -76,68 +85,80 @@ class Format(WrittenByFields):
 
     def _problem(self) -> str | None:
         if self.scale_rule not in get_args(ScaleRule):
-            return f"the scale rule is one of {', '.join(get_args(ScaleRule))}, not {self.scale_rule!r}"
+            return f"scale_rule must be one of {', '.join(get_args(ScaleRule))}, got {self.scale_rule!r}"
         if (self.element is None) != (self.scale_rule == "none"):
-            return "without an element there is no scale, and the other way round"
+            return (
+                "scale_rule='none' and element=None must be used together, got "
+                f"{self.scale_rule!r} and {self.element!r}"
+            )
         if self.element is None:
             return None
         if self.block is None and self.scale_rule != "fp32":
-            return f"a scale for the whole tensor is fp32, not {self.scale_rule}"
+            return f"a scale for the whole tensor (block=None) needs scale_rule='fp32', got {self.scale_rule!r}"
         if self.block is not None and (min(self.block) < 1 or self.block[1] * self.element.bits % 8):
             return f"blocks of {self.block} codes of {self.element.bits} bits do not fill whole bytes"
         if self.element.bits < 8 and not self.transposes:
             return (
-                f"codes of {self.element.bits} bits are packed along the blocks, so the columnwise plane has to be "
-                "stored transposed"
+                f"codes of {self.element.bits} bits are packed along the blocks, so transposes must be True: the "
+                "columnwise plane has to be stored transposed"
             )
         if self.element.bits < 8 and (self.block is None or self.ragged):
-            return "packed codes need whole blocks"
+            return "packed codes need whole blocks: block must be given, and ragged must be False"
         if self.global_amax not in (None, "tensor", "row"):
-            return f"the global amax is per 'tensor' or per 'row', not {self.global_amax!r}"
+            return f"global_amax must be None, 'tensor' or 'row', got {self.global_amax!r}"
         if (self.scale_rule == "two_level") != (self.global_amax is not None):
-            return "a two-level scale and a global amax go together"
+            return (
+                "scale_rule='two_level' and a global_amax must be used together, got "
+                f"{self.scale_rule!r} and {self.global_amax!r}"
+            )
         if self.global_amax == "row" and self.block_rows > 1:
-            return f"{self.block_rows} rows share a scale, so none of them can have an amax of its own"
+            return f"global_amax='row' needs blocks of one row, but {self.block_rows} rows share a scale"
         if self.ragged and self.layout.replicated and self.block_rows > 1:
-            return "scales that are replicated for each row of a block need whole blocks"
+            return "scales that are replicated for each row of a block need whole blocks: ragged must be False"
         if self.rotation is not None and self.block_length % HADAMARD_SIZE:
-            return f"the rotation mixes {HADAMARD_SIZE} neighbours, which must lie in one block"
+            return (
+                f"the rotation mixes {HADAMARD_SIZE} numbers of one block, so the length of blocks must be a multiple "
+                f"of {HADAMARD_SIZE}, got {self.block_length}"
+            )
         if self.amax_to is not None and (self.scale_rule != "fp32" or not 0 < self.amax_to <= self.element.max):
             return (
-                f"the largest magnitude goes to {self.amax_to}: that is a choice of fp32 scales, from 0 to "
-                f"{self.element.max:g}"
+                f"amax_to needs scale_rule='fp32' and must be above 0 and at most {self.element.max:g}, got "
+                f"{self.amax_to} with {self.scale_rule!r}"
             )
         if self.rotation is not None and self.ragged:
-            return f"the rotation mixes {HADAMARD_SIZE} neighbours, so it needs whole blocks"
+            return f"the rotation mixes {HADAMARD_SIZE} numbers, so it needs whole blocks: ragged must be False"
         return None
 
     @property
     def is_identity(self) -> bool:
+        """Whether the format keeps numbers as they are."""
         return self.element is None
 
     @property
     def block_rows(self) -> int:
+        """Number of rows of a block; 1 without blocks."""
         return self.block[0] if self.block else 1
 
     @property
     def block_length(self) -> int:
+        """Length of a block; 1 without blocks."""
         return self.block[1] if self.block else 1
 
     @property
     def target(self) -> float:
-        """What fp32 scales take the largest magnitude to."""
+        """The number to which fp32 scales map the amax."""
         assert self.element is not None
         return self.element.max if self.amax_to is None else self.amax_to
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether one direction's bytes determine the other's: whole-tensor scales and square tiles."""
+        """Whether the bytes of one direction determine those of the other: with per-tensor scales or square tiles."""
         square = self.block is None or self.block[0] == self.block[1]
         return square and self.rotation is None and self.global_amax != "row"
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits of one plane per element, padding and per-tensor scalars aside."""
+        """Stored bits of one plane per number, without padding and per-tensor scales."""
         if self.element is None:
             return 16.0
         bits = float(self.element.bits)
@@ -147,11 +168,18 @@ class Format(WrittenByFields):
         return bits
 
     def with_rotation(self, sign_mask: int | None) -> Format:
-        """This format on rotated data."""
+        """The format for rotated data.
+
+        Args:
+            sign_mask: signs of the rotation; None returns this format.
+
+        Raises:
+            ValueError: this format already has a rotation.
+        """
         if sign_mask is None:
             return self
         if self.rotation is not None:
-            raise ValueError(f"format {self.name!r} is rotated already")
+            raise ValueError(f"format {self.name!r} already has a rotation")
         signs = "" if sign_mask == DEFAULT_SIGN_MASK else f"_{sign_mask:04x}"
         return replace(self, name=f"{self.name}_rht{signs}", rotation=sign_mask)
 
@@ -167,6 +195,7 @@ class Format(WrittenByFields):
         return hash(self.name)
 
 
+# Hardware reads scales in tiles of 128 rows and 4 columns.
 _GEMM_TILE = ScaleLayout(pad=(128, 4))
 _GEMM_TILE_2D = ScaleLayout(pad=(128, 4), replicated=True)
 
@@ -175,13 +204,13 @@ IDENTITY = Format("identity", None, scale_rule="none", transposes=False, ragged=
 
 @cache
 def fp8_format(element: Element = E4M3) -> Format:
-    """FP8 with one fp32 scale for the tensor."""
+    """FP8 with one fp32 scale per tensor."""
     return Format(_name("fp8", element), element, ragged=True)
 
 
 @cache
 def fp8_block_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
-    """FP8 with an fp32 scale per 1x128 row piece or per 128x128 tile."""
+    """FP8 with an fp32 scale per 1x128 block, or with ``two_d`` per 128x128 tile."""
     if two_d:
         name, block, layout = "fp8_block_2d", (128, 128), ScaleLayout(pad=(1, 4))
     else:
@@ -191,14 +220,14 @@ def fp8_block_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
 
 @cache
 def mxfp8_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
-    """MXFP8: a power-of-two scale, rounded up, per 32 elements (or per 32x32 tile)."""
+    """MXFP8: a power-of-two scale, rounded up, per 32 numbers, or with ``two_d`` per 32x32 tile."""
     name, block = ("mxfp8_2d", (32, 32)) if two_d else ("mxfp8", (1, 32))
     layout = _GEMM_TILE_2D if two_d else _GEMM_TILE
     return Format(_name(name, element), element, block, "e8m0_up", layout, transposes=False)
 
 
 def ocp_mx_format(name: str, element: Element) -> Format:
-    """A sub-byte OCP microscaling format: 32 elements share a power-of-two scale, rounded down."""
+    """An OCP microscaling format with codes of 4 or 6 bits: 32 numbers share a power-of-two scale, rounded down."""
     return Format(name, element, (1, 32), "e8m0_floor", _GEMM_TILE)
 
 
@@ -210,13 +239,23 @@ def nvfp4_format(
     scale_bound: int = 448,
     rotation: int | None = None,
 ) -> Format:
-    """NVFP4: an E4M3 scale per 16 elements under one fp32 amax per tensor (or per row)."""
+    """NVFP4: an E4M3 scale per 16 numbers, and one fp32 amax per tensor.
+
+    Args:
+        two_d: one scale per 16x16 tile.
+        row_scaled: one amax per row instead of one per tensor.
+        scale_bound: the block scale of the block with the largest amax: 448, or 256 for 4-over-6.
+        rotation: signs of the Hadamard rotation; None if the data is not rotated.
+
+    Raises:
+        ValueError: the options cannot be combined.
+    """
     if scale_bound not in (448, 256):
-        raise ValueError(f"NVFP4 block scales are bounded by 448 or 256, not {scale_bound}")
+        raise ValueError(f"NVFP4: scale_bound must be 448 or 256, got {scale_bound}")
     if row_scaled and two_d:
-        raise ValueError("NVFP4: 16x16 tiles span rows, so they cannot have an amax per row")
+        raise ValueError("NVFP4: row_scaled and two_d cannot be combined: a 16x16 tile has several rows")
     if rotation is not None and (two_d or row_scaled):
-        raise ValueError("NVFP4: the Hadamard rotation needs 1x16 blocks under one tensor amax")
+        raise ValueError("NVFP4: a Hadamard rotation cannot be combined with two_d or row_scaled")
     name = "nvfp4" + "_2d" * two_d + "_row_scaled" * row_scaled + f"_max{scale_bound}" * (scale_bound != 448)
     base = Format(
         name,

@@ -1,16 +1,15 @@
-"""HiFloat8 ("Ascend HiFloat8 Format for Deep Learning", arXiv 2409.16626): more mantissa around 1, more range beyond.
+"""HiFloat8 ("Ascend HiFloat8 Format for Deep Learning", arXiv 2409.16626): more precision around 1, and a wide range.
 
-After the sign, a code of variable length says how many bits the exponent has; the rest is the mantissa. The
-exponent is a sign and a magnitude whose leading 1 is not stored, so no number has two codes:
+After the sign, a prefix of variable length says how many bits the exponent has; the rest is the mantissa. The exponent
+consists of a sign and a magnitude whose leading 1 is not stored, so no number has two codes:
 
     11 seee m      2**±(8..15)        10 see mm     2**±(4..7)       01 se mmm    2**±(2..3)
     001 s mmm      2**±1              0001 mmm      2**0             0000 mmm     2**(mmm - 23), without a mantissa
 
-00000000 is the one zero, 10000000 NaN, and the largest magnitude of each sign is infinity.
+00000000 is the only zero, 10000000 is NaN, and the largest magnitude of each sign is infinity.
 
-Where its largest number goes is part of the format as a tensor has it: to 15, the end of the range with three
-bits of mantissa, which is what Ascend's dynamic quantization does, not to the largest number of all, 2**15, around
-which there is only one bit.
+The format of tensors maps the amax to 15, the largest number with three bits of mantissa, as Ascend's dynamic
+quantization does. It does not map it to the largest number, 2**15, because numbers around it have only one bit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import math
 from .format import Format
 from .table_element import TableElement
 
-# Bits after the sign: prefix, its length, bits of the exponent's magnitude that are stored, bits of the mantissa.
+# Bits after the sign: prefix, its length, number of stored bits of the exponent's magnitude, bits of the mantissa.
 _FIELDS = ((0b11, 2, 3, 1), (0b10, 2, 2, 2), (0b01, 2, 1, 3), (0b001, 3, 0, 3))
 
 
@@ -48,7 +47,7 @@ HIF8 = TableElement(
     "hifloat8",
     tuple(map(_value, range(256))),
     ties="away",
-    infinite_from=1.25 * 2.0**15,  # halfway from the largest number, 2**15, to where infinity stands, 1.5 * 2**15
+    infinite_from=1.25 * 2.0**15,  # halfway between the largest number, 2**15, and 1.5 * 2**15, the code of infinity
 )
 
 HIFLOAT8 = Format("hifloat8", HIF8, ragged=True, amax_to=15.0)

@@ -1,10 +1,10 @@
-"""MXINT8 of the OCP microscaling specification: integers under a power-of-two scale.
+"""MXINT8 of the OCP microscaling specification: 8-bit integers with a power-of-two scale for every 32 numbers.
 
-A code is a two's complement integer over 64, from -127/64 to 127/64. The specification leaves it open whether
--128 (-2.0) is used. It is not written here, so that x and -x always have opposite codes; it is read as -2.
+A code is a two's complement integer divided by 64, from -127/64 to 127/64. The specification does not say whether -128
+(-2.0) is used. Here it is never written, so that x and -x always have opposite codes; it is read as -2.
 
-There is no code for infinity or NaN, which become the largest number; under the largest scale that is finite,
-1.98 * 2**127, where the larger numbers of other MX formats overflow to infinity again.
+There is no code for infinity or NaN: they become the largest number. With the largest scale that is 1.98 * 2**127, a
+finite number; in other MX formats, whose elements are larger, it overflows to infinity again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry of formats by name."""
+"""The registry: formats by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ _FORMATS: dict[str, Format] = {}
 
 
 def register_format(fmt: Format) -> Format:
-    """Make ``fmt`` known by its name. Registering the same value twice is fine, another is an error."""
+    """Register a format, so that it can be used by its name in `quantize`, in recipes and in files.
+
+    Args:
+        fmt: the format. Registering an equal format again is allowed.
+
+    Returns:
+        The format.
+
+    Raises:
+        ValueError: another format is registered with this name.
+    """
     known = _FORMATS.setdefault(fmt.name, fmt)
     if known != fmt:
         raise ValueError(f"another format is already registered as {fmt.name!r}")
@@ -20,31 +30,39 @@ def register_format(fmt: Format) -> Format:
 
 
 def get_format(name: str | Format) -> Format:
-    """The format called ``name``; a `Format` is returned as it is."""
+    """Return a registered format by name. A `Format` is returned as it is.
+
+    Raises:
+        KeyError: there is no format of this name.
+    """
     if isinstance(name, Format):
         return name
     try:
         return _FORMATS[name]
     except KeyError:
-        raise KeyError(f"no format {name!r}; there are {', '.join(_FORMATS)}") from None
+        raise KeyError(f"there is no format {name!r}; available: {', '.join(_FORMATS)}") from None
 
 
 def get_element(name: str) -> AnyElement:
-    """The element of that name, of those that scales and registered formats have; ``get_element("e4m3") is E4M3``."""
+    """Return an element of a registered format, or of scales, by name: ``get_element("e4m3") is E4M3``.
+
+    Raises:
+        KeyError: there is no element of this name.
+    """
     known = {fmt.element.name: fmt.element for fmt in reversed(_FORMATS.values()) if fmt.element} | {E8M0.name: E8M0}
     try:
         return known[name]
     except KeyError:
-        raise KeyError(f"no element format {name!r}; there are {', '.join(known)}") from None
+        raise KeyError(f"there is no element {name!r}; available: {', '.join(known)}") from None
 
 
 def formats() -> Iterator[Format]:
-    """All registered formats, in the order of registration."""
+    """All registered formats, in the order in which they were registered."""
     return iter(tuple(_FORMATS.values()))
 
 
 def format_table() -> str:
-    """All registered formats on one screen."""
+    """A table of all registered formats, as text."""
     head = f"{'name':<26} {'elem':<8} {'block':<8} {'scale':<26} {'column':<6} {'bits':>6}"
     return "\n".join([head, "-" * len(head), *map(str, formats())])
 

@@ -1,8 +1,8 @@
-"""Elements, layouts and formats as plain fields, for pickles and files, and back.
+"""Write elements, layouts and formats as plain fields to pickles and files, and read them.
 
-Only fields that are not at their default are written. A version of crossgrain that has a field more than
-another then writes the same as the other, unless the field says something; the other refuses what it does
-not know, by name, rather than read bytes as what they are not.
+Only fields that do not have their default values are written. So a newer version of crossgrain with an additional field
+writes the same as an older version, unless the field is used. An older version refuses a field that it does not know,
+and names it, because it would read the bytes wrongly.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _KINDS: dict[str, type] = {}
 
 
 class NewerVersionError(ValueError):
-    """A pickle or a file says something about a format that this version of crossgrain has no word for."""
+    """A pickle or a file has a format with a field that this version of crossgrain does not know."""
 
 
 class WrittenByFields:
-    """A frozen dataclass whose values are pickled as the fields that say something."""
+    """Base class of frozen dataclasses that are pickled as the fields without default values."""
 
     def __init_subclass__(cls) -> None:
         _KINDS[cls.__name__] = cls
@@ -28,14 +28,18 @@ class WrittenByFields:
 
 
 def changed_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have no default, or another value."""
+    """The fields of a dataclass that have no default, or another value than the default."""
     given = {field.name: getattr(value, field.name) for field in fields(value)}
     defaults = {field.name: field.default for field in fields(value)}
     return {name: v for name, v in given.items() if defaults[name] is MISSING or v != defaults[name]}
 
 
 def from_fields(kind: str, given: dict[str, Any]) -> Any:
-    """The value of `changed_fields`: ``from_fields("Element", {"name": "e2m1", ...})``."""
+    """Make the object of which `changed_fields` returned the fields: ``from_fields("Element", {"name": "e2m1", ...})``.
+
+    Raises:
+        NewerVersionError: the class or a field is not known.
+    """
     if kind not in _KINDS:
         raise NewerVersionError(_newer(f"a {kind}", "which is a kind of value"))
     known = [field.name for field in fields(_KINDS[kind])]
@@ -48,6 +52,6 @@ def from_fields(kind: str, given: dict[str, Any]) -> Any:
 
 def _newer(what: str, why: str) -> str:
     return (
-        f"{what} cannot be read, {why} that this version of crossgrain does not know: a newer version wrote it. "
-        "Read it with that version"
+        f"{what} cannot be read, {why} that this version of crossgrain does not know. It was written by a newer "
+        "version: read it with that version"
     )

@@ -1,4 +1,4 @@
-"""Products of planes, which operands may meet, and the pointwise mathematics around them (norms, activations)."""
+"""GEMMs of planes, which operands can be multiplied, and norms and activations."""
 
 from .product import gemm
 

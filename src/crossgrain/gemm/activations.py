@@ -1,7 +1,7 @@
-"""Activation functions and their derivatives, in one place for modules and fusible operations.
+"""Activation functions and their derivatives, for modules and fusible operations.
 
-Plain ones map x to f(x). Gated ones split the last dimension into a gate and a linear half and return
-f(gate) · g(linear). All are computed in fp32 (fp64 for fp64 inputs) and returned in the input's dtype.
+Plain activations map x to f(x). Gated activations divide the last dimension into a gate and a linear half, and return
+f(gate) · g(linear). All are computed in fp32 (fp64 for fp64 inputs) and returned in the dtype of the input.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ class Pointwise(NamedTuple):
 
 @dataclass(frozen=True)
 class Activation:
-    """``y = f(x)``; with a ``linear`` function ``y = f(gate) · linear(rest)`` of the two halves of x.
+    """An activation function: ``y = f(x)``, or gated ``y = f(gate) · linear(rest)`` of the two halves of x.
 
-    ``interleave``  the halves are not contiguous but alternate in blocks of this size
+    Attributes:
+        function: f.
+        linear: the function of the linear half; None if the activation is not gated.
+        interleave: gate and linear half alternate in blocks of this size; None if they are contiguous.
     """
 
     function: Pointwise
@@ -36,10 +39,11 @@ class Activation:
 
     @property
     def gated(self) -> bool:
+        """Whether the activation is gated."""
         return self.linear is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        """y, of half the width if gated."""
+        """Compute y, which has half the features of x if the activation is gated."""
         wide = x.to(compute_dtype(x))
         if self.linear is None:
             return self.function.value(wide).to(x.dtype)
@@ -47,7 +51,7 @@ class Activation:
         return (self.function.value(gate) * self.linear.value(rest)).to(x.dtype)
 
     def backward(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dx."""
+        """Compute dx."""
         wide = x.to(compute_dtype(x))
         dy = dy.to(wide.dtype)
         if self.linear is None:
@@ -60,7 +64,10 @@ class Activation:
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         step = 2 * (self.interleave or 1)
         if x.shape[-1] % step:
-            raise ValueError(f"a gated activation takes a multiple of {step} features, not {list(x.shape)}")
+            raise ValueError(
+                f"the last dimension of the input of a gated activation must be a multiple of {step}, got shape "
+                f"{list(x.shape)}"
+            )
         if self.interleave is not None:
             x = deinterleaved(x, self.interleave)
         gate, rest = x.chunk(2, dim=-1)
@@ -72,12 +79,12 @@ class Activation:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of sums and nonlinear functions of ``x``."""
+    """The dtype in which sums and nonlinear functions of ``x`` are computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def interleaved(x: Tensor, size: int) -> Tensor:
-    """[gate | linear] in blocks of ``size`` that alternate."""
+    """Rearrange [gate | linear] into alternating blocks of ``size``."""
     blocks = x.shape[-1] // (2 * size)
     return x.reshape(*x.shape[:-1], 2, blocks, size).transpose(-3, -2).reshape(x.shape)
 
@@ -90,9 +97,9 @@ def deinterleaved(x: Tensor, size: int) -> Tensor:
 
 # ---- functions ---------------------------------------------------------------------------------------
 
-_GELU_SLOPE = math.sqrt(2 / math.pi)
+_GELU_SLOPE = math.sqrt(2 / math.pi)  # of the usual tanh approximation of GELU
 _GELU_CUBIC = 0.044715
-_QGELU_SLOPE = 1.702
+_QGELU_SLOPE = 1.702  # the slope with which x·sigmoid(slope·x) approximates GELU
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -124,7 +131,7 @@ def _swish(slope: float) -> Pointwise:
 
 
 def _clamped(inner: Pointwise, low: float, high: float) -> Pointwise:
-    """``inner`` of the clamped input: the derivative is zero outside."""
+    """``inner`` of the clamped input. The derivative is zero outside of the limits."""
     return Pointwise(
         lambda x: inner.value(x.clamp(low, high)),
         lambda x: inner.derivative(x.clamp(low, high)) * ((x >= low) & (x <= high)),
@@ -168,13 +175,13 @@ _GATES: dict[str, Pointwise] = {
 def clamped_swiglu(
     limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, interleave: int | None = None
 ) -> Activation:
-    """``z·sigmoid(alpha·z) · (clamp(linear, ±limit) + offset)`` with z = min(gate, limit)."""
+    """The gated activation ``z·sigmoid(alpha·z) · (clamp(linear, ±limit) + offset)`` with z = min(gate, limit)."""
     gate = _clamped(_swish(alpha), -math.inf, limit)
     return Activation(gate, _clamped(_shifted(glu_linear_offset), -limit, limit), interleave)
 
 
 def situglu(beta1: float = 4.0, beta2: float = 25.0, interleave: int | None = None) -> Activation:
-    """SwiGLU with both halves softly capped: ``β₁·tanh(gate/β₁)·sigmoid(gate) · β₂·tanh(linear/β₂)``."""
+    """SwiGLU with soft limits of both halves: ``β₁·tanh(gate/β₁)·sigmoid(gate) · β₂·tanh(linear/β₂)``."""
     return Activation(_product(_soft_capped(beta1), _SIGMOID), _soft_capped(beta2), interleave)
 
 
@@ -182,7 +189,16 @@ ACTIVATIONS = (*_FUNCTIONS, *_GATES, "clamped_swiglu", "situglu")
 
 
 def activation(name: str, **options: Any) -> Activation:
-    """The activation of a name in `ACTIVATIONS`. Gated ones take ``interleave``, capped ones their limits."""
+    """Return an activation by name.
+
+    Args:
+        name: one of `ACTIVATIONS`.
+        **options: ``interleave`` for gated activations; also the arguments of `clamped_swiglu` and `situglu`.
+
+    Raises:
+        ValueError: there is no activation of this name.
+        TypeError: the activation does not have an option.
+    """
     if name in _FUNCTIONS and not options:
         return Activation(_FUNCTIONS[name])
     if name in _GATES:
@@ -192,5 +208,5 @@ def activation(name: str, **options: Any) -> Activation:
     if name == "situglu":
         return situglu(**options)
     if name in _FUNCTIONS:
-        raise TypeError(f"{name} takes no options, not {', '.join(options)}")
-    raise ValueError(f"no activation {name!r}; there are {', '.join(ACTIVATIONS)}")
+        raise TypeError(f"the activation {name} has no options, got {', '.join(options)}")
+    raise ValueError(f"there is no activation {name!r}; available: {', '.join(ACTIVATIONS)}")

@@ -1,8 +1,8 @@
-"""Normalisations over the last dimensions and their gradients, in one place for modules and fusible operations.
+"""Normalisations over the last dimension and their gradients, for modules and fusible operations.
 
     LayerNorm  y = (x - mean(x)) · rstd · w + b        RMSNorm  y = x · rstd · w
 
-Statistics are in fp32 (fp64 for fp64 inputs). A zero-centred weight is stored as w - 1.
+Statistics are computed in fp32 (fp64 for fp64 inputs). With ``zero_centered`` the parameter holds w - 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from .activations import compute_dtype
 
 
 class Normalized(NamedTuple):
-    """``y`` in the input's dtype, and the statistics [..., 1] that backward needs; ``mean`` is None in RMSNorm."""
+    """The result of a normalisation.
+
+    Attributes:
+        y: the output, in the dtype of the input.
+        mean: the mean [..., 1], for backward; None in RMSNorm.
+        rstd: the reciprocal standard deviation [..., 1], for backward.
+    """
 
     y: Tensor
     mean: Tensor | None
@@ -23,7 +29,7 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Normalized:
-    """x [..., K], weight and bias [K]."""
+    """LayerNorm of x [..., K] with weight and bias [K]."""
     wide = x.to(compute_dtype(x))
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
@@ -33,7 +39,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Normalized:
-    """x [..., K], weight [K]."""
+    """RMSNorm of x [..., K] with a weight [K]."""
     wide = x.to(compute_dtype(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = wide * rstd * _factor(weight, wide, zero_centered)
@@ -43,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Norm
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx in x's dtype, dw and db in the weight's; RMSNorm (``mean`` None) has no use for db."""
+    """Compute dx in the dtype of x, and dw and db in that of the weight. RMSNorm (``mean`` is None) does not use db."""
     wide, dy = x.to(rstd.dtype), dy.to(rstd.dtype)
     normalized = (wide if mean is None else wide - mean) * rstd
     d_normalized = dy * _factor(weight, wide, zero_centered)
@@ -85,14 +91,14 @@ def _factor(weight: Tensor, like: Tensor, zero_centered: bool) -> Tensor:
 
 
 def l2_normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x / sqrt(sum(x²) + eps)`` along the last dimension, and the factor [..., 1]."""
+    """Compute ``x / sqrt(sum(x²) + eps)`` along the last dimension; also return the factor [..., 1] for backward."""
     wide = x.to(compute_dtype(x))
     rnorm = (wide.square().sum(-1, keepdim=True) + eps).rsqrt()
     return (wide * rnorm).to(x.dtype), rnorm
 
 
 def l2_normalized_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
-    """dx."""
+    """Compute dx of `l2_normalized`."""
     wide, dy = x.to(rnorm.dtype), dy.to(rnorm.dtype)
     inner = (dy * wide).sum(-1, keepdim=True) * rnorm.square()
     return (rnorm * (dy - wide * inner)).to(x.dtype)

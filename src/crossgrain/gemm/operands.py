@@ -1,7 +1,7 @@
-"""The three GEMMs of a linear layer: which direction of which tensor each reads, and which formats may meet.
+"""The three GEMMs of a linear layer: which direction of which tensor each reads, and which formats can be multiplied.
 
-The hardware multiplies only operands that are scaled alike: it is the two operands of a GEMM that have
-to agree, not the two directions of a tensor.
+Hardware can only multiply operands whose scales are of the same kind. This is a condition for the two operands of a
+GEMM, not for the two directions of a tensor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TENSORS = ("input", "weight", "grad_output")
 
 
 def scaling_family(fmt: Format) -> str:
-    """How a format is scaled, in words: formats of one family can be multiplied as they are.
+    """The kind of a format's scales, in words. Formats of one family can be multiplied without decoding.
 
-    Elements do not matter, as the hardware mixes E4M3 with E5M2 and MXFP8 with MXFP4; nor do tiles. Elements that
-    are a table are no such floating point numbers: nothing multiplies them with any others.
+    Elements do not matter, because hardware can multiply E4M3 by E5M2, and MXFP8 by MXFP4. Tiles do not matter either.
+    But elements that are tables are not such floating point numbers, and can only be multiplied by the same element.
     """
     if fmt.is_identity:
         return "high precision"
@@ -45,7 +45,16 @@ def _scales(fmt: Format) -> str:
 
 
 def check_operands(gemm: str, operands: list[tuple[str, Direction, Format]], layer: str = "") -> None:
-    """Raise ValueError unless these two (tensor, direction, format) can be multiplied as they are."""
+    """Check that the two operands of a GEMM can be multiplied without decoding.
+
+    Args:
+        gemm: "fprop", "dgrad" or "wgrad", for the message.
+        operands: tensor, direction and format of both operands. Nothing is checked if there are fewer than two.
+        layer: name of the layer, for the message.
+
+    Raises:
+        ValueError: their scales are of different kinds, or they are rotated differently.
+    """
     if len(operands) < 2:
         return
     (_, _, first), (_, _, second) = operands
@@ -53,12 +62,12 @@ def check_operands(gemm: str, operands: list[tuple[str, Direction, Format]], lay
     if families[0] != families[1]:
         problem = f"both operands of a GEMM have to be scaled alike, and these are {families[0]} and {families[1]}"
     elif first.rotation != second.rotation:
-        problem = "either both operands have the same Hadamard rotation (rht) or none has one"
+        problem = "both operands must have the same Hadamard rotation (rht), or none"
     else:
         return
     sides = " by ".join(f"{tensor} {direction.value} ({fmt.name})" for tensor, direction, fmt in operands)
     where = f"layer {layer!r}: " if layer else ""
     raise ValueError(
-        f"{where}{gemm} multiplies {sides}, but {problem}. Change one of them, or set allow_mixed to have both decoded "
-        "before they are multiplied"
+        f"{where}{gemm} multiplies {sides}, but {problem}. Change one format, or set allow_mixed to decode both "
+        "operands before they are multiplied"
     )

@@ -1,13 +1,12 @@
-"""GEMMs of quantized operands: multiply the exact numbers with fp32 accumulation, scale once at the end.
+"""`gemm`: GEMMs of quantized operands. The exact numbers are multiplied with fp32 accumulation, and scaled at the end.
 
-A code times its block scale is exact in fp32 (and nearly always in bf16). What is left of a scale, one
-number for the whole tensor (per-tensor FP8, NVFP4) or for each row, goes into the epilogue, as it does
-in the hardware. Operands that were rotated alike are multiplied rotated: the product is the same.
+A code times its block scale is exact in fp32 (and nearly always in bf16). The rest of a scale, one number for the whole
+tensor (per-tensor FP8, NVFP4) or for each row, multiplies the result, as in hardware. Operands with the same rotation
+are multiplied without undoing it, because the product is the same.
 
-Two NVFP4 operands are multiplied as they are stored where the CPU has dot products of bytes, in half the
-time of an fp32 GEMM. All others are decoded. On a CPU without bf16 units a bf16 GEMM is many times slower
-than an fp32 one, so operands are fp32 there; where bf16 GEMMs are fast and the numbers are exact in bf16,
-operands are bf16.
+If the CPU has dot products of bytes, two NVFP4 operands are multiplied without decoding, in half the time of an fp32
+GEMM. All other operands are decoded: to bf16 if bf16 GEMMs are fast on the device and the numbers are exact in bf16,
+otherwise to fp32. On a CPU without bf16 units a bf16 GEMM is many times slower than an fp32 GEMM.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 class _Operand(NamedTuple):
-    """``values`` [rows, summed], and the scale that is left: one number, or one for each row."""
+    """Decoded numbers [rows, summed dimension], and the rest of their scale: one number, or one for each row."""
 
     values: Tensor
     scale: float | Tensor
@@ -49,19 +48,33 @@ def gemm(
     beta: float = 1.0,
     allow_mixed: bool = False,
 ) -> Tensor:
-    """The GEMM ``which`` of a linear layer with x [M, K], W [N, K], dy [M, N].
+    """Compute one of the three GEMMs of a linear layer with x [M, K], W [N, K], dy [M, N].
 
         fprop(x, W)  = x · Wᵀ    [M, N]    both rowwise
         dgrad(dy, W) = dy · W    [M, K]    dy rowwise, W columnwise
         wgrad(dy, x) = dyᵀ · x   [N, K]    both columnwise
 
-    The product is scaled by ``alpha``. ``bias`` is added in fp32. ``out`` is written to, or added to
-    (``accumulate``) after it is scaled by ``beta``, in its own dtype. A plane of another direction than the
-    GEMM reads is refused; a plain tensor serves any. Operands of different scaling families are refused
-    unless ``allow_mixed``.
+    Args:
+        which: "fprop", "dgrad" or "wgrad".
+        a: the first operand: a plane of the direction that the GEMM reads, or a plain tensor.
+        b: the second operand.
+        out_dtype: dtype of the result.
+        bias: added to the result in fp32; None for none.
+        out: write the result to this tensor, in its dtype.
+        accumulate: add the result to ``out`` instead, which is multiplied by ``beta`` first.
+        alpha: multiplies the product.
+        beta: multiplies ``out`` with ``accumulate``.
+        allow_mixed: allow operands with scales of different kinds, or with different rotations. They are decoded.
+
+    Returns:
+        The result, or ``out``.
+
+    Raises:
+        ValueError: the operands cannot be multiplied, a plane is of the wrong direction, or shapes do not fit.
+        RuntimeError: a plane is stale.
     """
     if which not in GEMMS:
-        raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}, not {which!r}")
+        raise ValueError(f"the GEMM must be one of {', '.join(GEMMS)}, got {which!r}")
     planes = [
         _operand_plane(which, operand, name, direction)
         for operand, (name, direction) in zip((a, b), GEMMS[which].items(), strict=True)
@@ -73,10 +86,10 @@ def gemm(
         _refuse_inner_sizes(which, planes)
 
     if accumulate and out is None:
-        raise ValueError(f"{which}: accumulate needs an out to add to")
+        raise ValueError(f"{which}: accumulate=True needs out=..., a tensor to add to")
     if out is not None:
         if tuple(out.shape) != (rows, columns):
-            raise ValueError(f"{which}: the result is {[rows, columns]}, and out is {list(out.shape)}")
+            raise ValueError(f"{which}: the result has shape {[rows, columns]}, but out has shape {list(out.shape)}")
         out_dtype = out.dtype
     if bias is not None:
         bias = bias.detach()
@@ -106,17 +119,17 @@ def gemm(
 
 @lru_cache(maxsize=1024)
 def _check_pair(which: str, a: Format, b: Format) -> None:
-    """Raise unless the two operands can be multiplied as they are; errors are not cached."""
+    """Raise if the two operands cannot be multiplied without decoding. Errors are not cached."""
     (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
     check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
 
 
 def _operand_plane(which: str, operand: Plane | Tensor, name: str, direction: Direction) -> Plane:
-    """The plane that a GEMM reads. A plain tensor, or an identity plane, serves whatever direction is read."""
+    """The plane that a GEMM reads. A plain tensor, or an identity plane, can be read in both directions."""
     if not isinstance(operand, Plane):
         return Plane(IDENTITY, direction, matrix_shape(operand.shape), operand)
     if operand.direction is not direction and not operand.format.is_identity:
-        raise ValueError(f"{which} reads {name} {direction.value}, but was given its {operand.direction.value} plane")
+        raise ValueError(f"{which} reads {name} {direction.value}, but got its {operand.direction.value} plane")
     if operand.stale:
         operand.check_fresh()
     return operand if operand.direction is direction else operand.read(direction)
@@ -125,7 +138,10 @@ def _operand_plane(which: str, operand: Plane | Tensor, name: str, direction: Di
 def _refuse_inner_sizes(which: str, planes: list[Plane]) -> None:
     inner = [plane.operand_shape[1] for plane in planes]
     shapes = " and ".join(f"{name} {list(plane.shape)}" for name, plane in zip(GEMMS[which], planes, strict=True))
-    raise ValueError(f"{which}: {shapes} do not agree: it sums over {inner[0]} and {inner[1]} elements")
+    raise ValueError(
+        f"{which}: the shapes of {shapes} do not fit: it sums over {inner[0]} elements of one and {inner[1]} of the "
+        "other"
+    )
 
 
 # ---- operands ----------------------------------------------------------------------------------------
@@ -162,7 +178,7 @@ def _plain_operand(plane: Plane, name: str) -> Tensor:
 
 
 def _global_scale(plane: Plane) -> float | Tensor:
-    """What is left of a plane's scales beside those of its blocks."""
+    """The scale of the whole plane, or of each row, beside those of its blocks."""
     fmt = plane.format
     if fmt.block is None:
         assert plane.scale is not None
@@ -172,7 +188,7 @@ def _global_scale(plane: Plane) -> float | Tensor:
 
 
 def _under_scale_one(plane: Plane) -> Plane:
-    """A plane that has a global scale, with a global scale of one."""
+    """The plane with its global scale replaced by one."""
     fmt = plane.format
     if fmt.block is None:
         assert plane.scale is not None
@@ -188,7 +204,7 @@ def _neutral_amax(fmt: Format) -> float:
 
 
 def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
-    """One Python number (double) from the CPU, else a double tensor: elsewhere reading it would wait for the device."""
+    """A Python number on the CPU; on other devices, where reading would wait for the device, a float64 tensor."""
     if values.numel() == 1 and values.device.type == "cpu":
         return float(values) * factor
     return values.to(torch.float64) * factor
@@ -204,10 +220,10 @@ def _is_one(scale: float | Tensor) -> bool:
 def _multiply(
     left: _Operand, right: _Operand, total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
 ) -> None:
-    """``total`` = alpha * scales * left · rightᵀ + bias, plus beta * total if there is a beta.
+    """Compute ``total`` = alpha * scales * left · rightᵀ + bias, plus beta * total if there is a beta.
 
-    Everything is written with ``out=`` or in place, which torch.autocast leaves alone: it would have the
-    fp32 operands rounded to bf16.
+    Everything is written with ``out=`` or in place, because torch.autocast does not change such operations. It would
+    round the fp32 operands of others to bf16.
     """
     a, b = left.values, right.values.t()
     if _is_one(left.scale) and _is_one(right.scale) and alpha == 1.0:
@@ -221,7 +237,7 @@ def _multiply(
         if bias is not None:
             total.add_(bias)
         return
-    # Not the alpha of addmm: BLAS applies that to an operand, whose numbers would then no longer be exact.
+    # Not with alpha of addmm: BLAS multiplies an operand by it, whose numbers would then not be exact any more.
     product = _product_memory(total, aside=beta is not None)
     torch.mm(a, b, out=product)
     factor = _one_factor(left.scale, right.scale, alpha)
@@ -232,7 +248,7 @@ def _multiply(
 
 
 def _multiply_codes(planes: list[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None) -> None:
-    """The same without decoding."""
+    """The same as `_multiply`, without decoding."""
     left, right = planes
     left_scale, right_scale = _global_scale(left), _global_scale(right)
     factor = _one_factor(left_scale, right_scale, alpha)
@@ -244,13 +260,13 @@ def _multiply_codes(planes: list[Plane], total: Tensor, bias: Tensor | None, alp
 
 
 def _product_memory(total: Tensor, aside: bool) -> Tensor:
-    """Where the product goes: ``total`` itself, or aside."""
+    """Memory for the product: ``total`` itself, or other memory with ``aside``."""
     rows, columns = total.shape
     return _fp32_memory("gemm.product", rows, columns, total, keep=False) if aside else total
 
 
 def _finish(product: Tensor, factor: float, total: Tensor, bias: Tensor | None, beta: float | None) -> None:
-    """``total`` = factor * product + bias, plus beta * total if there is a beta."""
+    """Compute ``total`` = factor * product + bias, plus beta * total if there is a beta."""
     if beta is not None:
         total.mul_(beta).add_(product, alpha=factor)
         if bias is not None:
@@ -262,7 +278,7 @@ def _finish(product: Tensor, factor: float, total: Tensor, bias: Tensor | None, 
 
 
 def _one_factor(row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> float | None:
-    """The whole scale as one number, if it is one that fp32 can hold."""
+    """The whole scale as one number; None if it is not one number, or beyond fp32."""
     if isinstance(row_scale, float) and isinstance(column_scale, float):
         factor = alpha * row_scale * column_scale
         return factor if abs(factor) <= _FP32_MAX else None
@@ -270,13 +286,13 @@ def _one_factor(row_scale: float | Tensor, column_scale: float | Tensor, alpha: 
 
 
 def _scale_by_vectors(product: Tensor, row_scale: float | Tensor, column_scale: float | Tensor, alpha: float) -> None:
-    """A scale for each row of the left operand scales rows of the product, one of the right operand its columns."""
+    """Multiply rows of the product by the scales of the left operand, and columns by those of the right operand."""
     both_one = _is_single(row_scale) and _is_single(column_scale)
     if not both_one and _is_single(row_scale):
         product.mul_(_fp32(column_scale * row_scale * alpha, product).view(1, -1))
     elif not both_one and _is_single(column_scale):
         product.mul_(_fp32(row_scale * column_scale * alpha, product).view(-1, 1))
-    else:  # one after the other, so that 0 stays 0 where the product of the scales is beyond fp32
+    else:  # one after the other, so that 0 stays 0 if the product of the scales is beyond fp32
         product.mul_(_fp32(row_scale * alpha, product).view(-1, 1)).mul_(_fp32(column_scale, product).view(1, -1))
 
 
@@ -289,7 +305,7 @@ def _fp32(factor: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:
-    """An fp32 matrix: fresh if the caller is to ``keep`` it, else reused."""
+    """Memory for an fp32 matrix: new if the caller will ``keep`` it, otherwise a workspace that is reused."""
     count = rows * columns
     memory = None if keep or like.device.type != "cpu" else kernels.workspace(name, count)
     if memory is None:
@@ -315,7 +331,7 @@ def has_fast_bf16(device_type: str) -> bool:
 
 
 def _exact_bf16(values: Tensor) -> Tensor | None:
-    """``values`` in bf16 if no bit is lost, else None: bf16 is the upper half of fp32."""
+    """``values`` in bf16 if that is exact, otherwise None. bf16 is the upper half of the bits of fp32."""
     if values.view(torch.int32).bitwise_and(0xFFFF).any():
         return None
     return values.to(torch.bfloat16)
@@ -331,7 +347,7 @@ def _multiplied_in_bf16(left: _Operand, right: _Operand, out: Tensor | None) -> 
 
 
 def _in_double(planes: list[Plane]) -> bool:
-    """Unquantized operands in double precision, as in a gradient check, stay in it."""
+    """Whether to compute in float64: for unquantized float64 operands, as in a gradient check."""
     a, b = planes
     if a.format.element is not None or b.format.element is not None:
         return False

@@ -1,1 +1,1 @@
-"""The core of a linear layer, under `nn` and `ops` alike: three GEMMs, and what wraps them."""
+"""The core of a linear layer, which `nn` and `ops` use: three GEMMs as an autograd function, and what they need."""

@@ -1,4 +1,4 @@
-"""One call of a linear layer: all but its tensors, and what is checked before anything is computed."""
+"""`LinearCall`: the options of one call of a linear layer; and checks that are made before anything is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from .parallel import TensorParallel
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted. Known before autograd is entered: inside, gradients are always off."""
+    """Which gradients are wanted. Determined before the autograd function: inside it, gradients are always disabled.
+
+    Attributes:
+        dx: the gradient of the input.
+        dw: the gradient of the weight.
+        db: the gradient of the bias.
+    """
 
     dx: bool
     dw: bool
@@ -29,24 +35,28 @@ class Needs(NamedTuple):
 
 @dataclass
 class LinearCall:
-    """All of one call of a linear layer but its tensors.
+    """The options of one call of a linear layer: everything except its tensors.
 
-    ``input``, ``weight``, ``grad_output``  the quantizers; without them the layer computes as the tensors are
-    ``output``, ``grad_input``              quantizers of what is handed on, if that is to be quantized
-    ``padding``                             what the blocks of these quantizers ask of the sizes
-    ``dtype``                               of activations and their gradients
-    ``quantized_weight``                    planes of W that the caller has cached, used instead of quantizing it again
-    ``quantized_input``                     planes of x, padded, that the caller has made together with others
-    ``quantized_gradient``                  the same for dy; set before backward
-    ``backward_override``                   what the GEMMs of backward multiply instead of quantized operands
-    ``keep_input``                          save x as it is for backward and quantize it again there
-    ``on_backward``                         called before backward quantizes anything
-    ``wgrad_queue``                         if given, backward appends a function to it that computes dW when it is
-                                            called, instead of computing dW itself
-    ``accumulate_main_grad``                add dW to ``weight.main_grad``
-    ``weight_parts``                        the parameters that W was put together from, if it was
-    ``parallel``                            how ranks share the layer, if they do
-    ``layer``                               the name of the layer, for messages
+    Attributes:
+        dtype: dtype of activations and their gradients.
+        input: quantizer of x. Without quantizers the layer computes in high precision.
+        weight: quantizer of W.
+        grad_output: quantizer of dy.
+        output: quantizer of y, if the layer returns it quantized.
+        grad_input: quantizer of dx, if the layer returns it quantized.
+        padding: multiples to which the sizes are padded, for the blocks of these quantizers.
+        quantized_weight: planes of W that the caller has cached; W is not quantized again.
+        quantized_input: padded planes of x that the caller has made, together with those of other layers.
+        quantized_gradient: the same for dy; set before backward.
+        backward_override: what backward multiplies instead of quantized operands; see `Recipe`.
+        allow_mixed: see `Recipe`.
+        keep_input: save x in high precision for backward, and quantize it again there.
+        accumulate_main_grad: add dW to ``weight.main_grad``.
+        wgrad_queue: if given, backward does not compute dW, but appends a function to this list that does.
+        on_backward: called before backward quantizes anything.
+        weight_parts: the parameters of which W consists, if there are several.
+        parallel: how ranks share the layer; None if they do not.
+        layer: name of the layer, for messages.
     """
 
     dtype: torch.dtype
@@ -75,7 +85,7 @@ class LinearCall:
         return self.input is not None and self.backward_override is None
 
     def sizes(self, x: Tensor, weight: Tensor, *, backward: bool) -> tuple[Sizes, Sizes]:
-        """Of x, W and dy: as they are, and padded."""
+        """The sizes of x, W and dy: without and with padding."""
         rows = math.prod(x.shape[:-1])
         if self.parallel is not None:
             self.parallel.check(x.shape, self.layer)
@@ -87,43 +97,43 @@ class LinearCall:
 
 
 def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:
-    """The dtype a module computes in: that of torch.autocast if active, else ``otherwise``, else that of the input."""
+    """The dtype of activations: that of an active torch.autocast; else ``otherwise``, if given; else that of ``x``."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if otherwise is None else otherwise
 
 
 def check_input(x: Tensor, weight: Tensor, layer: str) -> None:
-    """Raise unless ``x`` ends in what ``weight`` takes."""
+    """Raise ValueError if the last dimension of ``x`` does not fit ``weight``."""
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            f"{layer}: the last dimension of the input {list(x.shape)} must be {weight.shape[-1]}, as the weight "
+            f"{layer}: the last dimension of the input {list(x.shape)} must be {weight.shape[-1]}, because the weight "
             f"{list(weight.shape)} has that many columns"
         )
 
 
 def check_dtypes(weight: Tensor, call: LinearCall) -> None:
-    """Raise if an operand is to be quantized and is of a dtype that cannot be."""
+    """Raise TypeError if an operand has a dtype that cannot be quantized."""
     if call.input is None or (weight.dtype in HIGH_PRECISION and call.dtype in HIGH_PRECISION):
         return
     operand, dtype = ("weight", weight.dtype) if weight.dtype not in HIGH_PRECISION else ("input", call.dtype)
     raise TypeError(
-        f"{call.layer}: the {operand} is {dtype}, and only float32, bfloat16 and float16 can be quantized. Convert it, "
+        f"{call.layer}: the {operand} is {dtype}, but only float32, bfloat16 and float16 can be quantized. Convert it, "
         "or run this layer without a recipe."
     )
 
 
 def check_takes_gradient(weight: Tensor, layer: str) -> None:
-    """Raise if a gradient that does not go through autograd would get lost at ``weight``."""
+    """Raise if a weight gradient that does not go through autograd would be lost."""
     if not weight.is_leaf:
         raise RuntimeError(
-            f"{layer}: the weight was computed from other tensors, which a weight gradient that is delayed "
-            "(delay_wgrad_compute) or added to main_grad (fuse_wgrad_accumulation) would not reach. Switch that option "
-            "off for this layer."
+            f"{layer}: the weight was computed from other tensors. A weight gradient that is delayed "
+            "(delay_wgrad_compute) or added to main_grad (fuse_wgrad_accumulation) would not reach them; switch that "
+            "option off for this layer."
         )
     if isinstance(weight, GatheredWeight) or getattr(weight, "_shard", None) is not None:
         raise NotImplementedError(
-            f"{layer}: the weight is sharded by FSDP2, which reduces gradients when autograd hands them over. A weight "
+            f"{layer}: the weight is sharded by FSDP2, which reduces the gradients that autograd computes. A weight "
             "gradient that is delayed (delay_wgrad_compute) or added to main_grad (fuse_wgrad_accumulation) would not "
             "reach the other ranks; switch that option off for this layer."
         )

@@ -1,15 +1,14 @@
-"""The linear layer in autograd: three GEMMs, each reading one direction of its two operands.
+"""The linear layer as an autograd function: three GEMMs, each of which reads one direction of its two operands.
 
     fprop  y  = x · Wᵀ     reads  x rowwise,     W rowwise
     dgrad  dx = dy · W     reads  dy rowwise,    W columnwise
     wgrad  dW = dyᵀ · x    reads  dy columnwise, x columnwise
 
-So forward makes the rowwise planes of x and W for itself and the columnwise ones for backward, saves only the latter,
-and backward makes both planes of dy. Which formats these are is the quantizers' business. A plane that no GEMM will
-read is never made.
+Forward makes the rowwise planes of x and W for fprop, and their columnwise planes for backward; it saves only the
+latter. Backward makes both planes of dy. The quantizers determine the formats. A plane that no GEMM reads is not made.
 
-This file is only that story. What an operand is made from (`operands`), zeros that fill blocks up (`padding`), ranks
-that share a layer (`parallel`, `sequence_parallel`) and where dW goes (`weight_gradient`) have files of their own.
+Other modules contain how operands are made (`operands`), padding to whole blocks (`padding`), layers that ranks share
+(`parallel`, `sequence_parallel`) and where dW goes (`weight_gradient`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .weight_gradient import check_has_main_grad, delivered_weight_gradient
 
 
 def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs) -> Any:
-    """y. What backward needs is saved in ``ctx``, if there is one."""
+    """Compute y. What backward needs is saved in ``ctx``, if there is one."""
     check_dtypes(weight, call)
     sizes, padded = call.sizes(x, weight, backward=needs.dx or needs.dw)
     parallel = call.parallel
@@ -54,13 +53,13 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     shape: tuple[int, ...] = (*x.shape[:-1], sizes.n)
     if parallel is not None:
         y, shape = parallel.output(y, bias, x.shape, call.dtype, call.layer)
-    # Not a view: in-place operations on the output are fine, as they are for any layer.
+    # Not a view, so that in-place operations on the output are allowed, as for any layer.
     y = torch.ops.aten._unsafe_view(y, shape)
     return y if call.output is None else call.output(y)
 
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dW and db; those that are not needed are None."""
+    """Compute dx, dW and db. Those that are not needed are None."""
     call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
     dx = dw = db = None
     if needs.dx or needs.dw:
@@ -83,7 +82,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     if needs.dw:
 
         def wgrad(dtype: torch.dtype, out: Tensor | None) -> Tensor:
-            """dW in ``dtype``, or added to ``out``."""
+            """Compute dW in ``dtype``, or add it to ``out``."""
             x = saved_input(saved.x, ctx)
             made = gemm(
                 "wgrad",
@@ -101,6 +100,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
 
 
 class LinearFunction(torch.autograd.Function):
+    """The linear layer as an autograd function."""
+
     forward = staticmethod(forward)
 
     @staticmethod
@@ -113,7 +114,17 @@ class LinearFunction(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """``x · weightᵀ + bias`` for x [..., K] and weight [N, K], by the quantizers of ``call``."""
+    """Compute ``x · weightᵀ + bias`` with the quantizers of a call.
+
+    Args:
+        x: the input [..., K].
+        weight: the weight [N, K].
+        bias: the bias [N]; None for none.
+        call: quantizers and options.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is not K.
+    """
     check_input(x, weight, call.layer)
     grad = torch.is_grad_enabled()
     needs = Needs(

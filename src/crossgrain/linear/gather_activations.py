@@ -1,8 +1,8 @@
-"""Rows of several ranks, gathered as bytes of planes: what arrives is what quantizing all rows would make, bit for bit.
+"""Gather rows from several ranks as bytes of planes. The result has the bytes that quantizing all rows would give.
 
-Each rank quantizes its rows under scales of the whole: amaxes are reduced over the ranks first. That gives the
-bytes of the whole unless a block has rows of two ranks, or a code depends on where its number lies in the whole
-(stochastic rounding). Such tensors are gathered in high precision and quantized by every rank.
+Each rank quantizes its rows with the scales of the whole tensor, for which amaxes are reduced over ranks first. That
+gives the bytes of the whole, unless a block contains rows of two ranks, or a code depends on the position of its number
+in the whole (stochastic rounding). Such tensors are gathered in high precision, and every rank quantizes all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..tensor import QuantizedTensorStorage
 
 
 def why_not_gathered(quantizer: Quantizer, direction: Direction, rows: int) -> str | None:
-    """Why the plane of ``rows`` rows of each rank is not a part of the plane of all; None if it is."""
+    """Why planes cannot be gathered, if each rank has ``rows`` rows; None if they can."""
     if isinstance(quantizer, HybridQuantizer):
         derived = direction is COLUMNWISE and quantizer.derives_columns
         source = why_not_gathered(quantizer.child(ROWWISE), ROWWISE, rows) if derived else None
@@ -32,21 +32,21 @@ def why_not_gathered(quantizer: Quantizer, direction: Direction, rows: int) -> s
     fmt = quantizer.encoding(direction).format
     tall = fmt.block_rows if direction is ROWWISE else fmt.block_length
     if rows % tall:
-        return f"{rows} rows of a rank cut the {tall} rows of a {direction.value} {fmt.name} block"
+        return f"{rows} rows per rank are not a multiple of the {tall} rows of a {direction.value} {fmt.name} block"
     return None
 
 
 def why_places_matter(quantizer: Quantizer, direction: Direction) -> str | None:
-    """Why the same rows may be other bytes elsewhere in a tensor, whatever blocks there are; None if they are not."""
+    """Why the bytes of a row may depend on its position in the tensor, apart from blocks; None if they do not."""
     if quantizer.custom:
-        return "a custom quantizer makes what it likes"
+        return "the bytes that a custom quantizer makes may depend on the position of a row"
     if quantizer.encoding(direction).stochastic:
-        return "stochastic rounding depends on where a number lies in the whole"
+        return "stochastic rounding depends on the position of a number in the whole tensor"
     return None
 
 
 def gathered_planes(parts: Sequence[Plane], wholes: Sequence[Plane], group: Any) -> None:
-    """Fill ``wholes`` from the ``parts`` of all ranks, in one collective."""
+    """Fill the planes ``wholes`` from the ``parts`` of all ranks, in one collective."""
     ranks = group_size(group)
     counts = [parts[0].shape[0]] * ranks
     kinds = tuple(kind_of(plane) for plane in parts)
@@ -56,7 +56,7 @@ def gathered_planes(parts: Sequence[Plane], wholes: Sequence[Plane], group: Any)
 
 
 def gathered_plane(part: Plane, group: Any) -> Plane:
-    """The plane of the rows of all ranks."""
+    """Gather a plane: the rows of all ranks."""
     rows, columns = part.shape
     whole = kind_of(part).empty((rows * group_size(group), columns), part.data.device)
     gathered_planes([part], [whole], group)
@@ -64,10 +64,18 @@ def gathered_plane(part: Plane, group: Any) -> Plane:
 
 
 def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
-    """What ``quantizer`` makes of the rows of all ranks, of which each has as many in ``x`` [M, K].
+    """Quantize the rows of all ranks, in the directions of the quantizer's usages.
 
-    Directions are those of its usages. Planes travel if they all may; of a format whose columns are its rows
-    transposed, rows alone.
+    Planes are sent if that is possible for all directions. If columnwise codes are the transposed rowwise codes, only
+    rowwise planes are sent.
+
+    Args:
+        x: the rows of this rank [M, K]; all ranks have the same number.
+        quantizer: the quantizer.
+        group: the process group.
+
+    Returns:
+        The quantized tensor of all rows.
     """
     directions = quantizer._directions_to_make()
     if any(why_not_gathered(quantizer, direction, x.shape[0]) for direction in directions):
@@ -89,7 +97,7 @@ def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
 
 
 def columns_follow_from_rows(quantizer: Quantizer) -> bool:
-    """Whether one direction has the codes of the other."""
+    """Whether the codes of one direction can be made from those of the other."""
     if isinstance(quantizer, HybridQuantizer) or quantizer.custom:
         return False
     row, column = (quantizer.encoding(direction) for direction in (ROWWISE, COLUMNWISE))

@@ -1,4 +1,4 @@
-"""A weight that came to its layer quantized, because its high-precision numbers are spread over ranks."""
+"""`GatheredWeight`: a sharded weight that was gathered in quantized form for its layer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ aten = torch.ops.aten
 
 
 class GatheredWeight(Tensor):
-    """To everybody a weight of its shape and dtype; to its layer, ``quantized``: W as the layer would quantize it.
+    """A weight with the shape and dtype of the parameter, for which only quantized planes are on this rank.
 
-    ``quantized`` is padded as the layer pads, and the buffers stay the same from one gather to the next.
+    Other code sees a tensor of its shape and dtype, which is decoded if it is read.
+
+    Attributes:
+        quantized: W as the layer would quantize it, with padding. Its buffers stay the same in every gather.
+        made_by: the quantizer that made it.
     """
 
     quantized: QuantizedTensorStorage
@@ -40,16 +44,21 @@ class GatheredWeight(Tensor):
         return new
 
     def used_by(self, quantizer: Quantizer | None, layer: str) -> QuantizedTensorStorage:
-        """W for a layer that quantizes its weight with ``quantizer``, or an error if that is another format."""
+        """The quantized weight for a layer that would use ``quantizer``.
+
+        Raises:
+            RuntimeError: the layer computes in high precision, or in another format.
+        """
         if quantizer is None:
             raise RuntimeError(
-                f"{layer}: the weight {list(self.shape)} was gathered quantized, and the layer is to compute in high "
-                "precision, for which there is only what the quantized weight decodes to"
+                f"{layer}: the weight {list(self.shape)} was gathered quantized, but the layer computes in high "
+                "precision, for which only the decoded weight is available. Run it with the recipe that the model was "
+                "sharded for"
             )
         if not _alike(self.made_by, quantizer):
             raise RuntimeError(
-                f"{layer}: the weight {list(self.shape)} was gathered as {_described(self.made_by)}, and the recipe in "
-                f"force asks for {_described(quantizer)}. Shard the model for this recipe."
+                f"{layer}: the weight {list(self.shape)} was gathered as {_described(self.made_by)}, but the active "
+                f"recipe needs {_described(quantizer)}. Shard the model for this recipe."
             )
         return self.quantized
 
@@ -71,7 +80,7 @@ class GatheredWeight(Tensor):
             if func in (aten.view.default, aten.as_strided.default) and tuple(args[1]) == tuple(weight.shape):
                 return weight._alias()
         if func._schema.is_mutable:
-            raise RuntimeError(f"{func}: a gathered weight is read-only; change the shards")
+            raise RuntimeError(f"{func} cannot write to a gathered weight, which is read-only: write to the shards")
         plain = tree_map(lambda value: value._decoded() if isinstance(value, cls) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 

@@ -1,7 +1,7 @@
-"""A linear layer for each group of rows, for modules and fusible operations. The GEMMs are those of `linear_function`.
+"""One linear layer per group of rows, for modules and fusible operations. It uses the GEMMs of `linear.function`.
 
-What is particular to groups is that operands are quantized for all of them at once where that is possible
-(see `split_quantize`), that the weights may be parts of one parameter, and that sums over ranks are taken once for all.
+If possible, operands of all groups are quantized in one call (see `split_quantize`). The weights may be parts of one
+parameter. Sums over ranks are computed once for all groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..runtime.derivatives import differentiable_once
 from ..tensor import QuantizedTensor
-from . import split_quantize  # looked up when called: whoever replaces the function there is asked
+from . import split_quantize  # the function is looked up when it is called, so that it can be replaced
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
 from .function import LinearFunction
 from .grouped_input import given_groups, hollow_rows, takes_rows
@@ -28,13 +28,18 @@ from .weight_gradient import check_has_main_grad, dummy_weight_gradient
 
 @dataclass
 class Groups:
-    """All of one call of a grouped layer but its input. Lists are by group.
+    """One call of a grouped layer: everything except its input. Lists have one entry per group.
 
-    ``weights``, ``biases``      of the groups; parts of one tensor if there is only one parameter for all
-    ``packed_weight``            that parameter [groups, N, K]
-    ``packed_bias``              the same for biases [groups, N]
-    ``out``, ``dgrad_out``       the caller's memory for y and dx
-    ``parallel``                 how ranks share all groups, if they do; ``calls`` do not know
+    Attributes:
+        sizes: number of rows of each group.
+        weights: the weights; parts of ``packed_weight`` if there is one.
+        biases: the biases, or None; parts of ``packed_bias`` if there is one.
+        calls: quantizers and options of each group. Their ``parallel`` is None.
+        packed_weight: one parameter for all weights [groups, N, K], if there is one.
+        packed_bias: one parameter for all biases [groups, N], if there is one.
+        out: memory of the caller for y, if given.
+        dgrad_out: memory of the caller for dx, if given.
+        parallel: how ranks share all groups; None if they do not.
     """
 
     sizes: list[int]
@@ -49,17 +54,19 @@ class Groups:
 
     @property
     def sums_output(self) -> bool:
-        """Whether y is summed over ranks; biases are then added to the sum."""
+        """Whether y is summed over ranks. Biases are then added to the sum."""
         return self.parallel is not None and self.parallel.sums_output
 
     def weight_parameters(self) -> list[Tensor]:
+        """The parameters of the weights."""
         return list(self.weights) if self.packed_weight is None else [self.packed_weight]
 
     def bias_parameters(self) -> list[Tensor | None]:
+        """The parameters of the biases."""
         return list(self.biases) if self.packed_bias is None else [self.packed_bias]
 
     def needs(self, x: Tensor) -> list[Needs]:
-        """Which gradients are wanted of each group; the parts of a packed parameter do not know."""
+        """Which gradients are wanted for each group. Of a packed parameter, the parameter says it, not its parts."""
         count = len(self.sizes)
         dw = [parameter.requires_grad for parameter in self.weight_parameters()]
         db = [parameter is not None and parameter.requires_grad for parameter in self.bias_parameters()]
@@ -70,7 +77,7 @@ class Groups:
 
 
 def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
-    """y [..., N] for x [..., K], whose rows belong to groups in order."""
+    """Compute y [..., N] for x [..., K], whose rows are sorted by group."""
     call = groups.calls[0]
     check_input(x, groups.weights[0], call.layer)
     check_dtypes(groups.weights[0], call)
@@ -86,7 +93,7 @@ def grouped_linear(x: Tensor, groups: Groups) -> Tensor:
 
 
 class GroupContext:
-    """To `LinearFunction` what ``ctx`` is to an autograd function."""
+    """The ``ctx`` of `LinearFunction` for one group."""
 
     call: LinearCall
     needs: Needs
@@ -98,6 +105,7 @@ class GroupContext:
         self.saved_tensors: tuple[Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for backward."""
         self.saved_tensors = tensors
 
 
@@ -119,11 +127,11 @@ class _GroupedFunction(torch.autograd.Function):
 def grouped_forward(
     x: Tensor, groups: Groups, needs: list[Needs]
 ) -> tuple[Tensor, list[GroupContext], list[Tensor | None]]:
-    """y, and for `grouped_backward`: the contexts of the groups and the tensors that have to be saved."""
+    """Compute y; also return the contexts of the groups and the tensors to save, for `grouped_backward`."""
     if isinstance(x, QuantizedTensor) and not takes_rows(x, groups.calls[0], wgrad=any(need.dw for need in needs)):
         x = x.dequantize()
     rows = hollow_rows(x) if isinstance(x, QuantizedTensor) else x.detach().reshape(-1, x.shape[-1])
-    if any(need.dx or need.dw for need in needs):  # all groups are padded alike, also one that is frozen
+    if any(need.dx or need.dw for need in needs):  # all groups have the same padding, also one that is frozen
         for call in groups.calls:
             call.padding = call.padding._replace(m_forward=call.padding.m_backward)
     _quantize_inputs(x, groups, needs)
@@ -148,7 +156,7 @@ def grouped_forward(
 def grouped_backward(
     dy: Tensor, groups: Groups, contexts: list[GroupContext], saved: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """dx [M, K], and the gradients of the weight and bias parameters; None where none is wanted."""
+    """Compute dx [M, K] and the gradients of the weight and bias parameters. Those that are not wanted are None."""
     if isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
     dy = dy.reshape(sum(groups.sizes), groups.weights[0].shape[0]).to(groups.calls[0].dtype)
@@ -186,7 +194,7 @@ def _whole_input_gradient(parts: Sequence[Tensor], groups: Groups) -> Tensor:
 
 
 def _in_memory(values: Tensor, memory: Tensor | None) -> Tensor:
-    """``values``, in the caller's memory if there is some."""
+    """``values``, written to the memory of the caller if it gave some."""
     return values if memory is None else memory.detach().copy_(values.reshape(memory.shape))
 
 
@@ -222,7 +230,7 @@ def _quantize_inputs(x: Tensor, groups: Groups, needs: list[Needs]) -> None:
 
 
 def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups) -> None:
-    """dy has the activations' dtype: all formats see the same numbers."""
+    """Quantize dy, which has the dtype of activations, so that all formats get the same numbers."""
     call, needs = groups.calls[0], [context.needs for context in contexts]
     rowwise, columnwise = any(need.dx for need in needs), any(need.dw for need in needs)
     for context in contexts:
@@ -246,7 +254,7 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
 
 
 def _by_parameter(gradients: list[Tensor | None], packed: Tensor | None) -> list[Tensor | None]:
-    """Those of a packed parameter are stacked."""
+    """The gradients by parameter: those of a packed parameter are stacked."""
     if packed is None:
         return gradients
     present = [gradient for gradient in gradients if gradient is not None]
@@ -258,7 +266,7 @@ def _by_parameter(gradients: list[Tensor | None], packed: Tensor | None) -> list
 
 
 def _give_parts_main_grads(contexts: list[GroupContext], groups: Groups) -> None:
-    """The parts of a packed weight add to the parts of its main_grad."""
+    """Give the parts of a packed weight the parts of its main_grad, to which their gradients are added."""
     packed: Any = groups.packed_weight
     main_grad = getattr(packed, "main_grad", None)
     if main_grad is None or not groups.calls[0].accumulate_main_grad:
@@ -273,7 +281,7 @@ def _give_parts_main_grads(contexts: list[GroupContext], groups: Groups) -> None
 
 
 def _collect_put_off(contexts: list[GroupContext], groups: Groups) -> None:
-    """Gradients of a packed weight that were put off are put together after the last group's."""
+    """Combine delayed gradients of a packed weight after that of the last group."""
     call, packed = groups.calls[0], groups.packed_weight
     if call.wgrad_queue is None or packed is None or call.accumulate_main_grad or not contexts[0].needs.dw:
         return

@@ -1,9 +1,9 @@
-"""Rows of groups that come quantized, as tokens of a mixture do that were sent quantized to the rank of their expert.
+"""Inputs of grouped layers that are already quantized, such as tokens that were sent quantized to another rank.
 
-fprop reads their rows as they are. wgrad reads columns, whose blocks have numbers of many rows: they are made here,
-from what the rows decode to. So the quantizer has to make columns from decoded rows anyway
-(``columnwise_source="rowwise_dequantized"``), or rows and columns have the same codes (FP8 with one scale), or
-backward multiplies decoded rows. A quantizer that makes columns from the original cannot be served.
+fprop reads their rowwise planes. wgrad reads columnwise planes, whose blocks contain numbers of many rows, so they are
+made here from the decoded rows. This is right if the quantizer makes columnwise planes from decoded rowwise planes
+(``columnwise_source="rowwise_dequantized"``), if both directions have the same codes (FP8 with one scale), or if
+backward multiplies decoded rows. It is not possible for a quantizer that makes columnwise planes from the original.
 """
 
 from __future__ import annotations
@@ -26,21 +26,26 @@ from .padding import Sizes, known_format, padded_matrix
 
 
 def why_rows_are_not_enough(quantizer: Quantizer, override: BackwardOverride, keeps_input: bool) -> str | None:
-    """Why wgrad needs more of an input than its rowwise plane; None if it does not."""
+    """Why the rowwise plane of an input is not enough for wgrad; None if it is."""
     if keeps_input:
-        return "save_original_input keeps the input as it was before"
+        return "save_original_input keeps the input in high precision"
     if override == "high_precision":
-        return "backward_override='high_precision' multiplies the input as it was before"
+        return "backward_override='high_precision' multiplies the input in high precision"
     if override == "dequantized":
         return None
     if quantizer.derives_columns or columns_follow_from_rows(quantizer):
         return None
-    return "its columnwise plane is made from the input as it was before; with 'input.source: dequantized' it is not"
+    return (
+        "its columnwise plane is made from the input in high precision; use 'input.source: dequantized' in the recipe "
+        "to make it from the rowwise plane"
+    )
 
 
 def takes_rows(x: QuantizedTensor, call: LinearCall, *, wgrad: bool) -> bool:
-    """Whether ``x`` has the rows that the layer would make; others are decoded and quantized. Raises if it has rows
-    alone, and wgrad needs more.
+    """Whether the layer can use the rowwise plane of ``x`` as it is. Otherwise ``x`` is decoded and quantized again.
+
+    Raises:
+        ValueError: ``x`` has only a rowwise plane, and wgrad needs more.
     """
     quantizer, row = call.input, x.plane(ROWWISE)
     if quantizer is None or row is None or row.format.is_identity or row.format != known_format(quantizer, ROWWISE):
@@ -52,33 +57,37 @@ def takes_rows(x: QuantizedTensor, call: LinearCall, *, wgrad: bool) -> bool:
         return True
     if not x.get_usages()["columnwise"]:
         raise ValueError(
-            f"{call.layer}: the input {list(x.shape)} comes with a rowwise {row.format.name} plane alone, and wgrad "
-            f"needs more: {reason}"
+            f"{call.layer}: the input {list(x.shape)} has only a rowwise {row.format.name} plane, which is not enough "
+            f"for wgrad: {reason}"
         )
     return False
 
 
 def _has_history(quantizer: Quantizer) -> bool:
-    """Whether it wants to see every input, to scale the next ones."""
+    """Whether a quantizer keeps a history of amaxes, so that it must measure every input."""
     row: Quantizer = quantizer.child(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
     return bool(row.statistics())
 
 
 def hollow_rows(x: Tensor) -> Tensor:
-    """Shape and dtype of the rows of ``x``; there is a single number behind them."""
+    """A tensor with the shape and dtype of the rows of ``x``, but with memory for a single number."""
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape[:-1].numel(), x.shape[-1])
 
 
 def given_groups(
     x: QuantizedTensor, sizes: Sequence[int], padded: Sequence[Sizes], calls: Sequence[LinearCall], *, columnwise: bool
 ) -> list[QuantizedTensorStorage]:
-    """What the quantizers of the groups would hold: the rows of ``x`` and columns made from them, if asked for."""
+    """The storages of all groups: parts of the rowwise plane of ``x``, and columnwise planes made from them.
+
+    Raises:
+        ValueError: the columns would have to be padded.
+    """
     row = x.plane(ROWWISE)
     assert row is not None
     if padded[0].k != row.shape[1]:
         raise ValueError(
-            f"{calls[0].layer}: the input {list(x.shape)} comes quantized and cannot be padded to {padded[0].k} "
-            "columns, which the blocks of the other operands ask for"
+            f"{calls[0].layer}: the input {list(x.shape)} is already quantized and cannot be padded to {padded[0].k} "
+            "columns, which the blocks of the other operands need"
         )
     heights = [size.m for size in padded]
     whole = row if heights == list(sizes) else _padded_rows(row, sizes, heights)

@@ -1,7 +1,8 @@
-"""The operands of the three GEMMs: planes of x, W and dy, from whatever the caller has of them.
+"""Make the operands of the three GEMMs: planes of x, W and dy.
 
-An operand is a `Plane`, or a plain tensor where nothing is quantized. x and dy may come quantized, as planes that were
-made for several layers at once, or as a rank's share of the rows; W may be kept quantized, cached, or gathered.
+An operand is a `Plane`, or a plain tensor in high precision. x and dy may be plain tensors, quantized tensors, planes
+that were made for several layers at once, or a rank's share of the rows. W may be in high precision, kept quantized,
+cached, or gathered.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ def of_direction(made: Made, direction: Direction, tensor: str, call: LinearCall
     else:
         plane = made.plane(direction)
     if plane is None:
-        raise RuntimeError(f"{call.layer}: the quantized {tensor} has no {direction.value} plane")
+        raise RuntimeError(
+            f"{call.layer}: the quantized {tensor} has no {direction.value} plane, which a GEMM of this layer reads"
+        )
     return plane
 
 
 def _direction_kept(call: LinearCall) -> Direction:
-    """What backward multiplies: columns, or what the rows decode to."""
+    """The direction that is kept for backward: columnwise, or rowwise if backward multiplies decoded rows."""
     return ROWWISE if call.backward_override == "dequantized" else COLUMNWISE
 
 
@@ -49,7 +52,7 @@ def _direction_kept(call: LinearCall) -> Direction:
 def input_operands(
     x: Tensor, call: LinearCall, needs: Needs, sizes: Sizes, padded: Sizes
 ) -> tuple[Operand, KeptInput | None]:
-    """x for fprop, and what is kept of it for wgrad."""
+    """x for fprop, and what is saved of it for wgrad."""
     if call.parallel is not None and call.parallel.gathers_input:
         matrix = x.dequantize(dtype=call.dtype) if isinstance(x, QuantizedTensor) else x
         return gathered_input(matrix.detach(), call, sizes, padded, wgrad=needs.dw)
@@ -74,13 +77,14 @@ def _made_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, column
 
 
 def kept_input(x: Tensor, made: Made, call: LinearCall) -> Operand:
+    """What is saved of x for wgrad."""
     if call.input is None or call.keep_input or call.backward_override == "high_precision":
         return x.dequantize(dtype=call.dtype).detach() if isinstance(x, QuantizedTensor) else x.detach()
     return of_direction(made, _direction_kept(call), "input", call)
 
 
 def made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> bool:
-    """Whether a tensor that comes quantized holds what ``quantizer`` would make of it."""
+    """Whether a quantized tensor has planes in the formats that ``quantizer`` makes."""
     if quantizer.custom or quantizer.derives_columns:
         return False
     directions = [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
@@ -89,7 +93,7 @@ def made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwi
 
 
 def saved_input(kept: KeptInput, ctx: Any) -> Operand:
-    """x for wgrad, of what forward kept."""
+    """x for wgrad, from what forward has saved."""
     call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
     x = gathered_for_wgrad(kept.operand, call, sizes, padded) if kept.is_part else kept.operand
     x = _for_backward(x, call, sizes.m, sizes.k, (padded.m, padded.k))
@@ -102,7 +106,7 @@ def saved_input(kept: KeptInput, ctx: Any) -> Operand:
 
 
 def weight_operands(weight: Tensor, call: LinearCall, needs: Needs, padded: Sizes) -> tuple[Operand, Operand | None]:
-    """W for fprop, and what is kept of it for dgrad."""
+    """W for fprop, and what is saved of it for dgrad."""
     made = _made_weight(weight, call, padded, needs.dx and call.quantizes_backward)
     rows = of_direction(made, ROWWISE, "weight", call)
     return rows, kept_weight(weight, made, call) if needs.dx else None
@@ -119,7 +123,7 @@ def _made_weight(weight: Tensor, call: LinearCall, padded: Sizes, columnwise: bo
 
 
 def weight_matrix(weight: Tensor, padded: Sizes) -> Tensor:
-    """What is quantized of a weight: this rank's part, with zeros that fill blocks up."""
+    """The matrix to quantize for a weight: this rank's part, padded with zeros to whole blocks."""
     matrix = weight.detach()
     if type(matrix) is not Tensor:
         matrix = local_part(matrix)
@@ -127,7 +131,12 @@ def weight_matrix(weight: Tensor, padded: Sizes) -> Tensor:
 
 
 def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, columnwise: bool) -> Made:
-    """A weight that is kept quantized: a missing direction is asked for, none is ever dropped."""
+    """A weight that is kept quantized, with the directions that are needed. A missing one is made; none is dropped.
+
+    Raises:
+        ValueError: the weight would have to be padded.
+        RuntimeError: a missing direction cannot be made.
+    """
     if call.weight is None:
         return weight.dequantize(dtype=call.dtype).detach()
     if tuple(weight.shape) != (padded.n, padded.k):
@@ -140,7 +149,7 @@ def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, colu
         if weight.plane(direction) is not None:
             continue
         try:
-            with torch.inference_mode(False):  # the weight outlives the inference that asks first
+            with torch.inference_mode(False):  # the weight may be trained after this inference
                 weight.update_usage(**{f"{direction.value}_usage": True})
         except Exception as error:
             raise RuntimeError(
@@ -151,19 +160,20 @@ def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, colu
 
 
 def kept_weight(weight: Tensor, made: Made, call: LinearCall) -> Operand:
+    """What is saved of W for dgrad."""
     if call.weight is None or call.backward_override == "high_precision":
         return weight._readable_plane(None) if isinstance(weight, QuantizedTensor) else weight.detach()
     return of_direction(made, _direction_kept(call), "weight", call)
 
 
 def saved_weight(kept: Operand, ctx: Any) -> Operand:
-    """W for dgrad, of what forward kept."""
+    """W for dgrad, from what forward has saved."""
     sizes, padded = ctx.sizes, ctx.padded
     return _for_backward(kept, ctx.call, sizes.n, sizes.k, (padded.n, padded.k))
 
 
 def _for_backward(kept: Operand, call: LinearCall, rows: int, columns: int, padded: tuple[int, int]) -> Operand:
-    """A columnwise plane as it is; high precision where backward does not quantize."""
+    """A saved operand for backward: a columnwise plane as it is, or decoded if backward does not quantize."""
     if isinstance(kept, Plane):
         return kept if call.quantizes_backward else padded_matrix(kernels.decode(kept, call.dtype), *padded)
     return padded_matrix(kept.reshape(rows, columns).to(call.dtype), *padded)
@@ -173,7 +183,7 @@ def _for_backward(kept: Operand, call: LinearCall, rows: int, columns: int, padd
 
 
 class GradientOperands(NamedTuple):
-    """dy for dgrad and for wgrad, and as a plain matrix for the bias."""
+    """dy for dgrad (rows) and wgrad (columns), and as a plain matrix for the gradient of the bias."""
 
     rows: Any
     columns: Any
@@ -181,7 +191,7 @@ class GradientOperands(NamedTuple):
 
 
 def gradient_operands(dy: Tensor, ctx: Any) -> GradientOperands:
-    """Both operands of dy; None where its GEMM does not run."""
+    """Both operands of dy; None for a GEMM that does not run."""
     call, needs = ctx.call, ctx.needs
     if _comes_quantized(dy, ctx):
         made: Made = dy
@@ -200,7 +210,7 @@ def gradient_operands(dy: Tensor, ctx: Any) -> GradientOperands:
 
 
 def _comes_quantized(dy: Tensor, ctx: Any) -> bool:
-    """Whether dy comes as the layer would quantize it; a bias gradient is a sum of what it was before."""
+    """Whether dy is already quantized as the layer would do it. Not with a bias, whose gradient needs the numbers."""
     call, needs = ctx.call, ctx.needs
     return (
         isinstance(dy, QuantizedTensor)

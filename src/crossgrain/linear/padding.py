@@ -1,4 +1,4 @@
-"""Padding of a linear layer's sizes to whole blocks, worked out once for its quantizers."""
+"""Padding of the sizes of a linear layer to whole blocks. It is computed once for its quantizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..quantizers.hybrid import HybridQuantizer
 
 
 class Sizes(NamedTuple):
-    """Of x [M, K], W [N, K] and dy [M, N]."""
+    """The sizes of x [M, K], W [N, K] and dy [M, N]."""
 
     m: int
     k: int
@@ -23,9 +23,9 @@ class Sizes(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """What each size has to be a multiple of. Of M less is asked where there is no backward pass.
+    """The multiples to which sizes are padded. Without a backward pass M needs less.
 
-    K and N do not depend on what a call needs, for one quantized weight serves many calls.
+    K and N are always the same, because one quantized weight is used in many calls.
     """
 
     m_forward: int
@@ -34,6 +34,7 @@ class Padding(NamedTuple):
     n: int
 
     def padded(self, sizes: Sizes, *, backward: bool) -> Sizes:
+        """The sizes with padding."""
         if self == NO_PADDING:
             return sizes
         m = self.m_backward if backward else self.m_forward
@@ -44,7 +45,7 @@ NO_PADDING = Padding(1, 1, 1, 1)
 
 
 def padding_for(x: Quantizer, weight: Quantizer, grad_output: Quantizer | None) -> Padding:
-    """Of a layer with these quantizers; without one for gradients, backward does not quantize."""
+    """The padding of a layer with these quantizers. Without one for gradients, backward does not quantize."""
     forward = {"m": 1, "k": 1, "n": 1}
     _ask(forward, x, ROWWISE, "m", "k")
     _ask(forward, weight, ROWWISE, "n", "k")
@@ -58,7 +59,7 @@ def padding_for(x: Quantizer, weight: Quantizer, grad_output: Quantizer | None) 
 
 
 def known_format(quantizer: Quantizer, direction: Direction) -> Format | None:
-    """The format of a direction; None for quantizers written by users, which need not have one."""
+    """The format that a quantizer makes in a direction; None for custom quantizers, which may have none."""
     if isinstance(quantizer, HybridQuantizer):
         quantizer = quantizer.child(direction)
     return None if quantizer.custom else quantizer.encoding(direction).format
@@ -74,13 +75,14 @@ def _ask(multiples: dict[str, int], quantizer: Quantizer, direction: Direction, 
 
 
 def padded_matrix(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """``matrix`` with zeros below and to the right."""
+    """``matrix`` with zeros added below and to the right."""
     if tuple(matrix.shape) == (rows, columns):
         return matrix
     return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
 
 
 def padded_vector(vector: Tensor | None, size: int) -> Tensor | None:
+    """``vector`` with zeros added at the end."""
     if vector is None or vector.shape[0] == size:
         return vector
     return torch.nn.functional.pad(vector, (0, size - vector.shape[0]))

@@ -1,12 +1,12 @@
-"""Tensor parallelism of a linear layer: which part of each tensor a rank has, and what travels between ranks.
+"""Tensor parallelism of a linear layer: which part of each tensor a rank has, and what ranks send to each other.
 
     column  W [N/R, K]: a rank has some outputs    x whole, or its rows (sequence parallel)    dy [M, N/R]
     row     W [N, K/R]: a rank has some inputs     x [M, K/R]    y, dy whole, or rows (sequence parallel)
 
-    column  forward: x is gathered, if a rank has rows      backward: dx is summed, and scattered, if so
-    row     forward: y is summed, and scattered, if so      backward: dy is gathered, if a rank has rows
+    column  forward: x is gathered (sequence parallel)                backward: dx is summed (and scattered)
+    row     forward: y is summed (and scattered: sequence parallel)   backward: dy is gathered (sequence parallel)
 
-Every part is quantized as in the whole: amaxes that parts share are those of all ranks.
+Every part is quantized as in the whole tensor: amaxes that parts share are reduced over ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ ParallelMode = Literal["row", "column"]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Of one linear layer, over ``size`` > 1 ranks.
+    """How more than one rank share a linear layer.
 
-    ``sequence_parallel``  x (column) or y (row) has on each rank its share of the rows
+    Attributes:
+        mode: "column" if each rank has some outputs, "row" if each rank has some inputs.
+        group: the process group.
+        size: number of ranks.
+        sequence_parallel: each rank has only its share of the rows of x (column) or y (row).
     """
 
     mode: ParallelMode
@@ -38,22 +42,31 @@ class TensorParallel:
 
     @property
     def gathers_input(self) -> bool:
+        """Whether forward gathers x from all ranks."""
         return self.mode == "column" and self.sequence_parallel
 
     @property
     def gathers_gradient(self) -> bool:
+        """Whether backward gathers dy from all ranks."""
         return self.mode == "row" and self.sequence_parallel
 
     @property
     def sums_output(self) -> bool:
+        """Whether y is summed over ranks."""
         return self.mode == "row"
 
     @property
     def sums_input_gradient(self) -> bool:
+        """Whether dx is summed over ranks."""
         return self.mode == "column"
 
     def quantizer(self, tensor: str, quantizer: Quantizer) -> Quantizer:
-        """For this rank's part of ``tensor``: "input", "weight" or "grad_output"."""
+        """The quantizer for this rank's part of a tensor.
+
+        Args:
+            tensor: "input", "weight" or "grad_output".
+            quantizer: the quantizer of the whole tensor.
+        """
         rows = 0 if self.sequence_parallel else None
         cut = {"input": rows, "weight": 0, "grad_output": 1}
         if self.mode == "row":
@@ -62,15 +75,20 @@ class TensorParallel:
         return quantizer if axis is None else quantizer.reducing(self.group, axis=axis)
 
     def sum(self, x: Tensor, layer: str) -> Tensor:
-        """Over ranks; this rank's rows of it if the rest of the model is sequence parallel."""
+        """The sum over ranks; with sequence parallelism only this rank's rows of it."""
         return scattered_sum(x, self.group, layer) if self.sequence_parallel else summed(x, self.group)
 
     def output(
         self, y: Tensor, bias: Tensor | None, x: Sequence[int], dtype: torch.dtype, layer: str
     ) -> tuple[Tensor, tuple[int, ...]]:
-        """The layer's output on this rank, from its product ``y`` [M, N], and its shape for an input of shape ``x``.
+        """The output of this rank and its shape. The bias is added once, to the sum over ranks.
 
-        A bias is added once, to the sum over ranks.
+        Args:
+            y: the product of this rank [M, N].
+            bias: the bias, or None.
+            x: shape of the input.
+            dtype: dtype of the output.
+            layer: name of the layer, for messages.
         """
         shape = self.output_shape(x, y.shape[1])
         if self.sums_output:
@@ -79,75 +97,103 @@ class TensorParallel:
         return y, shape
 
     def output_shape(self, x: Sequence[int], features: int) -> tuple[int, ...]:
-        """Of y on this rank, for its x."""
+        """Shape of y on this rank for an input of shape ``x``."""
         if not self.sequence_parallel:
             return (*x[:-1], features)
         rows = x[0] * self.size if self.mode == "column" else x[0] // self.size
         return (rows, *x[1:-1], features)
 
     def check(self, x: Sequence[int], layer: str) -> None:
-        """Raise before anything is sent; ranks have the same shapes, so all of them do."""
+        """Raise ValueError if rows cannot be divided. All ranks have the same shapes, so all raise, before sending."""
         if not self.sequence_parallel:
             return
         if len(x) < 2:
-            raise ValueError(f"{layer}: the input {list(x)} has no rows for {self.size} ranks to share")
+            raise ValueError(
+                f"{layer}: with sequence_parallel the input needs at least two dimensions, got shape {list(x)}"
+            )
         if self.mode == "row" and x[0] % self.size:
             raise ValueError(
                 f"{layer}: the first dimension of the input {list(x)} cannot be divided evenly among {self.size} "
-                "ranks, and with sequence_parallel each of them gets its share of the output"
+                "ranks; with sequence_parallel each rank gets an equal share of the rows of the output"
             )
 
 
 def resolved_group(layer: str, group: Any, size: int) -> tuple[Any, int]:
-    """Group and size: a group knows its size, and a size without group waits for `set_tensor_parallel_group`."""
+    """Check a group and a number of ranks, and return both. Without a group, it is set by `set_tensor_parallel_group`.
+
+    Raises:
+        ValueError: the size is not that of the group, or less than 1.
+    """
     if group is not None:
         ranks = group_size(group)
         if size not in (1, ranks):
             raise ValueError(f"{layer}: tp_size={size}, but tp_group has {ranks} ranks")
         return group, ranks
     if size < 1:
-        raise ValueError(f"{layer}: tp_size is at least 1, not {size}")
+        raise ValueError(f"{layer}: tp_size must be at least 1, got {size}")
     return None, size
 
 
 def shared_by(
     layer: str, mode: ParallelMode | None, group: Any, size: int, sequence_parallel: bool
 ) -> TensorParallel | None:
-    """How ranks share a layer; None if one of them has it all."""
+    """How ranks share a layer; None if each rank has the whole layer.
+
+    Raises:
+        RuntimeError: the process group has not been set.
+    """
     if mode is None or size == 1:
         return None
     if group is None:
         raise RuntimeError(
-            f"{layer} was made for tp_size={size} ranks and has no group of them: call set_tensor_parallel_group"
+            f"{layer} was created for tp_size={size} ranks, but has no process group: call set_tensor_parallel_group "
+            "first"
         )
     return TensorParallel(mode, group, size, sequence_parallel)
 
 
 def local(parameter: Any) -> Any:
-    """What this rank has of a parameter that is a DTensor; others are as they are."""
+    """The part of a DTensor that this rank has. Other parameters are returned as they are."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def share(layer: str, what: str, size: int, ranks: int) -> int:
-    """``size / ranks``, which has to be whole."""
+    """``size / ranks``.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
     if size % ranks:
         raise ValueError(f"{layer}: {what}={size} cannot be divided evenly among tp_size={ranks} ranks")
     return size // ranks
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Note on a parameter which part it is: whether of a whole, and along which dimension that was cut."""
+    """Set the attributes by which Megatron knows a part of a parameter.
+
+    Args:
+        tensor: the parameter.
+        is_parallel: whether it is a part of a larger parameter.
+        dim: the dimension along which that was divided.
+        stride: stride of the partition.
+    """
     found: Any = tensor
     found.tensor_model_parallel, found.partition_dim, found.partition_stride = is_parallel, dim, stride
 
 
-_SUMMED = "_sequence_parallel_names"  # on a module: by the name of a parameter, whether its gradient is part of a sum
+_SUMMED = "_sequence_parallel_names"  # attribute of a module: for parameters by name, whether they are marked
 
 
 def mark_sequence_parallel(module: nn.Module, *names: str, marked: bool = True) -> None:
-    """Note that gradients of these parameters of ``module``, by default all of its own, are a rank's part of a sum.
+    """Mark parameters whose gradients on this rank are only a part of a sum over ranks.
 
-    Frameworks look at the mark of the parameter; the module knows it too, for FSDP2 replaces parameters.
+    Frameworks look at the attribute ``sequence_parallel`` of the parameter. The module also records it, because FSDP2
+    replaces parameters.
+
+    Args:
+        module: the module.
+        *names: names of its parameters; by default all of them.
+        marked: False removes the mark.
     """
     noted = vars(module).setdefault(_SUMMED, {})
     for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
@@ -156,7 +202,7 @@ def mark_sequence_parallel(module: nn.Module, *names: str, marked: bool = True) 
 
 
 def sequence_parallel_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that are marked, or that FSDP2 has put in the place of such; each once."""
+    """The marked parameters of a model, or those by which FSDP2 has replaced them; each once."""
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         noted = vars(module).get(_SUMMED, {})

@@ -1,6 +1,6 @@
-"""Operands of which each rank has some rows: gathered for a GEMM, as planes where that gives the same bytes.
+"""Operands of which each rank has some rows. They are gathered for a GEMM, as planes if that gives the same bytes.
 
-What wgrad needs of x is kept as this rank's rows and gathered again in backward.
+For wgrad only the rows of x of this rank are saved; they are gathered again in backward.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from .saved_planes import KeptInput, Operand
 def gathered_input(
     x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, *, wgrad: bool
 ) -> tuple[Operand, KeptInput | None]:
-    """x of all ranks for fprop, and what is kept of it for wgrad: of this rank's rows, or of all.
+    """x of all ranks for fprop, and what is saved of it for wgrad.
 
-    ``x``, in high precision, has the rows of this rank; ``sizes`` are those of all.
+    Args:
+        x: the rows of this rank, in high precision.
+        call: quantizers and options.
+        sizes: the sizes of all rows.
+        padded: the same with padding.
+        wgrad: whether wgrad will run.
     """
     assert call.parallel is not None
     group, quantizer = call.parallel.group, call.input
@@ -33,7 +38,7 @@ def gathered_input(
     matrix = padded_matrix(matrix, matrix.shape[0], padded.k)
     columns = wgrad and call.quantizes_backward and not call.keep_input
     wanted = [ROWWISE, COLUMNWISE] if columns else [ROWWISE]
-    possible = [ROWWISE, COLUMNWISE] if padded.m == sizes.m else [ROWWISE]  # fprop needs no padding of M, wgrad does
+    possible = [ROWWISE, COLUMNWISE] if padded.m == sizes.m else [ROWWISE]  # only wgrad needs M to be padded
     sent = [d for d in wanted if d in possible and why_not_gathered(quantizer, d, matrix.shape[0]) is None]
     if columns and COLUMNWISE not in sent and not _same_bytes_again(quantizer):
         whole = _gathered_and_quantized(matrix, quantizer, group, padded.m, rowwise=True, columnwise=True)
@@ -55,7 +60,7 @@ def gathered_input(
 
 
 def gathered_for_wgrad(kept: Operand, call: LinearCall, sizes: Sizes, padded: Sizes) -> Operand:
-    """x of all ranks, of which `gathered_input` kept a part."""
+    """x of all ranks, of which `gathered_input` has saved a part."""
     assert call.parallel is not None
     group = call.parallel.group
     if isinstance(kept, Plane):
@@ -83,7 +88,7 @@ def gathered_gradient(
 def _gathered(
     part: Tensor, quantizer: Quantizer, group: Any, rows: int, *, rowwise: bool, columnwise: bool
 ) -> PlaneSource:
-    """The rows of all ranks, padded to ``rows``. Where there is padding no planes travel: it may fill a block up."""
+    """The rows of all ranks, padded to ``rows``. With padding no planes are sent, because it may be part of a block."""
     if rows != part.shape[0] * group_size(group):
         return _gathered_and_quantized(part, quantizer, group, rows, rowwise=rowwise, columnwise=columnwise)
     own = quantizer.storing(rowwise=rowwise, columnwise=columnwise)
@@ -94,13 +99,13 @@ def _gathered(
 def _gathered_and_quantized(
     part: Tensor, quantizer: Quantizer, group: Any, rows: int, *, rowwise: bool, columnwise: bool
 ) -> PlaneSource:
-    """In high precision first."""
+    """Gather in high precision, then quantize."""
     matrix = padded_matrix(gathered_rows(part, group), rows, part.shape[1])
     return quantizer.make_planes(matrix, rowwise=rowwise, columnwise=columnwise)
 
 
 def _same_bytes_again(quantizer: Quantizer) -> bool:
-    """Whether columns made in backward are those that forward would have made."""
+    """Whether a columnwise plane that is made in backward has the bytes that forward would have made."""
     return quantizer.storing(rowwise=False, columnwise=True).is_requantization_safe()
 
 

@@ -1,15 +1,15 @@
-"""Quantizing groups of rows, each by its own quantizer, in one call where that gives the same bytes.
+"""Quantize groups of rows, each with its own quantizer, in one call if that gives the same bytes.
 
-A block never reaches over the boundary of a group that is a multiple of the block along M. So formats
-whose scales depend on a block alone (MX formats, FP8 in blocks, NVFP4 rows with an amax each) quantize the
-whole tensor once, and a group's planes are views of the whole's. Formats with a number for the whole tensor
-(per-tensor FP8, NVFP4), FP8 blocks along M that groups would share, and stochastic rounding, whose streams
-begin anew in each group, are quantized by kernels that know of groups (`grouped_quantize`).
+If the sizes of groups are multiples of the block along M, no block contains rows of two groups. Formats whose scales
+depend only on a block (MX formats, FP8 in blocks, NVFP4 with an amax per row) then quantize the whole tensor once, and
+the planes of groups are views. Kernels for groups (`quantizers.groups`) are used for formats with a number for the
+whole tensor (per-tensor FP8, NVFP4), for FP8 blocks along M that two groups would share, and for stochastic rounding,
+whose random numbers begin again in each group.
 
-Only quantizers written by users, and columns that are made from quantized rows, go group by group. Bytes are the
-same either way. Where rounding is stochastic both directions decide which way it is, even if only one is made:
-what is drawn does not depend on whether there are gradients. So they do in the first pass of a reentrant
-checkpoint, where each group shows its quantizer also what only backward reads.
+Only custom quantizers, and columnwise planes that are made from rowwise planes, are quantized group by group. The bytes
+are the same in all three ways. With stochastic rounding the way depends on both directions, even if only one is made,
+so that the seeds do not depend on whether gradients are needed. The same is so in the first pass of a reentrant
+checkpoint, in which each quantizer also measures what only backward reads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,24 @@ def split_quantize(
     quantizers: Sequence[Quantizer],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """``tensor`` [sum of sections, K], in groups of so many rows, in the directions that the quantizers are set to.
+    """Quantize the rows of a tensor in groups, in the directions of the quantizers' usages.
 
-    The quantizers of the groups are alike. ``disable_bulk_allocation``: no group is a part of larger memory.
+    Args:
+        tensor: a matrix [sum of sections, K].
+        split_sections: number of rows of each group.
+        quantizers: one quantizer for each group, all with the same configuration.
+        disable_bulk_allocation: each group gets memory of its own.
+
+    Returns:
+        One quantized tensor or storage for each group.
+
+    Raises:
+        ValueError: neither rowwise nor columnwise usage is set.
     """
     usages = quantizers[0].get_usages()
     directions = [direction for direction in Direction if usages[direction.value]]
     if not directions:
-        raise ValueError("neither rowwise nor columnwise data is asked for")
+        raise ValueError("split_quantize: neither rowwise nor columnwise usage of the quantizers is set")
     if len(tensor) and quantizers[0].internal and not disable_bulk_allocation:
         if _quantizes_as_a_whole(quantizers[0], directions, split_sections):
             whole = _quantized(quantizers[0], tensor)
@@ -55,9 +65,9 @@ def split_quantize(
 
 
 class Storing(Sequence[Quantizer]):
-    """The quantizers as ones that make bare storages with these directions, each copied when it is asked for.
+    """Quantizers that make storages with these directions. Each is copied when it is first read.
 
-    Where groups are quantized as a whole only the first is, and a copy of a hybrid is not cheap.
+    If the groups are quantized in one call, only the first is read, and a copy of a hybrid takes time.
     """
 
     def __init__(self, quantizers: Sequence[Quantizer], *, rowwise: bool, columnwise: bool) -> None:
@@ -75,7 +85,7 @@ class Storing(Sequence[Quantizer]):
 
 
 def _quantized(quantizer: Quantizer, rows: Tensor) -> Any:
-    """One call for one tensor."""
+    """Quantize one tensor in one call."""
     return quantizer.quantize(rows)
 
 
@@ -100,7 +110,7 @@ def _cuts_between_blocks(quantizer: Quantizer, direction: Direction, boundaries:
 
 
 def padded_groups(rows: Tensor, sizes: Sequence[int], padded: Sequence[int], columns: int) -> Tensor:
-    """``rows`` with zeros after each group, up to its ``padded`` size, and to the right, up to ``columns``."""
+    """``rows`` with zeros added after each group, up to its ``padded`` size, and on the right, up to ``columns``."""
     if list(sizes) == list(padded) and rows.shape[1] == columns:
         return rows
     groups = zip(rows.split(list(sizes)), padded, strict=True)

@@ -1,4 +1,4 @@
-"""A linear layer for compilers that only ask for sizes: nothing is computed."""
+"""A linear layer for the tracer of a compiler, which needs only shapes: nothing is computed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .saved_planes import KeptInput, Saved, save
 
 
 def empty_forward(ctx: Any, x: Tensor, weight: Tensor, call: LinearCall, needs: Needs) -> Tensor:
-    """`function.forward` for tensors without memory: y, and in ``ctx`` what backward would need."""
+    """`function.forward` for tensors without memory: returns y, and saves in ``ctx`` what backward would need."""
     both = call.sizes(x, weight, backward=needs.dx or needs.dw)
-    sizes, padded = (Sizes(*map(int, some)) for some in both)  # no symbols: a graph per size
+    sizes, padded = (Sizes(*map(int, some)) for some in both)  # numbers, not symbols: one graph for each size
     y = x.new_empty((*x.shape[:-1], sizes.n), dtype=call.dtype)
     assert call.input is not None and call.weight is not None
     columnwise = call.quantizes_backward

@@ -1,8 +1,8 @@
-"""Quantized copies of weights that microbatches of one step share.
+"""`WeightCache`: quantized copies of weights, which all microbatches of a step use.
 
-The cache belongs to one module and is emptied by it whenever its parameters are moved, loaded or
-quantized by another recipe; a copy serves only the parameters it was made from. Between those, the
-caller says when a copy is made again: with ``is_first_microbatch=True``, after each optimizer step.
+The cache belongs to one module, which clears it when its parameters are moved or loaded, or when the recipe changes. A
+copy is used only for the parameters that it was made from. Otherwise the caller says when to make a new copy: with
+``is_first_microbatch=True``, after each optimizer step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Entry(NamedTuple):
 
 
 class WeightCache:
-    """Copies by the name of the weight."""
+    """Quantized copies, by the name of the weight."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -45,9 +45,17 @@ class WeightCache:
         columnwise: bool,
         make: Callable[[bool], QuantizedTensorStorage],
     ) -> QuantizedTensorStorage:
-        """The copy; made by ``make(columnwise)`` if it is to be refreshed, lacks a direction or is of other parameters.
+        """Return the copy of a weight, and make it if necessary.
 
-        A validation that refreshes a copy leaves it as training needs it, with the directions it had.
+        It is made again if ``refresh`` is set, if it does not have a direction, or if it is of other parameters. A new
+        copy has the directions that the old one had, so that a validation does not remove what training needs.
+
+        Args:
+            name: name of the weight.
+            parameters: the parameters of which the weight consists.
+            refresh: make the copy again.
+            columnwise: whether the columnwise plane is needed.
+            make: makes the copy; its argument says whether to make the columnwise plane.
         """
         entry = self._entries.get(name)
         if refresh or entry is None or not entry.serves(parameters, columnwise):
@@ -58,7 +66,9 @@ class WeightCache:
         return entry.copy
 
     def copies(self) -> dict[str, QuantizedTensorStorage]:
+        """All copies by name."""
         return {name: entry.copy for name, entry in self._entries.items()}
 
     def clear(self) -> None:
+        """Remove all copies."""
         self._entries.clear()

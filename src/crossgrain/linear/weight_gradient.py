@@ -1,4 +1,4 @@
-"""Where the gradient of a weight goes: to autograd, to ``main_grad``, or, when it is computed later, to ``grad``."""
+"""Where the gradient of a weight goes: to autograd, to ``main_grad``, or, if it is computed later, to ``grad``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from ..planes import Plane
 
 ComputeGradient = Callable[[torch.dtype, Tensor | None], Tensor]
-"""Of the weight, in a dtype; added to a tensor, if there is one."""
+"""A function that computes the gradient in a dtype, or adds it to a tensor if there is one."""
 
 
 def parts_of_weight(ctx: Any) -> Sequence[Tensor]:
-    """The parameters that the gradient of the weight belongs to, from the top down."""
+    """The parameters of which the weight consists, in the order of their rows."""
     return ctx.call.weight_parts or [ctx.weight]
 
 
 def delivered_weight_gradient(compute: ComputeGradient, operands: Sequence[Plane | Tensor], ctx: Any) -> Tensor | None:
-    """dW for autograd; None if it goes elsewhere, or is computed when `backward_dw` is called.
+    """Return dW for autograd; None if it is added to ``main_grad``, or computed later by `backward_dw`.
 
     Args:
-        compute: The GEMM.
-        operands: What it multiplies, which must not be changed until it runs.
-        ctx: Of the linear function.
+        compute: the GEMM.
+        operands: its operands, which must not be changed until it runs.
+        ctx: the ``ctx`` of the linear function.
     """
     call = ctx.call
 
@@ -48,16 +48,18 @@ def delivered_weight_gradient(compute: ComputeGradient, operands: Sequence[Plane
 
 
 class Unchanged:
-    """Notices in-place writes to operands that are kept beyond the graph, where autograd no longer looks."""
+    """Detects in-place writes to operands that are kept after backward, when autograd no longer checks them."""
 
     def __init__(self, *operands: Plane | Tensor) -> None:
         buffers = [buffer for operand in operands for buffer in _buffers(operand)]
         self._seen = [(buffer, buffer._version) for buffer in buffers if not buffer.is_inference()]
 
     def check(self, layer: str) -> None:
+        """Raise RuntimeError if an operand was changed."""
         if any(buffer._version != version for buffer, version in self._seen):
             raise RuntimeError(
-                f"{layer}: a tensor that the weight gradient needs was changed in place before backward_dw() was called"
+                f"{layer}: a tensor that is needed for the weight gradient was changed in place before backward_dw() "
+                "was called"
             )
 
 
@@ -66,20 +68,21 @@ def _buffers(operand: Plane | Tensor) -> list[Tensor]:
 
 
 def check_has_main_grad(ctx: Any) -> None:
-    """Raise rather than fail halfway through backward."""
+    """Raise RuntimeError if a ``main_grad`` is needed and missing, before backward has computed anything."""
     if not (ctx.needs.dw and ctx.call.accumulate_main_grad):
         return
     if not all(isinstance(getattr(part, "main_grad", None), Tensor) for part in parts_of_weight(ctx)):
         raise RuntimeError(
-            f"{ctx.call.layer}: fuse_wgrad_accumulation adds the weight gradient to weight.main_grad, and the weight "
-            "has no main_grad. Give it one, a float32 tensor of its shape, before backward."
+            f"{ctx.call.layer}: fuse_wgrad_accumulation adds the weight gradient to weight.main_grad, but the weight "
+            "has no main_grad. Set it to a float32 tensor of the shape of the weight before backward."
         )
 
 
 def added_to_main_grad(compute: ComputeGradient, ctx: Any) -> Tensor | None:
-    """Add dW to ``main_grad``; for those who wait for a gradient, returns one without content.
+    """Add dW to ``main_grad``, which is set to zero first if the weight has ``overwrite_main_grad``.
 
-    A weight with ``overwrite_main_grad`` says that what is there is of another step, and is not to be added to.
+    Returns:
+        A gradient without content, if a weight has the attribute ``grad_added_to_main_grad``; otherwise None.
     """
     parts: Any = parts_of_weight(ctx)
     for part in parts:
@@ -98,7 +101,7 @@ def added_to_main_grad(compute: ComputeGradient, ctx: Any) -> Tensor | None:
 
 
 def add_to_grads(parts: Sequence[Tensor], dw: Tensor) -> None:
-    """As autograd does it: the first gradient is kept, later ones are added in place."""
+    """Add dW to ``grad``, as autograd does: the first gradient is stored, later ones are added in place."""
     pieces = [dw] if len(parts) == 1 else [piece.clone() for piece in dw.split([len(part) for part in parts])]
     for part, piece in zip(parts, pieces, strict=True):
         if part.grad is None:
@@ -108,6 +111,6 @@ def add_to_grads(parts: Sequence[Tensor], dw: Tensor) -> None:
 
 
 def dummy_weight_gradient(weight: Tensor) -> Tensor:
-    """A gradient without memory, for those who wait for one while the real one is in ``main_grad``."""
+    """A gradient without memory, for code that needs one although the real gradient is in ``main_grad``."""
     zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
     return zero.expand(weight.shape)

@@ -1,4 +1,4 @@
-"""One encoding of a matrix in memory: the plane, groups of planes, slices and rows of planes, planes on the wire."""
+"""Planes: a plane is one encoding of a matrix in memory. Also groups, slices and rows of planes, and sending planes."""
 
 from .plane import (
     COLUMNWISE,

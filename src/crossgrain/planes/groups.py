@@ -1,7 +1,7 @@
-"""The planes of groups of rows, which kernels write in one call.
+"""Planes of groups of rows, which kernels write in one call.
 
-Each is the plane that the format makes of its group alone, padding and all. They lie one after the other in
-one memory for each kind of buffer, so nothing is allocated, filled or reduced group by group.
+The plane of each group is the same as for the group alone, including padding. There is one buffer for the codes of all
+groups, one for their scales and one for their amaxes, so nothing is allocated or reduced group by group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ from .plane import COLUMNWISE, BufferShapes, Direction, Plane, buffer_shapes, sc
 
 @dataclass(frozen=True, eq=False)
 class PlaneGroups:
-    """Planes [height, width] of one format and direction; buffers are flat.
+    """Planes of groups of rows, of one format and direction.
 
-    ``amax``  of each group, or, where every row of an operand has one, of their rows
+    Attributes:
+        format: the format.
+        direction: the direction.
+        heights: number of rows of each group.
+        width: number of columns.
+        data: codes of all groups, flat.
+        scale: scales of all groups, flat.
+        amax: an amax for each group, or for each row of their operands; None if the format has none.
+        transposed: see `Plane`.
     """
 
     format: Format
@@ -36,12 +44,12 @@ class PlaneGroups:
 
     @cached_property
     def shapes(self) -> list[BufferShapes]:
-        """Of the buffers of each group."""
+        """The shapes of the buffers of each group."""
         return [buffer_shapes(self.format, self.direction, (m, self.width), self.transposed) for m in self.heights]
 
     @cached_property
     def planes(self) -> list[Plane]:
-        """The plane of each group: views."""
+        """The plane of each group, as views of the buffers."""
         datas = self.data.split([math.prod(shape.data) for shape in self.shapes])
         scales = self.scale.split([math.prod(shape.scale) for shape in self.shapes])
         parts = zip(self.shapes, datas, scales, self.amaxes(self.amax), strict=True)
@@ -52,7 +60,7 @@ class PlaneGroups:
         ]
 
     def amaxes(self, amax: Tensor | None) -> Sequence[Tensor | None]:
-        """The share of each group in amaxes of all."""
+        """The part of each group in a tensor with the amaxes of all groups."""
         if amax is None:
             return [None] * len(self.heights)
         return torch.split(amax, [1 if shape.amax is None else math.prod(shape.amax) for shape in self.shapes])
@@ -68,7 +76,17 @@ def empty_groups(
     transposed: bool | None = None,
     scale: Tensor | None = None,
 ) -> PlaneGroups:
-    """As `empty_plane`, of groups. ``scale`` is that of the other direction where they share one."""
+    """Allocate the planes of groups. Only the padding of scales is initialised, with zeros.
+
+    Args:
+        fmt: the format.
+        direction: the direction.
+        heights: number of rows of each group.
+        width: number of columns.
+        device: the device.
+        transposed: see `Plane`; None for what the format says.
+        scale: the scales of the other direction, if both directions share them.
+    """
     if transposed is None:
         transposed = fmt.transposes and direction is COLUMNWISE
     shapes = [buffer_shapes(fmt, direction, (height, width), transposed) for height in heights]

@@ -1,4 +1,4 @@
-"""A plane: one encoding of a whole matrix, for the GEMM that reads it in one direction.
+"""`Plane`: one encoding of a whole matrix, for the GEMMs that read it in one direction.
 
 A linear layer runs three GEMMs, and each sums over another dimension of its operands:
 
@@ -6,10 +6,10 @@ A linear layer runs three GEMMs, and each sums over another dimension of its ope
     dgrad  dx = dy · W     reads  dy rowwise,    W columnwise
     wgrad  dW = dyᵀ · x    reads  dy columnwise, x columnwise
 
-A rowwise plane has its blocks along K, a columnwise plane along M. Seen as a GEMM *operand*, blocks
-always run along the last dimension: the operand of a rowwise plane is the matrix [M, K], the operand
-of a columnwise plane is its transpose [K, M]. Kernels read and write operands only; how an operand
-lies in memory is told here, once, as strided views.
+The blocks of a rowwise plane are along K, those of a columnwise plane along M. In the *operand* of a GEMM, blocks are
+always along the last dimension: the operand of a rowwise plane is the matrix [M, K], and the operand of a columnwise
+plane is its transpose [K, M]. Kernels read and write only operands. This module defines how an operand is stored in
+memory, as strided views.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from ..formats import Format
 
 
 class Direction(enum.Enum):
+    """A direction of a tensor: rowwise or columnwise."""
+
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
 
-    __hash__ = object.__hash__  # members are unique; the default hashes the name, in Python, every time
+    __hash__ = object.__hash__  # faster than the default, which hashes the name in Python; members are unique
 
     @property
     def other(self) -> Direction:
+        """The other direction."""
         return Direction.COLUMNWISE if self is Direction.ROWWISE else Direction.ROWWISE
 
 
@@ -44,10 +47,17 @@ ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """Codes, scales and the format they are in: all that is needed to decode.
+    """Codes, scales and their format: everything that is needed to decode a matrix.
 
-    ``shape``       (M, K) of the matrix
-    ``transposed``  codes and scales are stored in the operand's orientation [K, M] (columnwise only)
+    Attributes:
+        format: the format.
+        direction: the direction in which GEMMs read the plane.
+        shape: (M, K) of the matrix.
+        data: the codes; in the identity format, the numbers.
+        scale: the scales; None in the identity format.
+        amax: the amax of the tensor, or of each row of the operand; None if the format has none.
+        transposed: codes and scales are stored as [K, M] (only columnwise planes).
+        stale: the other direction was written later, through an alias that does not have this plane.
     """
 
     format: Format
@@ -57,33 +67,33 @@ class Plane:
     scale: Tensor | None = None
     amax: Tensor | None = None
     transposed: bool = False
-    stale: bool = False  # the other direction was written since, through an alias without this plane
+    stale: bool = False
 
     def check_fresh(self) -> None:
-        """Raise rather than let old numbers be read."""
+        """Raise RuntimeError if the plane is stale."""
         if self.stale:
             raise RuntimeError(
                 f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor is stale: its "
-                f"{self.direction.other.value} plane was written since, through an alias that does not hold this one. "
+                f"{self.direction.other.value} plane was written later, through an alias that does not have this one. "
                 "Requantize the tensor."
             )
 
     def check_readable(self) -> None:
-        """The same, and raise if the memory of the buffers was let go: reading it would crash."""
+        """Raise RuntimeError if the plane is stale, or if its memory was freed: reading it would crash."""
         if self.stale:
             self.check_fresh()
         if self.data.numel() and not self.data.untyped_storage().nbytes():
             raise RuntimeError(
                 f"the {self.direction.value} {self.format.name} plane of this {list(self.shape)} tensor has no memory: "
-                "it is part of a sharded parameter and was not gathered for this pass, or was let go after it"
+                "it belongs to a sharded parameter that was not gathered for this pass, or was freed after it"
             )
 
     def has_memory(self) -> bool:
-        """False for a plane of a sharded parameter that is not gathered just now."""
+        """Whether the plane has memory. A plane of a sharded parameter has none while it is not gathered."""
         return self.data.numel() == 0 or self.data.untyped_storage().nbytes() > 0
 
     def check_buffers(self) -> None:
-        """Raise if the buffers are not of the sizes and dtypes the format asks for; kernels trust them."""
+        """Raise ValueError if the buffers do not have the sizes and dtypes of the format. Kernels do not check them."""
         if self.format.element is None:
             if self.data.numel() != math.prod(self.shape):
                 self._refuse_buffer("numbers", self.data, self.data.dtype, f"{math.prod(self.shape)} of them")
@@ -108,30 +118,31 @@ class Plane:
     def _refuse_buffer(self, name: str, buffer: Tensor | None, dtype: torch.dtype, needed: str) -> None:
         have = "nothing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
         raise ValueError(
-            f"the {self.direction.value} {self.format.name} plane of {list(self.shape)} needs {name} of {dtype}, "
+            f"the {self.direction.value} {self.format.name} plane of shape {list(self.shape)} needs {name} of {dtype}, "
             f"{needed}; it has {have}"
         )
 
     def read(self, direction: Direction) -> Plane:
-        """The same buffers for GEMMs that read them in ``direction``."""
+        """A plane with the same buffers that is read in another direction."""
         if direction is self.direction:
             return self
         return Plane(self.format, direction, self.shape, self.data, self.scale, self.amax, self.transposed, self.stale)
 
     @property
     def operand_shape(self) -> tuple[int, int]:
+        """The shape of the operand: [M, K] or [K, M]."""
         rows, cols = self.shape
         return (rows, cols) if self.direction is ROWWISE else (cols, rows)
 
     def operand_codes(self) -> Tensor:
-        """The codes as an operand [R, bytes per row]: a view, so writing to it writes the plane."""
+        """The codes as an operand [rows, bytes per row]. It is a view: writing to it changes the plane."""
         if self._is_operand_major:
             rows, length = self.operand_shape
             return self.data.view(rows, bytes_per_row(self.format, length))
         return self.data.view(self.shape).t()
 
     def operand_scales(self) -> Tensor:
-        """The scales of the operand without padding, one row per operand row or tile: a view."""
+        """The scales of the operand without padding: one row per row or tile of the operand. It is a view."""
         assert self.scale is not None
         if self.format.block is None:
             return self.scale.view(1, 1)
@@ -140,8 +151,8 @@ class Plane:
         return stored[:rows, :blocks]
 
     def scale_across(self, axes: Sequence[int]) -> Tensor | None:
-        """The scale or amax that parts of the matrix have in common after cuts along ``axes`` (0: M, 1: K)."""
-        own_axis = 0 if self.direction is ROWWISE else 1  # an amax per operand row is cut along with it
+        """The scale or amax that slices of the matrix along ``axes`` (0: M, 1: K) share; None if they share none."""
+        own_axis = 0 if self.direction is ROWWISE else 1  # an amax per row of the operand is sliced with its rows
         if self.format.global_amax == "row":
             axes = [axis for axis in axes if axis != own_axis]
         if not axes:
@@ -149,7 +160,7 @@ class Plane:
         return self.scale if self.format.block is None else self.amax
 
     def buffers(self) -> list[Tensor]:
-        """Those that there are."""
+        """The buffers that the plane has."""
         if self.scale is None:
             return [self.data]
         return [self.data, self.scale] if self.amax is None else [self.data, self.scale, self.amax]
@@ -164,24 +175,25 @@ class Plane:
 
 
 class PlaneSource(Protocol):
-    """Whatever has planes: a pair of them, a quantized storage or tensor."""
+    """Something that has planes: a `PlanePair`, a quantized storage or a quantized tensor."""
 
     def plane(self, direction: Direction) -> Plane | None:
-        """The plane of one direction, or None if it is absent."""
+        """The plane of one direction; None if there is none."""
 
 
 class PlanePair(NamedTuple):
-    """What a quantizer makes of a matrix; None where a direction was not asked for."""
+    """The planes that a quantizer makes from a matrix; None for a direction that is not wanted."""
 
     rowwise: Plane | None
     columnwise: Plane | None
 
     def plane(self, direction: Direction) -> Plane | None:
+        """The plane of one direction."""
         return self.rowwise if direction is ROWWISE else self.columnwise
 
 
 def _is_grid(scale: Tensor, grid: tuple[int, int] | None, operand_major: bool) -> bool:
-    """Whether there is a scale for each block of the operand, or one for all."""
+    """Whether a buffer has a scale for each block of the operand, or one scale if there are no blocks."""
     if grid is None:
         return scale.numel() == 1
     if scale.dim() != 2:
@@ -193,7 +205,7 @@ def _is_grid(scale: Tensor, grid: tuple[int, int] | None, operand_major: bool) -
 class _NeededBuffers(NamedTuple):
     codes: int  # bytes
     scale_dtype: torch.dtype
-    scale_grid: tuple[int, int] | None  # of the operand; None: one scale
+    scale_grid: tuple[int, int] | None  # scales of the operand; None for one scale
     amaxes: int
 
 
@@ -206,29 +218,30 @@ def _needed_buffers(fmt: Format, operand_shape: tuple[int, int]) -> _NeededBuffe
 
 
 def scale_dtype(fmt: Format) -> torch.dtype:
+    """The dtype of the scale buffer."""
     return torch.float32 if fmt.scale_rule == "fp32" else torch.uint8
 
 
 def bytes_per_row(fmt: Format, length: int) -> int:
-    """Bytes that ``length`` codes take."""
+    """The number of bytes of ``length`` codes."""
     bits = 8 if fmt.element is None else fmt.element.bits
     return length * bits // 8
 
 
 def scale_grid(fmt: Format, operand_shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and blocks per row of an operand's unpadded scales."""
+    """The scales of an operand without padding: number of rows, and blocks per row."""
     assert fmt.block is not None
     rows = operand_shape[0] if fmt.layout.replicated else math.ceil(operand_shape[0] / fmt.block[0])
     return rows, math.ceil(operand_shape[1] / fmt.block[1])
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(M, K) of a tensor: all leading dimensions flattened; a vector is one row."""
+    """(M, K) of a tensor: K is the last dimension, M the product of all others. A vector is one row."""
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
 def data_shape(fmt: Format, direction: Direction, shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
-    """Shape of the code buffer of a tensor of ``shape``."""
+    """Shape of the buffer of codes for a tensor of ``shape``."""
     if not shape:  # one number, in formats without blocks
         return ()
     lead, last = tuple(shape[:-1]), shape[-1]
@@ -240,7 +253,7 @@ def data_shape(fmt: Format, direction: Direction, shape: Sequence[int], transpos
 
 
 def scale_shape(fmt: Format, direction: Direction, shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
-    """Shape of the scale buffer, padding included."""
+    """Shape of the buffer of scales, including padding."""
     if fmt.block is None:
         return (1,)
     rows, cols = matrix_shape(shape)
@@ -251,7 +264,7 @@ def scale_shape(fmt: Format, direction: Direction, shape: Sequence[int], transpo
 
 
 def amax_shape(fmt: Format, direction: Direction, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Shape of the amax buffer, None for formats without a global amax."""
+    """Shape of the buffer of amaxes; None for formats without a global amax."""
     if fmt.global_amax is None:
         return None
     rows, cols = matrix_shape(shape)
@@ -270,16 +283,26 @@ def empty_plane(
     pin_memory: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Plane:
-    """A plane for a tensor of ``shape``, uninitialised but for the padding of its scales, which is zero.
+    """Allocate a plane for a tensor. Only the padding of its scales is initialised, with zeros.
 
-    Identity planes have no codes but numbers, of ``dtype``.
+    Args:
+        fmt: the format.
+        direction: the direction.
+        shape: shape of the tensor.
+        device: the device.
+        transposed: see `Plane`; None for what the format says.
+        pin_memory: allocate pinned memory.
+        dtype: dtype of the numbers, for the identity format.
+
+    Raises:
+        ValueError: the format is identity, and no dtype is given.
     """
     if transposed is None:
         transposed = fmt.transposes and direction is COLUMNWISE
     options: Any = {"device": device, "pin_memory": True} if pin_memory else {"device": device}
     if fmt.is_identity:
         if dtype is None:
-            raise ValueError("an identity plane needs the dtype of its numbers")
+            raise ValueError("empty_plane: an identity plane needs dtype=..., the dtype of its numbers")
         return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
     sizes = buffer_shapes(fmt, direction, tuple(shape), transposed)
     data = torch.empty(sizes.data, dtype=torch.uint8, **options)
@@ -289,17 +312,18 @@ def empty_plane(
 
 
 class BufferShapes(NamedTuple):
-    """What `empty_plane` allocates."""
+    """The shapes of the buffers of a plane."""
 
     matrix: tuple[int, int]
     data: tuple[int, ...]
     scale: tuple[int, ...]
     amax: tuple[int, ...] | None
-    pads: bool  # whether more scales are stored than needed
+    pads: bool  # whether the scale buffer has padding
 
 
 @lru_cache(maxsize=4096)
 def buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], transposed: bool) -> BufferShapes:
+    """The shapes of the buffers of a plane, for a tensor of ``shape``."""
     rows, cols = matrix_shape(shape)
     grid = None if fmt.block is None else scale_grid(fmt, (rows, cols) if direction is ROWWISE else (cols, rows))
     scales = scale_shape(fmt, direction, shape, transposed)
@@ -313,7 +337,7 @@ def buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], tra
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether writing one may change the other elsewhere: parts of one memory, but not the same part."""
+    """Whether two tensors are different parts of one memory, so that writing to one may change the other."""
     if a.device != b.device or a.device.type == "meta" or a.numel() == 0:
         return False
     if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):  # which have no memory
@@ -323,23 +347,24 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
 
 
 def same_codes_in_both(row: Format, column: Format) -> bool:
-    """Whether the columnwise codes are the rowwise ones, transposed: one direction follows from the other, exactly."""
+    """Whether columnwise codes are the transposed rowwise codes, so that one direction can be made from the other."""
     return row == column and row.is_symmetric and not row.is_identity
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``n``."""
     return -(-n // multiple) * multiple
 
 
 def shape_problem(fmt: Format, direction: Direction, shape: Sequence[int]) -> str | None:
-    """Why a tensor of ``shape`` has no plane of this format and direction; None if it has."""
+    """Why a tensor of ``shape`` cannot have a plane of this format and direction; None if it can."""
     return _shape_problem(fmt, direction, tuple(shape))
 
 
 @lru_cache(maxsize=4096)
 def _shape_problem(fmt: Format, direction: Direction, shape: tuple[int, ...]) -> str | None:
     if fmt.block is not None and len(shape) < 2:
-        return f"it has {len(shape)} dimensions and needs at least 2"
+        return f"it has {len(shape)} dimensions, but needs at least 2"
     if fmt.ragged or fmt.block is None:
         return None
     rows, cols = matrix_shape(shape)

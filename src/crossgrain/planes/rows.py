@@ -1,8 +1,7 @@
-"""The rows of a plane: its buffers laid out so that one row of the matrix follows the other (M-major).
+"""The buffers of a plane by rows of the matrix (M-major), and rows of a plane as bytes.
 
-The rows of a rowwise plane can also be turned into rows of bytes, which can be sent, reordered and concatenated. That
-needs a format in which every row has scales of its own. What all rows share, a scale or an amax of the whole tensor,
-is not among these bytes.
+Rows of a rowwise plane can be converted to rows of bytes, which can be sent, reordered and concatenated. This needs a
+format in which every row has its own scales. A scale or an amax of the whole tensor is not part of these bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .plane import ROWWISE, Plane, empty_plane
 
 
 def m_major_buffers(plane: Plane) -> list[tuple[str, Tensor]]:
-    """The parts of a plane ("data", "scale", "amax") that differ between its rows, M-major, as views."""
+    """The parts of a plane ("data", "scale", "amax") that each row has itself, M-major, as views."""
     parts = [("data", plane.operand_codes())]
     if plane.scale is not None and plane.format.block is not None:
         parts.append(("scale", plane.operand_scales()))
@@ -27,18 +26,18 @@ def m_major_buffers(plane: Plane) -> list[tuple[str, Tensor]]:
 
 
 def rows_stand_alone(fmt: Format) -> bool:
-    """Whether no block has numbers of two rows."""
+    """Whether no block contains numbers of two rows."""
     return fmt.block_rows == 1
 
 
 def bytes_of_rows(plane: Plane) -> Tensor:
-    """Codes, scales and amax of each row, one after the other: [M, bytes]. Zeros decode to zeros."""
+    """The bytes of each row, [M, bytes]: its codes, scales and amax. A row of zero bytes decodes to zeros."""
     plane.check_readable()
     return torch.cat([_matrix(part).contiguous().view(torch.uint8) for _, part in m_major_buffers(plane)], dim=1)
 
 
 def plane_of_rows(rows: Tensor, like: Plane) -> Plane:
-    """The plane of such bytes, whose format, width and common scale are those of ``like``."""
+    """Make a plane from the bytes of rows. It has the format, the width and the per-tensor scale of ``like``."""
     shape = (rows.shape[0], like.shape[1])
     plane = empty_plane(like.format, ROWWISE, shape, device=rows.device, dtype=like.data.dtype)
     parts = [_matrix(part) for _, part in m_major_buffers(plane)]

@@ -1,4 +1,4 @@
-"""Cutting a plane: views of its codes and scales, where the cut falls between blocks."""
+"""Slice a plane: views of its codes and scales. A slice must begin and end between blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from .plane import ROWWISE, Plane, scale_grid
 
 
 def slice_plane(plane: Plane, shape: Sequence[int], dim: int, start: int, stop: int, ragged_end: bool = False) -> Plane:
-    """The part ``start:stop`` of tensor dimension ``dim`` (the first or the last), sharing the buffers.
+    """Slice a plane. The slice has the same memory.
 
-    ``shape`` is the whole tensor's. A cut inside a block is refused, naming the boundary; ``ragged_end``: not if the
-    format has partial blocks, for what is cut off does not count.
+    Args:
+        plane: the plane.
+        shape: shape of the tensor.
+        dim: dimension of the tensor to slice: the first or the last.
+        start: begin of the slice.
+        stop: end of the slice.
+        ragged_end: allow a slice that ends inside a block, if the format has partial blocks: the rest is not used.
+
+    Raises:
+        ValueError: the slice begins or ends inside a block.
     """
     if (start, stop) == (0, shape[dim]):
         return plane
@@ -47,8 +55,9 @@ def _check_boundary(plane: Plane, shape: Sequence[int], dim: int, cut: tuple[int
         if position % multiple and position != size:
             axis = "K" if along_k else "M"
             raise ValueError(
-                f"cannot slice {list(shape)} at [{cut[0]}:{cut[1]}] in dimension {dim}: the {plane.direction.value} "
-                f"{fmt.name} plane can only be cut at multiples of {multiple} along {axis}, and {position} is not one"
+                f"cannot slice a tensor of shape {list(shape)} at [{cut[0]}:{cut[1]}] in dimension {dim}: its "
+                f"{plane.direction.value} {fmt.name} plane can only be cut at multiples of {multiple} along {axis}, "
+                f"and {position} is not one"
             )
 
 
@@ -59,7 +68,7 @@ def _sliced_codes(plane: Plane, shape: Sequence[int], dim: int, start: int, stop
         data_dim, step = dim, bits if along_k else 8
     elif along_k:
         data_dim, step = 0, 8
-    elif bits < 8:  # codes of a transposed sub-byte plane are [K, bytes of M]
+    elif bits < 8:  # a transposed plane with codes of less than a byte has the shape [K, bytes of M]
         data_dim, step = 1, bits * (plane.shape[0] // shape[0])
     else:
         data_dim, step = 1, 8

@@ -1,8 +1,8 @@
-"""Shards of a tensor on their way to the other ranks: all planes in one buffer of bytes.
+"""Send shards of a tensor to other ranks: all planes of a shard in one buffer of bytes.
 
-A shard is a run of rows (of the first dimension). What differs between shards, codes and block scales, is sent
-M-major, so that the rows of one shard follow those of the one before; what they share, a scale or an amax of the
-whole tensor, is sent by all, and has to be the same. Every rank sends as many bytes as the largest shard needs.
+A shard is a range of the first dimension. Codes and block scales are sent by rows (M-major), so that the rows of a
+shard follow the rows of the shard before. A scale or an amax of the whole tensor is sent by every rank, and must be the
+same. Every rank sends as many bytes as the largest shard needs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .plane import Direction, Plane, empty_plane, round_up
 from .rows import m_major_buffers
 from .slicing import slice_plane
 
-Rows = tuple[int, int]  # first and last, exclusive, of the first dimension
+Rows = tuple[int, int]  # start and stop in the first dimension
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_ALIGNMENT = 8  # of a rank's bytes, so that any dtype can be viewed in them
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integer dtypes by size in bytes
+_ALIGNMENT = 8  # the bytes of a rank are a multiple of this, so that they can be viewed as any dtype
 
 
 class PlaneKind(NamedTuple):
-    """All of a plane but its size and its buffers."""
+    """Everything about a plane except its size and its buffers."""
 
     format: Format
     direction: Direction
@@ -34,16 +34,21 @@ class PlaneKind(NamedTuple):
     dtype: torch.dtype
 
     def empty(self, shape: Sequence[int], device: torch.device) -> Plane:
+        """Allocate a plane of this kind for a tensor of ``shape``."""
         return empty_plane(
             self.format, self.direction, shape, device=device, transposed=self.transposed, dtype=self.dtype
         )
 
 
 class Shipment(NamedTuple):
-    """What travels: planes of these kinds, of a tensor of this shape, of which each rank sends some rows.
+    """What ranks send to each other.
 
-    ``known``  the rows whose numbers each rank knows, where it sends more to send whole blocks. The codes of others are
-               zero; scales of blocks that it knows a part of are right.
+    Attributes:
+        shape: shape of the whole tensor.
+        rows: the rows that each rank sends.
+        kinds: the kinds of the planes.
+        known: the rows whose numbers each rank has, if it sends more rows in order to send whole blocks. The codes of
+            the other rows are zero. The scales of blocks of which it has a part are right.
     """
 
     shape: tuple[int, ...]
@@ -52,21 +57,23 @@ class Shipment(NamedTuple):
     known: tuple[Rows, ...] | None = None
 
     def bytes_per_rank(self) -> int:
+        """The number of bytes that every rank sends."""
         return max(_part_places(self.kinds, (stop - start, *self.shape[1:]))[1] for start, stop in self.rows)
 
 
 def kind_of(plane: Plane) -> PlaneKind:
+    """The kind of a plane."""
     return PlaneKind(plane.format, plane.direction, plane.transposed, plane.data.dtype)
 
 
 def rows_of_chunks(counts: Sequence[int]) -> tuple[Rows, ...]:
-    """Where the shards are, one after another."""
+    """The rows of shards that follow each other, from the number of rows of each."""
     ends = [sum(counts[: at + 1]) for at in range(len(counts))]
     return tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
 def packed(planes: Sequence[Plane], shipment: Shipment, rank: int) -> Tensor:
-    """This rank's bytes: [1, bytes]."""
+    """The bytes that this rank sends: [1, bytes]."""
     start, stop = shipment.rows[rank]
     places, _ = _part_places(shipment.kinds, (stop - start, *shipment.shape[1:]))
     buffer = torch.zeros(1, shipment.bytes_per_rank(), dtype=torch.uint8, device=planes[0].data.device)
@@ -77,13 +84,24 @@ def packed(planes: Sequence[Plane], shipment: Shipment, rank: int) -> Tensor:
 
 
 def unpack(gathered: Tensor, shipment: Shipment, planes: Sequence[Plane]) -> None:
-    """Fill ``planes``, of the whole tensor, from the bytes of all ranks: [ranks, bytes]."""
+    """Fill the planes of the whole tensor from the bytes of all ranks.
+
+    Args:
+        gathered: the bytes [ranks, bytes].
+        shipment: what the ranks have sent.
+        planes: the planes to fill.
+
+    Raises:
+        RuntimeError: the planes are of other kinds, or the ranks have sent different scales of the whole tensor.
+    """
     kinds = tuple(kind_of(plane) for plane in planes)
     if kinds != shipment.kinds:
-        raise RuntimeError(f"the gathered shards are {_names(shipment.kinds)}, this tensor takes {_names(kinds)}")
+        raise RuntimeError(
+            f"the gathered shards have the planes {_names(shipment.kinds)}, but this tensor has {_names(kinds)}"
+        )
     for plane in planes:
         if plane.scale is not None:
-            plane.scale.zero_()  # its padding: the memory may be new
+            plane.scale.zero_()  # for the padding: the memory may be uninitialised
         if shipment.known is not None:
             plane.data.zero_()
     for rank, (start, stop) in enumerate(shipment.rows):
@@ -101,12 +119,12 @@ def unpack(gathered: Tensor, shipment: Shipment, planes: Sequence[Plane]) -> Non
 def _merged_codes(
     mine: list[Tensor], theirs: list[Tensor], rows: Rows, known: Rows
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What is left to copy after codes of partly known blocks were merged: the scales of known rows."""
+    """Merge codes of blocks that a rank has only in part. Returns what is left to copy: the scales of known rows."""
     bits = _BITS[mine[0].element_size()]
     mine[0].view(bits).bitwise_or_(theirs[0].view(bits))
     left: tuple[list[Tensor], list[Tensor]] = ([], [])
     for own, piece in zip(mine[1:], theirs[1:], strict=True):
-        if own.dim() == 2:  # scales: a row of them for some rows of the matrix; others are shared by all
+        if own.dim() == 2:  # scales of blocks, by rows of the matrix; other parts are the same for all ranks
             per_scale = -(-(rows[1] - rows[0]) // own.shape[0])
             first, last = (known[0] - rows[0]) // per_scale, -(-(known[1] - rows[0]) // per_scale)
             own, piece = own[first:last], piece[first:last]
@@ -116,20 +134,20 @@ def _merged_codes(
 
 
 def _check_shared(plane: Plane, parts: Sequence[Tensor], rank: int, shipment: Shipment) -> None:
-    """What belongs to the whole tensor came first from rank 0: all others have to say the same."""
+    """Raise if a rank has sent another scale of the whole tensor than rank 0."""
     shared = plane.scale_across((0,))
     if shared is None or rank == 0:
         return
     if not torch.equal(shared.view(-1), parts[-1].view(-1)):
         raise RuntimeError(
             f"the shards of this tensor of shape {list(shipment.shape)} have different {plane.direction.value} "
-            f"{plane.format.name} scales for the whole: rank 0 has {shared.view(-1)[:1].tolist()}, rank {rank} "
-            f"{parts[-1].view(-1)[:1].tolist()}. A shard was written without reducing amaxes over the ranks."
+            f"{plane.format.name} scales for the whole tensor: rank 0 has {shared.view(-1)[:1].tolist()}, rank {rank} "
+            f"has {parts[-1].view(-1)[:1].tolist()}. A shard was written without reducing amaxes over the ranks."
         )
 
 
 class _Place(NamedTuple):
-    """Of a part in the bytes of a rank."""
+    """The place of a part in the bytes of a rank."""
 
     start: int
     dtype: torch.dtype
@@ -142,14 +160,14 @@ def _at(row: Tensor, place: _Place) -> Tensor:
 
 
 def _parts(plane: Plane) -> list[Tensor]:
-    """Codes first; what all shards have in common last."""
+    """The parts of a plane: codes first, what all shards share last."""
     shared = plane.scale_across((0,))
     return [*(buffer for _, buffer in m_major_buffers(plane)), *([] if shared is None else [shared])]
 
 
 @lru_cache(maxsize=1024)
 def _part_places(kinds: tuple[PlaneKind, ...], shape: tuple[int, ...]) -> tuple[tuple[_Place, ...], int]:
-    """Where the parts of a shard's planes are, and how many bytes they take together."""
+    """The places of the parts of a shard's planes, and their number of bytes together."""
     places, end = [], 0
     for kind in kinds:
         for part in _parts(kind.empty(shape, torch.device("meta"))):
