@@ -16,10 +16,10 @@ from ..common.ranks import converted_model, error_of, mesh_of, quantized_model, 
 class Failing(cg.Float8CurrentScalingQuantizer):
     """Fails on the second rank before amaxes are reduced."""
 
-    def _targets(self, planes):
+    def _given(self):
         if dist.get_rank() == 1:
             raise ValueError("no such number")
-        return super()._targets(planes)
+        return super()._given()
 
 
 def failing(role):
@@ -47,7 +47,7 @@ def in_backward():
     layer = _shared_layer()
     y = layer(torch.randn(32, 64))
     if dist.get_rank() == 1:
-        layer._built.details[0].grad_output._targets = None  # no quantizer any more
+        layer._built.details[0].grad_output._given = None  # no quantizer any more
     y.sum().backward()
 
 
@@ -67,7 +67,7 @@ def in_a_gather():
     model = converted_model("fp8")
     gather_quantized(model)
     shard(model, mesh_of(2))
-    object.__setattr__(model[0].weight._local_tensor.plan, "quantizer", failing(None))
+    object.__setattr__(model[0].weight._local_tensor.gather_layout, "quantizer", failing(None))
     model(torch.randn(32, 64))
 
 
