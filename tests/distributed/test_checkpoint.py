@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 
 import pytest
 import torch
@@ -388,3 +389,28 @@ def test_torch_saves_quantized_parameters_and_refuses_what_it_cannot_put_togethe
         assert run(_plain_torch, 2, tmp_path, root, recipe, 2, False) == saved
         (found,) = run(_plain_torch, 1, tmp_path, root, recipe, 1, False)
         assert found == saved[0] if another is None else another in found
+
+
+# ---- torch's own functions into other formats ------------------------------------------------------------
+
+
+def test_torchs_load_into_another_format_is_refused_unless_asked_for(tmp_path):
+    """It copies tensor by tensor, which would decode and round all numbers a second time."""
+
+    def made(recipe):
+        with cg.quantized_model_init(recipe=recipe):
+            return torch.nn.Sequential(cg.Linear(64, 64))
+
+    saved, other, same = made("mxfp8"), made("nvfp4"), made("mxfp8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that nothing is distributed
+        dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
+        before = other[0].weight.dequantize()
+        with pytest.raises(Exception, match="the checkpoint has mxfp8, the model has nvfp4"):
+            dcp.load(other.state_dict(), checkpoint_id=tmp_path)
+        assert torch.equal(other[0].weight.dequantize(), before)
+        with cg.settings.override(requantize_on_load=True):
+            dcp.load(other.state_dict(), checkpoint_id=tmp_path)
+        dcp.load(same.state_dict(), checkpoint_id=tmp_path)
+    assert torch.equal(same[0].weight.dequantize(), saved[0].weight.dequantize())
+    other[0].weight.data.copy_(saved[0].weight)  # whoever copies means it

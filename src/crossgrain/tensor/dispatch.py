@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..formats.dtypes import HIGH_PRECISION
 from ..planes import shape_problem
+from ..runtime.torch_patches.checkpoint_loads import is_loading
 from .decoded_view import DecodedView
 from .holder import resolved_shape
 from .vanishing import is_update, rounds_updates, warn_if_vanished
@@ -244,11 +245,14 @@ def _to_copy(
 @_handles(aten.copy_.default)
 def _copy_(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     from .init_values import hand_on_init_value
+    from .loading import check_formats, rounded_again
     from .tensor import QuantizedTensor
 
     if not isinstance(dst, QuantizedTensor):
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
+    if isinstance(src, QuantizedTensor) and rounded_again(dst, src) is not None and is_loading():
+        check_formats({"a tensor of the state dict": dst}, {"a tensor of the state dict": src})
     if isinstance(src, QuantizedTensor) and src.shape == dst.shape and dst._copy_bytes_from(src):
         hand_on_init_value(src, dst)
         return dst

@@ -8,6 +8,7 @@ not as expected, it raises or warns.
     fsdp_gathers           FSDP2 says whether it gathers for forward or backward; installed by `gather_by_pass(model)`
     transformer_fast_path  `nn.TransformerEncoderLayer` always calls its linear layers; installed by `convert(model)`
     checkpoint_frames      reads from the call stack which activation checkpoint is running; changes nothing
+    checkpoint_loads       reads from the call stack whether a distributed checkpoint is loaded; changes nothing
     compiler_marks         marks functions for `torch.compile` without importing the compiler; changes nothing
 
 Registering with torch through its public interfaces (custom operators, safe globals of `torch.load`) is not a patch.
