@@ -406,7 +406,7 @@ def test_torchs_load_into_another_format_is_refused_unless_asked_for(tmp_path):
         warnings.simplefilter("ignore")  # torch says that nothing is distributed
         dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
         before = other[0].weight.dequantize()
-        with pytest.raises(Exception, match="the checkpoint has mxfp8, the model has nvfp4"):
+        with pytest.raises(CheckpointException, match="the checkpoint has mxfp8, the model has nvfp4"):
             dcp.load(other.state_dict(), checkpoint_id=tmp_path)
         assert torch.equal(other[0].weight.dequantize(), before)
         with cg.settings.override(requantize_on_load=True):
