@@ -67,6 +67,6 @@ def test_the_command_says_it_at_the_head_of_the_assumptions():
     arguments = ["plan", "--model", MODEL, "-r", "all: mxint8"]
     shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert "no published rate for mxint8: counted as bf16 (see assumptions)" in shown.stdout
+    assert "no published rate for mxint8: counted as bf16 (see the assumptions)" in shown.stdout
     both = CliRunner(env={"COLUMNS": "100"}).invoke(app, [*arguments, "-r", "mxfp8"])
     assert both.stdout.count("no published rate for mxint8") == 1

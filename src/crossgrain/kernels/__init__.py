@@ -1,7 +1,7 @@
-"""How bytes are made and read. Nothing above this layer touches bits.
+"""Kernels write and read the bytes of planes. Code outside of this package does not work with bits.
 
-A backend fills planes (`measure`, then `encode`) and reads them (`decode`, `decode_operand`). Backends
-are chosen by device type; each must match the reference bit for bit.
+A backend writes planes (`measure`, then `encode`) and reads them (`decode`, `decode_operand`). The backend is chosen by
+the type of the device. Every backend must give exactly the bytes of the reference.
 """
 
 from __future__ import annotations
@@ -50,9 +50,15 @@ def _backend(tensor: Tensor) -> Backend:
 
 
 def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> list[Target]:
-    """The targets with the global amax of ``x`` filled in, for those that need one and have none.
+    """Measure the amax of a matrix, for targets that need one and do not have it.
 
-    ``checked``: the planes are known to fit ``x``, for instance because they were just made for it.
+    Args:
+        x: the matrix.
+        targets: the planes to write later.
+        checked: it is known that the planes fit ``x``, for instance because they were just made for it.
+
+    Returns:
+        The targets with their amaxes.
     """
     _refuse_flush_to_zero()
     if not checked:
@@ -68,7 +74,7 @@ def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> l
 
 
 def measure_groups(x: Tensor, targets: Sequence[GroupedTarget]) -> list[GroupedTarget]:
-    """The same for groups of rows: an amax for each group."""
+    """`measure` for groups of rows: an amax for each group."""
     _refuse_flush_to_zero()
     ready = list(targets)
     missing = [at for at, target in enumerate(ready) if target.amax is None and target.needs_amax]
@@ -79,39 +85,57 @@ def measure_groups(x: Tensor, targets: Sequence[GroupedTarget]) -> list[GroupedT
 
 
 def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> None:
-    """Write ``x`` into every target's plane. Targets have been through `measure`."""
+    """Write a matrix to the planes of targets.
+
+    Args:
+        x: the matrix.
+        targets: the targets that `measure` has returned.
+        seed: seed of stochastic rounding; None if no target rounds stochastically.
+        checked: it is known that the planes fit ``x``.
+
+    Raises:
+        ValueError: a plane does not fit, an amax was not measured, or a seed is missing.
+    """
     _refuse_flush_to_zero()
     if not checked:
         check_targets(x, targets)
         for target in targets:
             fmt = target.encoding.format
             if target.amax is None and target.needs_amax:
-                raise ValueError(f"the amax of a {fmt.name} target has to be measured before it is encoded")
+                raise ValueError(f"the amax of a {fmt.name} target must be measured before it is encoded: call measure")
             if target.encoding.stochastic and seed is None:
                 raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")
     _backend(x).encode(x, targets, seed)
 
 
 def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
-    """`encode` of groups of rows, to planes that were made for them: the bytes that each group would get alone.
+    """`encode` for groups of rows. Each group gets the bytes that it would get alone.
 
-    ``seeds``, one for each group, if a target rounds stochastically.
+    Args:
+        x: the matrix of all rows.
+        targets: the planes of all groups.
+        seeds: a seed for each group; None if no target rounds stochastically.
     """
     _refuse_flush_to_zero()
     _backend(x).encode_groups(x, targets, seeds)
 
 
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
-    """The matrix [M, K] that a plane stands for."""
+    """Decode a plane to a matrix [M, K]."""
     _check_readable(plane)
     return _backend(plane.data).decode(plane, dtype)
 
 
 def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
-    """The fp32 GEMM operand of a plane: [M, K] rowwise, [K, M] columnwise (rotated if the format is).
+    """Decode a plane to the fp32 operand of a GEMM: [M, K] if rowwise, [K, M] if columnwise. Rotations are not undone.
 
-    ``workspace``, an fp32 buffer of as many elements or more, is written to instead of fresh memory, where
-    page faults would cost several times what decoding does (see `workspaces`).
+    Args:
+        plane: the plane.
+        workspace: a contiguous float32 vector to write to, of at least the size of the operand. Without it memory is
+            allocated, and page faults can take several times as long as decoding (see `workspaces`).
+
+    Raises:
+        ValueError: the workspace is not of this kind.
     """
     _check_readable(plane)
     if workspace is not None and not (
@@ -121,21 +145,27 @@ def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
         and workspace.numel() >= plane.shape[0] * plane.shape[1]
     ):
         raise ValueError(
-            f"a workspace for a plane of {list(plane.shape)} is a contiguous float32 vector of that size or more, "
-            f"not {workspace.dtype} {list(workspace.shape)}"
+            f"a workspace for a plane of shape {list(plane.shape)} must be a contiguous float32 vector of at least "
+            f"that size, got {workspace.dtype} of shape {list(workspace.shape)}"
         )
     return _backend(plane.data).decode_operand(plane, workspace)
 
 
 def can_multiply(a: Plane, b: Plane) -> bool:
-    """Whether the product of two operands is computed from their codes, without decoding them."""
+    """Whether `multiply` can multiply two operands: from their codes, without decoding them."""
     return a.data.device == b.data.device and _backend(a.data).can_multiply(a, b)
 
 
 def multiply(a: Plane, b: Plane, out: Tensor, factor: float = 1.0) -> None:
-    """``out`` = ``factor`` · a · bᵀ for operands [rows, summed] that `can_multiply`; ``out`` is fp32.
+    """Compute ``out = factor · a · bᵀ`` from the codes of two operands for which `can_multiply` is True.
 
-    Only block scales are applied: what the amaxes stand for belongs into ``factor``, or is applied later.
+    Only block scales are applied. The scales that follow from amaxes must be in ``factor``, or be applied later.
+
+    Args:
+        a: the first operand [rows, summed dimension].
+        b: the second operand.
+        out: the fp32 matrix to write to.
+        factor: multiplies the product.
     """
     _check_readable(a, b)
     _backend(a.data).multiply(a, b, out, factor)
@@ -149,38 +179,42 @@ def _check_readable(*planes: Plane) -> None:
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of ``x``, NaNs aside: fp32 [1]."""
+    """The largest magnitude of ``x``, without NaNs, as fp32 [1]."""
     _refuse_flush_to_zero()
     return _backend(x).amax(x)
 
 
 def tensor_scale(target: Target | GroupedTarget) -> Tensor:
-    """The encode scale of a per-tensor format whose amax has been measured: fp32 [1], or one for each group."""
+    """The scale by which a per-tensor format multiplies, from the measured amax: fp32 [1], or one for each group."""
     assert target.amax is not None
     return _backend(target.amax).tensor_scale(target)
 
 
 def check_targets(x: Tensor, targets: Sequence[Target]) -> None:
-    """Raise unless the planes fit ``x`` and their encodings."""
+    """Raise ValueError if a plane does not fit ``x`` or its encoding."""
     for target in targets:
         plane, fmt = target.plane, target.encoding.format
         plane.check_buffers()
         if plane.format != fmt:
-            raise ValueError(f"a {plane.direction.value} plane of {plane.format.name} cannot take {fmt.name}")
+            raise ValueError(
+                f"a {plane.direction.value} plane of the format {plane.format.name} cannot be written as {fmt.name}"
+            )
         problem = shape_problem(fmt, plane.direction, plane.shape)
         if x.numel() != plane.shape[0] * plane.shape[1]:
-            problem = f"the input has the shape {list(x.shape)}"
+            problem = f"the input has shape {list(x.shape)}"
         if problem:
-            raise ValueError(f"a {plane.direction.value} {fmt.name} plane of {list(plane.shape)}: {problem}")
+            raise ValueError(
+                f"cannot write a {plane.direction.value} {fmt.name} plane of shape {list(plane.shape)}: {problem}"
+            )
 
 
-_SMALLEST = 5e-324
+_SMALLEST = 5e-324  # the smallest float64 number: with flush-to-zero, products with it are 0
 
 
 def _refuse_flush_to_zero() -> None:
-    """Scales and products may be subnormal; flushed to zero they would be silently wrong."""
+    """Raise RuntimeError if subnormal numbers are flushed to zero: scales may be subnormal, and would become wrong."""
     if _SMALLEST * 2.0 == 0.0:
         raise RuntimeError(
             "flush-to-zero is on (torch.set_flush_denormal(True)): quantization scales may be subnormal "
-            "numbers and would become 0. Call torch.set_flush_denormal(False) around crossgrain."
+            "numbers and would become 0. Call torch.set_flush_denormal(False) before you use crossgrain."
         )

@@ -1,4 +1,4 @@
-"""What a backend offers."""
+"""`Backend`: the interface of backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .target import GroupedTarget, Target
 
 
 class Backend(Protocol):
-    """What a backend offers. ``targets`` of one call share the input, so one pass may fill several."""
+    """The interface of backends; see the functions of the same names in `kernels`.
+
+    The targets of one call have the same input, so that a backend can write several of them in one pass.
+    """
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Which backend serves which device."""
+"""Choose the backend for a device."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ _chosen: str = "auto"
 _cpu: Backend | None = None
 
 serving: dict[str, Backend] = {}
-"""By the type of the device: what `backend_for` has answered since the choice was last changed."""
+"""A cache of `backend_for`, by the type of the device. It is cleared when the choice changes."""
 
 
 def backend_for(device_type: str) -> Backend:
-    """The backend for tensors on a device: compiled kernels on the CPU, the reference elsewhere."""
+    """The backend for tensors on a type of device: compiled kernels on the CPU, the reference on all others."""
     compiled = _chosen != "reference" and device_type == "cpu"
     backend = serving[device_type] = (_cpu or _load_cpu_backend()) if compiled else REFERENCE
     return backend
 
 
 def set_backend(name: str) -> None:
-    """``"auto"`` (the default), ``"cpu"`` for the compiled kernels, or ``"reference"`` for debugging.
+    """Choose the kernels that crossgrain uses. All of them give the same bytes.
 
-    They give the same bytes. ``"cpu"`` fails where ``"auto"`` would fall back to the reference.
+    Args:
+        name: "auto" (the default) for compiled kernels on the CPU, or the reference if they are not available;
+            "cpu" for compiled kernels, with an error if numba is missing; "reference" for plain torch, for debugging.
+
+    Raises:
+        ValueError: there is no backend of this name.
+        RuntimeError: "cpu" is chosen, and numba is not installed.
     """
     global _chosen, _cpu
     if name not in ("auto", "cpu", "reference"):
-        raise ValueError(f"a backend is 'auto', 'cpu' or 'reference', not {name!r}")
+        raise ValueError(f"the backend must be 'auto', 'cpu' or 'reference', got {name!r}")
     if name == "cpu" and importlib.util.find_spec("numba") is None:
-        raise RuntimeError("the cpu backend needs numba, which is not installed")
+        raise RuntimeError("the backend 'cpu' needs numba, which is not installed")
     if name == "cpu" and _cpu is REFERENCE:
         _cpu = None
     _chosen = name
@@ -44,7 +50,7 @@ def set_backend(name: str) -> None:
 
 @contextmanager
 def using_backend(name: str) -> Iterator[None]:
-    """`set_backend` for the duration of a ``with`` block, in all threads."""
+    """A context manager that chooses a backend for a block, in all threads."""
     before = _chosen
     set_backend(name)
     try:
@@ -54,7 +60,7 @@ def using_backend(name: str) -> Iterator[None]:
 
 
 def get_backend(device_type: str = "cpu") -> str:
-    """The name of the backend that serves a device."""
+    """The name of the backend for a type of device: "cpu" or "reference"."""
     return backend_for(device_type).name
 
 
@@ -68,7 +74,10 @@ def _load_cpu_backend() -> Backend:
             raise ImportError("numba is disabled (NUMBA_DISABLE_JIT)")
         from .cpu.backend import CpuBackend
     except ImportError as error:
-        warnings.warn(f"crossgrain: no compiled CPU kernels, the slow reference serves instead: {error}", stacklevel=4)
+        warnings.warn(
+            f"crossgrain: compiled CPU kernels are not available, the slow reference is used instead: {error}",
+            stacklevel=4,
+        )
         _cpu = REFERENCE
     else:
         _cpu = CpuBackend()

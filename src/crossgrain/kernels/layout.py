@@ -1,7 +1,7 @@
-"""The scale layout that tensor-core GEMMs read, as conversions from and to the compact one.
+"""Convert scales between the compact layout of crossgrain and the swizzled layout that GEMMs of GPUs read.
 
-Scales [R, C] are cut into tiles of 128x4; inside a tile, row i and column j go to byte
-``(i % 32) * 16 + (i // 32) * 4 + j``, so that 32 rows four apart sit together.
+Scales [R, C] are divided into tiles of 128x4. In a tile, row i and column j are at byte
+``(i % 32) * 16 + (i // 32) * 4 + j``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from ..planes import round_up
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Compact scales [R, C] -> swizzled [R up to 128, C up to 4], padding zero.
+    """Convert compact scales to the swizzled layout.
 
-    Columnwise scales that are stored untransposed (MXFP8) are to be transposed first.
+    Args:
+        scales: compact scales [R, C], of an operand. Transpose columnwise scales that are not stored transposed
+            (MXFP8) first.
+
+    Returns:
+        Swizzled scales, with R padded to a multiple of 128 and C to a multiple of 4 by zeros.
+
+    Raises:
+        ValueError: the scales are not a matrix.
     """
     rows, blocks = _matrix(scales)
     row_tiles, block_tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
@@ -25,12 +33,21 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 
 
 def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """The inverse of `swizzle_scales`: back to compact scales [rows, blocks]."""
+    """Convert swizzled scales to the compact layout: the inverse of `swizzle_scales`.
+
+    Args:
+        swizzled: swizzled scales.
+        rows: rows of the compact scales, without padding.
+        blocks: columns of the compact scales, without padding.
+
+    Raises:
+        ValueError: the swizzled scales do not have the padded shape.
+    """
     padded_rows, padded_blocks = _matrix(swizzled)
     if (padded_rows, padded_blocks) != (round_up(rows, 128), round_up(blocks, 4)):
         raise ValueError(
-            f"swizzled scales for [{rows}, {blocks}] have the shape "
-            f"[{round_up(rows, 128)}, {round_up(blocks, 4)}], not [{padded_rows}, {padded_blocks}]"
+            f"swizzled scales for [{rows}, {blocks}] must have shape "
+            f"[{round_up(rows, 128)}, {round_up(blocks, 4)}], got [{padded_rows}, {padded_blocks}]"
         )
     tiles = swizzled.reshape(padded_rows // 128, padded_blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(padded_rows, padded_blocks)[:rows, :blocks].contiguous()
@@ -38,5 +55,5 @@ def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
 
 def _matrix(scales: Tensor) -> tuple[int, int]:
     if scales.dim() != 2:
-        raise ValueError(f"scales are a matrix [rows, blocks], not of shape {list(scales.shape)}")
+        raise ValueError(f"scales must be a matrix [rows, blocks], got shape {list(scales.shape)}")
     return scales.shape[0], scales.shape[1]

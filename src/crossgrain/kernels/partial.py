@@ -1,9 +1,9 @@
-"""Writing part of a plane, by someone who does not know the rest of the matrix.
+"""Write a part of a plane without knowing the rest of the matrix.
 
-A code follows from its own number and the scales; a scale follows from the largest magnitude of its block,
-which may lie elsewhere. So amaxes are found first (`part_amaxes`, zeros for what is unknown), maximised over
-all who know a part, and then each encodes its own with the result. Only rotations and 4-over-6 look at
-neighbours themselves. In plain torch, for every device.
+A code depends on its number and on the scales. A scale depends on the amax of its block, which may be on another rank.
+So amaxes are measured first (`part_amaxes`, with zeros for numbers that are not known), the largest over all ranks are
+taken, and then each rank encodes its own part. With rotations and 4-over-6 a code also depends on the other numbers of
+its block. This module is plain torch, for every device.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Span = tuple[int, int]  # start and end in the flattened matrix
 
 
 def needs_neighbours(encoding: Encoding) -> bool:
-    """Whether a code depends on more than its own number and amaxes."""
+    """Whether a code depends on other numbers of its block, not only on its number and on amaxes."""
     return encoding.format.rotation is not None or encoding.four_over_six is not None
 
 
 def part_amaxes(x: Tensor, target: Target) -> tuple[Tensor | None, Tensor | None]:
-    """What scales follow from: the global amax, unless it is given or none is needed, and those of the blocks."""
+    """The amaxes from which scales are computed: the global one (None if it is not needed), and those of blocks."""
     fmt = target.encoding.format
     overall = measure(x, target) if target.amax is None and target.needs_amax else target.amax
     return overall, None if fmt.block is None else block_amax(operand_of(x, target.plane), fmt.block)
@@ -37,9 +37,15 @@ def part_amaxes(x: Tensor, target: Target) -> tuple[Tensor | None, Tensor | None
 def write_part(
     x: Tensor, target: Target, block_max: Tensor | None, spans: Sequence[Span], seed: int | None, out: Tensor | None
 ) -> None:
-    """Write the scales, and the codes of ``spans`` if any, to ``target.plane``; the codes to ``out`` instead, if given.
+    """Write all scales, and some codes, to the plane of a target.
 
-    ``x`` is the matrix [M, K], of which only ``spans`` has to be right if the amaxes are given.
+    Args:
+        x: the matrix [M, K]. If the amaxes are given, only the numbers of ``spans`` are used.
+        target: the plane, its encoding and the global amax.
+        block_max: the amaxes of blocks; None to measure them.
+        spans: the codes to write, as ranges of the flattened matrix.
+        seed: seed of stochastic rounding.
+        out: write the codes to this tensor instead.
     """
     plane, fmt = target.plane, target.encoding.format
     if fmt.is_identity:
@@ -47,7 +53,7 @@ def write_part(
             return
         merged = plane.data.reshape(-1)
         _write_spans(x.reshape(-1), merged, spans, out)
-        if not plane.data.is_contiguous():  # then it was a copy
+        if not plane.data.is_contiguous():  # reshape has made a copy
             plane.data.copy_(merged.view(plane.data.shape))
         return
     assert fmt.element is not None
@@ -63,7 +69,7 @@ def write_part(
 
 
 def _logical(operand: Tensor, plane: Plane) -> Tensor:
-    """An operand as the matrix [M, K], or the other way round."""
+    """Convert an operand to the matrix [M, K], or the matrix to the operand."""
     return operand if plane.direction is ROWWISE else operand.t()
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is asked to fill."""
+"""`Target` and `GroupedTarget`: planes that kernels write, and how."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from ..planes.groups import PlaneGroups
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A plane to write and how to choose its bytes.
+    """A plane to write, and how to choose its bytes.
 
-    ``amax``   the global amax, measured before (and perhaps reduced over ranks)
-    ``scale``  per-tensor formats: the encode scale, when it comes from outside (delayed scaling)
+    Attributes:
+        plane: the plane.
+        encoding: how the bytes are chosen.
+        amax: the global amax, which was measured before, and perhaps reduced over ranks.
+        scale: for per-tensor formats: a given scale to multiply with (delayed scaling).
     """
 
     plane: Plane
@@ -26,18 +29,23 @@ class Target:
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the bytes depend on the largest magnitude of the whole input."""
+        """Whether the bytes depend on the amax of the whole input."""
         return self.encoding.needs_amax
 
     def with_amax(self, amax: Tensor | None) -> Target:
+        """The same target with an amax."""
         return Target(self.plane, self.encoding, amax, self.scale)
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedTarget:
-    """Planes of groups of rows to write, all by one encoding.
+    """Planes of groups of rows to write, all with one encoding.
 
-    ``amax``, ``scale``  as in `Target`, of the groups one after the other
+    Attributes:
+        planes: the planes of all groups.
+        encoding: how the bytes are chosen.
+        amax: see `Target`; those of all groups, one after the other.
+        scale: see `Target`; those of all groups, one after the other.
     """
 
     planes: PlaneGroups
@@ -47,9 +55,11 @@ class GroupedTarget:
 
     @property
     def needs_amax(self) -> bool:
+        """Whether the bytes depend on the amax of the whole input."""
         return self.encoding.needs_amax
 
     def with_amax(self, amax: Tensor | None) -> GroupedTarget:
+        """The same target with amaxes."""
         return GroupedTarget(self.planes, self.encoding, amax, self.scale)
 
     def by_group(self) -> list[Target]:

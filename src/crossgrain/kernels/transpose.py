@@ -1,4 +1,4 @@
-"""The other direction's plane where its bytes follow from this one's: whole-tensor scales, square tiles."""
+"""Make the plane of one direction from that of the other, for formats with per-tensor scales or square tiles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from .reference.packing import pack, unpack
 
 
 def transposed_plane(plane: Plane, shape: Sequence[int], transposed: bool) -> Plane:
-    """The plane of the other direction, in buffers of its own.
+    """Make the plane of the other direction, in new buffers.
 
-    ``shape`` is the tensor's; ``transposed`` says how the other direction stores its codes.
+    Args:
+        plane: the plane.
+        shape: shape of the tensor.
+        transposed: whether the other direction stores its codes transposed.
     """
     plane.check_readable()
     fmt = plane.format

@@ -1,7 +1,7 @@
-"""Compiling every CPU kernel ahead of time, into the cache on disk, so that nobody waits for one later.
+"""Compile all CPU kernels into the cache on disk, so that later runs do not wait for the compiler.
 
-There is no list of kernels that could go out of date: every registered format is encoded with every
-option, in each direction, then in pairs, and decoded. What has no kernel costs nothing here.
+There is no list of kernels, which could become out of date: every registered format is encoded with every option, in
+each direction, then in pairs of directions, and decoded. Formats without compiled kernels take no time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .cpu.backend import CpuBackend
 from .reference import ReferenceBackend
 from .target import GroupedTarget, Target
 
-_SHAPE = (128, 128)  # whole blocks of every format in both directions
-_LARGE = (1024, 1024)  # decoded past the caches
+_SHAPE = (128, 128)  # a multiple of the blocks of every format, in both directions
+_LARGE = (1024, 1024)  # large enough for the kernels that write past the caches
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "stochastic": (False, True),
@@ -32,22 +32,22 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "epsilon": (0.0,),
     "four_over_six": (None, "MAE", "MSE"),
 }
-"""The values of every option of an `Encoding` that may have a kernel of its own."""
+"""The values of every option of an `Encoding` for which there may be another kernel."""
 
 
 class Use(NamedTuple):
-    """A plane that kernels may be asked for."""
+    """A kind of plane that kernels may have to write."""
 
     direction: Direction
     encoding: Encoding
-    transposed: bool | None = None  # None: as the format says
+    transposed: bool | None = None  # None for what the format says
 
     def __str__(self) -> str:
         return f"{self.direction.value} {self.encoding.format.name}"
 
 
 class Step(NamedTuple):
-    """What is compiled next: the ``number``-th thing of ``total``."""
+    """What is compiled next, its number, and the number of all steps."""
 
     name: str
     number: int
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 def warm_up() -> Iterator[Step]:
-    """Compile everything, saying before each step what it is."""
+    """Compile all kernels. Before each step, yield what it is."""
     backend, single, inputs = _CompilingBackend(), uses(), list(_inputs())
     compiled: dict[Direction, list[Use]] = {ROWWISE: [], COLUMNWISE: []}
     for number, use in enumerate(single):
@@ -63,7 +63,7 @@ def warm_up() -> Iterator[Step]:
         found = [backend.compiles(x, [use]) for x in inputs]
         if any(found):
             compiled[use.direction].append(use)
-        if use.encoding == Encoding(use.encoding.format):  # options leave no trace for a reader
+        if use.encoding == Encoding(use.encoding.format):  # decoding does not depend on options
             backend.decode_all(_plane(use, _SHAPE))
             backend.decode_operand(_plane(use, _LARGE))
             backend.multiply_by_itself(_plane(use, _SHAPE))
@@ -75,7 +75,7 @@ def warm_up() -> Iterator[Step]:
 
 
 def uses() -> list[Use]:
-    """Every format with every option in each direction, also where codes may lie either way round."""
+    """Every format with every option in each direction, and with both layouts if there are two."""
     return [
         Use(direction, encoding, transposed)
         for fmt in _formats()
@@ -103,7 +103,7 @@ def _encodings(fmt: Format) -> Iterator[Encoding]:
 
 
 def _inputs() -> Iterator[Tensor]:
-    """Of every dtype; NaNs are found by one kernel and treated by others."""
+    """Inputs of every dtype, with and without NaNs, for which there are different kernels."""
     for dtype in HIGH_PRECISION:
         x = torch.ones(_SHAPE, dtype=dtype, device="cpu")
         yield x
@@ -123,7 +123,7 @@ def _groups(use: Use) -> PlaneGroups:
 
 
 class _NoReference(ReferenceBackend):
-    """Stands where the reference does: notes what there is no kernel for, and does nothing about it."""
+    """A replacement for the reference that only records which targets have no compiled kernel."""
 
     skipped: Sequence[Target] = ()
 
@@ -141,10 +141,10 @@ class _NoReference(ReferenceBackend):
 
 
 class _CompilingBackend(CpuBackend, _NoReference):
-    """The CPU backend without the reference behind it."""
+    """The CPU backend, which does not call the reference for what it has no kernels for."""
 
     def compiles(self, x: Tensor, uses: Sequence[Use]) -> bool:
-        """Encode, if there is a kernel for any of these uses."""
+        """Encode, and return whether there is a kernel for any of these uses."""
         self.skipped = ()
         targets = [Target(_plane(use, _SHAPE), use.encoding) for use in uses]
         targets = [replace(target, amax=amax) for target, amax in zip(targets, self.measure(x, targets), strict=True)]
@@ -153,7 +153,7 @@ class _CompilingBackend(CpuBackend, _NoReference):
         return len(self.skipped) < len(targets)
 
     def _compile_for_groups(self, x: Tensor, uses: Sequence[Use], targets: Sequence[Target]) -> None:
-        """The same for groups of rows, where both directions have a number for a whole tensor."""
+        """The same for groups of rows, if both directions have an amax for the whole tensor."""
         if not all(target.needs_amax for target in targets):
             return
         asked = [GroupedTarget(_groups(use), use.encoding) for use in uses]
@@ -162,12 +162,13 @@ class _CompilingBackend(CpuBackend, _NoReference):
         self.encode_groups(x, ready, [0])
 
     def decode_all(self, plane: Plane) -> None:
+        """Decode to every dtype."""
         self.decode_operand(plane)
         for dtype in HIGH_PRECISION:
             self.decode(plane, dtype)
 
     def multiply_by_itself(self, plane: Plane) -> None:
-        """If products of this format are computed from its codes."""
+        """Multiply a plane by itself, if that is possible without decoding."""
         if self.can_multiply(plane, plane):
             rows = plane.operand_shape[0]
             self.multiply(plane, plane, torch.empty(rows, rows, dtype=torch.float32, device="cpu"), 1.0)

@@ -1,7 +1,7 @@
-"""Memory for decoded operands that is used again, instead of being asked of the system for every GEMM.
+"""Workspaces: memory for decoded operands that is reused, instead of being allocated for every GEMM.
 
-Each thread has a few named buffers ("a", "b"); a buffer grows to the largest operand it has held. What
-is decoded into it is good until the same name is asked for again on the same thread.
+Each thread has a few buffers by name ("gemm.a", "gemm.b"). A buffer grows to the largest operand that it has held. Its
+content is valid until the same thread asks for the same name again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
-LIMIT_BYTES = 1 << 30  # larger operands get memory of their own
+LIMIT_BYTES = 1 << 30  # larger operands are allocated for each GEMM: keeping their memory would cost too much
 
 
 class _Buffers(threading.local):
@@ -23,7 +23,7 @@ _buffers = _Buffers()
 
 
 def workspace(name: str, elements: int) -> Tensor | None:
-    """An fp32 buffer of at least ``elements`` on the CPU, or None if that would be beyond the limit."""
+    """A float32 buffer of at least ``elements`` numbers on the CPU; None if it would be larger than the limit."""
     if elements * 4 > LIMIT_BYTES:
         return None
     buffer = _buffers.by_name.get(name)
@@ -35,5 +35,5 @@ def workspace(name: str, elements: int) -> Tensor | None:
 
 
 def free_workspaces() -> None:
-    """Give the buffers of this thread back."""
+    """Free the buffers of this thread."""
     _buffers.by_name.clear()

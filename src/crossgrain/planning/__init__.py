@@ -1,4 +1,4 @@
-"""What a large run costs, on paper: memory, bytes on the wire, GEMM time, and the assumptions behind them.
+"""Estimate what a large training run costs: memory, bytes that GPUs send, time of GEMMs; with all assumptions.
 
 print(crossgrain.plan("llama3-70b", "mxfp8-fwd-nvfp4-bwd", gpus=64, device="b200"))
 """

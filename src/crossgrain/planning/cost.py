@@ -1,4 +1,4 @@
-"""`plan`: what a training run costs, on paper."""
+"""`plan`: estimate what a training run costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .network import Network, network_of
 from .result import Plan
 from .setup import Setup
 
-_DEFAULT_SEQUENCE = 2048
+_DEFAULT_SEQUENCE = 2048  # for modules, whose context is not known
 
 
 def plan(
@@ -39,23 +39,44 @@ def plan(
     gemm_efficiency: float = 1.0,
     wire_efficiency: float = 1.0,
 ) -> Plan:
-    """What a training run would cost per GPU and step, on paper; its assumptions are part of the result.
+    """Estimate what a training run costs per GPU and step. Nothing is run, and no GPU is needed.
 
-    ``model``          a name (``llama3-70b``), dimensions (``llama3-8b, layers=16``), a `Transformer`, or a module
-    ``recipe``         a preset, a line, a file or a `GemmRecipe`
-    ``device``         a name, with numbers of your own if you like: ``b200, memory=192``
-    ``sequence``       tokens of a sequence, ``batch`` sequences in a micro batch, ``micro_batches`` in a step
-    ``sharding``       "fsdp" over all replicas, or "replicated"; ``tensor_parallel`` GPUs share each replica
-    ``reshard_after_forward``  weights are gathered again for backward: rows in forward, columns in backward
-    ``parameters``     "quantized" or "high_precision"; ``gather``: "planes" or "high_precision"
-    ``dtype``          of activations and of parameters in high precision: fp32, bf16, fp16
-    ``master``         fp32, fp16, remainder (16 bits that bf16 lacks) or none; ``moments``: fp32, bf16, fp16 or fp8
-    ``recompute``      blocks keep their input alone and run forward again in backward
-    ``gemm_efficiency``, ``wire_efficiency``  parts of the peaks that are reached
+    >>> print(plan("llama3-70b", "mxfp8-fwd-nvfp4-bwd", gpus=64, device="b200"))
+
+    Args:
+        model: a name (``llama3-70b``), a name with changed dimensions (``llama3-8b, layers=16``), dimensions
+            (``layers=2, width=64, ...``), a `Transformer`, or a module, which may be on the meta device.
+        recipe: a preset, a recipe in one line of text, the path of a file, or a `GemmRecipe`.
+        gpus: number of GPUs.
+        device: the GPU: a name, also with changed figures (``b200, memory=192``), or a `Device`.
+        sequence: tokens of a sequence; by default the context of the model, or 2048.
+        batch: sequences of a micro batch of one replica.
+        micro_batches: micro batches of a step.
+        sharding: "fsdp" divides parameters among all replicas; "replicated" keeps all of them on each.
+        reshard_after_forward: with FSDP, free gathered weights after forward and gather them again for backward.
+        tensor_parallel: number of GPUs that share each replica.
+        parameters: "quantized" keeps weights quantized (`quantized_model_init`); "high_precision" keeps them in
+            ``dtype`` (`convert`).
+        gather: how FSDP sends weights: "planes" or "high_precision"; by default as they are kept.
+        dtype: dtype of activations and of parameters in high precision: "fp32", "bf16" or "fp16".
+        gradient_dtype: dtype in which gradients are stored; by default ``dtype``.
+        reduce_dtype: dtype in which gradients are sent; by default ``gradient_dtype``.
+        master: dtype of master weights: "fp32", "fp16", "remainder" (the 16 bits that bf16 does not have) or "none".
+        moments: dtype of Adam's moments, or one for each of the two: "fp32", "bf16", "fp16" or "fp8".
+        recompute: blocks keep only their input, and run forward again in backward.
+        gemm_efficiency: the part of the peak rate that GEMMs reach, above 0 and at most 1.
+        wire_efficiency: the part of the bandwidth that collectives reach, above 0 and at most 1.
+
+    Returns:
+        The plan, with its assumptions; print it.
+
+    Raises:
+        ValueError: an argument is wrong, or the model cannot be divided as asked.
+        TypeError: the recipe or the model is of another type.
     """
     network = network_of(model)
     if isinstance(recipe, Recipe) and not isinstance(recipe, GemmRecipe):
-        raise TypeError(f"a plan needs a recipe by GEMM, as in 'mxfp8' or GemmRecipe(...), not {type(recipe).__name__}")
+        raise TypeError(f"a plan needs a GemmRecipe or its text, such as 'mxfp8', got a {type(recipe).__name__}")
     bound = GemmRecipe.load(recipe).for_model(network.module)
     setup = Setup(
         gpus=gpus,
@@ -97,21 +118,28 @@ def plan(
 
 
 def _check_cuts(network: Network, setup: Setup) -> None:
-    """Raise if tensor parallelism, or recomputation, cannot do what is asked."""
+    """Raise ValueError if the model cannot be divided by tensor parallelism, or cannot be recomputed."""
     ranks = setup.tensor_parallel
     if setup.recompute and not network.block_input:
-        raise ValueError(f"recompute: what the blocks of {network.name} start from is known for named models only")
+        raise ValueError(
+            f"recompute=True is not possible for {network.name}: the size of the input of its blocks is not known. Use "
+            "a model by name or by dimensions"
+        )
     if ranks == 1:
         return
     if not any(layer.cut for layer in network.layers):
         raise ValueError(
-            f"tensor_parallel={ranks}: which layers of {network.name} it cuts is known for transformers by "
-            "dimensions only"
+            f"tensor_parallel={ranks} is not possible for {network.name}: it is not known which of its layers are "
+            "divided. Use a model by name or by dimensions"
         )
     for layer in network.layers:
         size = {"outputs": layer.outputs, "inputs": layer.inputs}.get(layer.cut or "", 0)
         if size % ranks:
-            raise ValueError(f"{layer.name}: {size} {layer.cut} do not divide by tensor_parallel={ranks}")
+            raise ValueError(
+                f"{layer.name}: {size} {layer.cut} cannot be divided evenly among tensor_parallel={ranks} GPUs"
+            )
     for core in network.cores[:1]:
         if core.kv_heads % ranks:
-            raise ValueError(f"{core.name}: {core.kv_heads} heads of keys do not divide by tensor_parallel={ranks}")
+            raise ValueError(
+                f"{core.name}: {core.kv_heads} kv_heads cannot be divided evenly among tensor_parallel={ranks} GPUs"
+            )

@@ -30,7 +30,7 @@ from .setup import Setup
 
 @dataclass
 class _Unit:
-    """What is gathered, reduced and recomputed together: a block, or all that is outside of blocks."""
+    """What is gathered, reduced and recomputed together: a block, or everything outside of blocks."""
 
     forward: int = 0  # bytes of gathers
     backward: int = 0
@@ -41,7 +41,7 @@ class _Unit:
 
 @dataclass
 class Count:
-    """Sums over the layers of one GPU, before FSDP divides them."""
+    """Sums over all layers for one GPU, before FSDP divides them."""
 
     network: Network
     recipe: GemmRecipe
@@ -62,6 +62,7 @@ class Count:
     _reduced_numbers: int = 0
 
     def add_all(self) -> None:
+        """Add all layers, attention cores, other parameters and saved tensors."""
         for layer in self.network.layers:
             self._add_layer(layer)
         for core in self.network.cores:
@@ -75,7 +76,7 @@ class Count:
             self.numbers += math.prod(parameter.shape)
             self.weights[setup.dtype] += math.prod(shape) * setup.torch_dtype.itemsize
             self._add_gather(unit_of(parameter.name), *self._gathered_plain(shape))
-            if parameter.is_embedding:  # each rank looks up its part, and the parts are added
+            if parameter.is_embedding:  # each rank looks up tokens in its part, and the results are added
                 self.parallel_bytes += 2 * setup.tokens * shape[1] * setup.torch_dtype.itemsize
         for kept in self.network.kept:
             size = kept.elements * setup.tokens * (kept.itemsize or setup.torch_dtype.itemsize)
@@ -84,7 +85,7 @@ class Count:
     # ---- layers --------------------------------------------------------------------------------
 
     def _stays(self, layer: LinearLayer) -> bool:
-        """Whether a layer stays as it is, a plain one in high precision."""
+        """Whether a layer stays in high precision, because no rule of the recipe is for it."""
         named = any(rule.matcher.matches(layer.name, layer.module_type) for rule in self.recipe.rules)
         return layer.stays and not named
 
@@ -94,14 +95,14 @@ class Count:
         layer_formats = recipe.layer_formats(layer.name, layer.module_type)
         outputs = layer.outputs // (ranks if layer.cut == "outputs" else 1)
         inputs = layer.inputs // (ranks if layer.cut == "inputs" else 1)
-        apart = 1 if layer.cut else ranks  # what is not cut works on a part of the tokens
+        apart = 1 if layer.cut else ranks  # a layer that is not divided gets a part of the tokens
         tokens = math.ceil(setup.tokens * layer.share / apart)
-        comes_quantized = setup.weights_come_quantized and not layer.tied  # a tied weight is an embedding first
+        comes_quantized = setup.weights_come_quantized and not layer.tied  # a tied weight is kept as an embedding
         cost = layer_cost(layer_formats, recipe.backward_override, tokens, inputs, outputs, dtype, comes_quantized)
         unit = unit_of(layer.name)
         for gemm in cost.gemms:
             self._add_gemm(gemm, layer.copies, unit)
-        cut_tokens = ranks if layer.cut == "outputs" else 1  # which are gathered for the GEMM, and kept in parts
+        cut_tokens = ranks if layer.cut == "outputs" else 1  # gathered for the GEMM, but each rank saves its part
         if not (cost.keeps_input_itself and self._keeps_output(layer.after)):
             self._save("inputs", unit, math.ceil(cost.saved_input * layer.copies / cut_tokens))
         self._save("weights", unit, cost.saved_weight * layer.copies)
@@ -117,7 +118,7 @@ class Count:
             self._add_weight(layer, layer_formats, (outputs, inputs), unit)
 
     def _keeps_output(self, core: str) -> bool:
-        """Whether an attention core keeps its output as it is."""
+        """Whether an attention core keeps its output in high precision."""
         return bool(core) and self.recipe.layer_formats(core, "dpa").format("attention", "o").value.format == "hp"
 
     def _add_weight(self, layer: LinearLayer, layer_formats: LayerFormats, shape: tuple[int, int], unit: str) -> None:
@@ -150,7 +151,7 @@ class Count:
     def _gathered_planes(self, layer: LinearLayer, layer_formats: LayerFormats, shape: tuple[int, int]) -> Gathered:
         override, setup = self.recipe.backward_override, self.setup
         padded = shape
-        if setup.parameters != "quantized":  # what is quantized before it travels may be padded
+        if setup.parameters != "quantized":  # a weight that is quantized before it is sent may be padded
             padded = padded_shapes(layer_formats, override, Sizes(setup.tokens, shape[1], shape[0]))["weight"]
         read = (ROWWISE, COLUMNWISE) if override is None else (ROWWISE,)
         try:
@@ -158,7 +159,7 @@ class Count:
                 layer_formats, shape, setup.replicas, setup.torch_dtype, padded=padded, directions=read
             )
         except ValueError as error:
-            raise ValueError(f"{layer.name}: the weight cannot be kept quantized: {error}") from error
+            raise ValueError(f"{layer.name}: its weight cannot be kept quantized: {error}") from error
         rows = sizes.forward
         return sizes if override is None else Gathered(rows, rows, rows)  # backward decodes what forward read
 
@@ -213,10 +214,11 @@ class Count:
     # ---- results -------------------------------------------------------------------------------
 
     def _share(self, size: int) -> int:
-        """Of one GPU, of what FSDP divides."""
+        """The share of one GPU in what FSDP divides."""
         return math.ceil(size / self.setup.replicas) if self.setup.is_sharded else size
 
     def memory(self) -> Memory:
+        """The memory of one GPU."""
         setup, gradient = self.setup, DTYPES[self.setup.gradient_dtype].itemsize
         others = self.saved["others"]
         if setup.recompute:
@@ -252,6 +254,7 @@ class Count:
         return unit.both if self.setup.recompute else unit.backward
 
     def wire(self) -> tuple[Traffic, ...]:
+        """What one GPU receives in a step."""
         setup = self.setup
         found = []
         blocks, root = [unit for name, unit in self.units.items() if name], self.units.get("", _Unit())
@@ -276,9 +279,11 @@ class Count:
         return tuple(traffic)
 
     def work(self) -> tuple[Work, ...]:
+        """The GEMMs of one GPU in a step."""
         return tuple(
             Work(name, fmt, kind, int(flops), seconds) for (name, fmt, kind), (flops, seconds) in self.gemms.items()
         )
 
     def quantize(self) -> float:
+        """Seconds that one GPU quantizes in a step."""
         return self.quantized * self.setup.micro_batches / (self.setup.device.bandwidth * 1e9)

@@ -1,4 +1,4 @@
-"""GPUs by published figures, none of them measured here."""
+"""GPUs with their published figures. None of them was measured here."""
 
 from __future__ import annotations
 
@@ -24,33 +24,39 @@ from .settings_text import settings_of
 
 HIGH_PRECISION = scaling_family(IDENTITY)
 
-KINDS = ("fp4", "fp6", "fp8", "bf16", "tf32")  # of elements whose rates are published
+KINDS = ("fp4", "fp6", "fp8", "bf16", "tf32")  # kinds of elements for which rates are published
 _KIND_OF: dict[AnyElement, str] = {E2M1: "fp4", E2M3: "fp6", E3M2: "fp6", E4M3: "fp8", E5M2: "fp8"}
 
 
 def kind_of_element(element: AnyElement) -> str:
-    """The kind whose rate an element has: its own name, if it is none of those that rates are published for."""
+    """The kind of an element, by which its rate is found: one of `KINDS`, or its own name if it is none of them."""
     own = element.name if element.name not in KINDS else f"{element.name} (another)"
     return _KIND_OF.get(element, own)
 
 
 def known_kinds() -> list[str]:
-    """All that a rate can be given for: published ones, and the elements of registered formats."""
+    """All kinds for which a rate can be given: `KINDS`, and the elements of registered formats."""
     return list(dict.fromkeys((*KINDS, *(kind_of_element(fmt.element) for fmt in formats() if fmt.element))))
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU and how it is connected.
+    """A GPU and how it is connected.
 
-    ``teraflops``  dense peak (no sparsity) by kind of element; a kind that is missing is not multiplied natively.
-                   Beside those of `KINDS` it may have elements by name, with a rate that you know: ``("int8", 4500)``
-    ``scalings``   ways of scaling, as `crossgrain.operands.scaling_family` names them, that are multiplied natively
-    ``memory``     GB (1e9 bytes)
-    ``bandwidth``  of the memory, GB/s
-    ``link``       GB/s in one direction to the other GPUs of its node
-    ``network``    GB/s in one direction to other nodes, for each GPU
-    ``node``       GPUs that ``link`` connects
+    Args:
+        name: name of the GPU.
+        teraflops: pairs of a kind of element and its dense peak rate (without sparsity) in TFLOP/s. Kinds that are
+            missing are not multiplied natively. A kind is one of `KINDS`, or the name of an element whose rate you
+            know: ``("int8", 4500)``.
+        scalings: kinds of scales that are multiplied natively, as `crossgrain.gemm.operands.scaling_family` names them.
+        memory: memory in GB (1e9 bytes).
+        bandwidth: bandwidth of the memory in GB/s.
+        link: bandwidth to the other GPUs of the node in GB/s, in one direction.
+        network: bandwidth to other nodes in GB/s, in one direction, per GPU.
+        node: number of GPUs in a node.
+
+    Raises:
+        ValueError: a figure is not positive, a kind of element is not known, or the rate of bf16 or tf32 is missing.
     """
 
     name: str
@@ -65,27 +71,27 @@ class Device:
     def __post_init__(self) -> None:
         for field in ("memory", "bandwidth", "link", "network", "node"):
             if not getattr(self, field) > 0:
-                raise ValueError(f"device {self.name!r}: {field} is more than 0, not {getattr(self, field)}")
+                raise ValueError(f"device {self.name!r}: {field} must be above 0, got {getattr(self, field)}")
         for kind, rate in self.teraflops:
             if kind not in known_kinds():
                 raise ValueError(
-                    f"device {self.name!r}: no kind of element {kind!r}{did_you_mean(kind, known_kinds())}"
+                    f"device {self.name!r}: there is no kind of element {kind!r}{did_you_mean(kind, known_kinds())}"
                 )
             if not rate > 0:
-                raise ValueError(f"device {self.name!r}: {kind} is more than 0 TFLOP/s, not {rate}")
+                raise ValueError(f"device {self.name!r}: the rate of {kind} must be above 0 TFLOP/s, got {rate}")
         for kind in ("bf16", "tf32"):
             if self.rate(kind) is None:
-                raise ValueError(f"device {self.name!r}: the rate of {kind} has to be known")
+                raise ValueError(f"device {self.name!r}: the rate of {kind} is missing")
 
     def multiplies(self, kind: str, scaling: str) -> bool:
-        """Whether elements of this kind, scaled like this, are multiplied as they are.
+        """Whether elements of this kind, with this kind of scales, are multiplied without decoding.
 
-        A rate that someone gave for an element by its name is the rate of its formats, however they are scaled.
+        A rate that is given for an element by its name holds for all its formats, with any scales.
         """
         return self.rate(kind) is not None and (kind not in KINDS or scaling in (*self.scalings, HIGH_PRECISION))
 
     def rate(self, kind: str) -> float | None:
-        """TFLOP/s of a kind of element; None if the device does not multiply it."""
+        """The rate of a kind of element in TFLOP/s; None if the device does not multiply it."""
         return dict(self.teraflops).get(kind)
 
 
@@ -116,16 +122,24 @@ DEVICES = {
 
 
 def device_of(text: str | Device) -> Device:
-    """``"b200"``, or with numbers of your own: ``"b200, memory=192, fp4=8000"``, also for elements: ``int8=4500``."""
+    """Return a device from text.
+
+    Args:
+        text: a name (``b200``), also with changed figures (``b200, memory=192, fp4=8000``) or with rates of elements
+            (``b200, int8=4500``). A `Device` is returned as it is.
+
+    Raises:
+        ValueError: there is no such device or figure.
+    """
     if isinstance(text, Device):
         return text
     kinds = known_kinds()
     known = (*kinds, "memory", "bandwidth", "link", "network", "node")
     name, settings = settings_of(text, known, ["node"], "device")
     if name is None:
-        raise ValueError(f"device {text!r}: begin with one that is known, as in 'b200, memory=192'")
+        raise ValueError(f"device {text!r} must begin with the name of a device, as in 'b200, memory=192'")
     if name not in DEVICES:
-        raise ValueError(f"no device {name!r}{did_you_mean(name, DEVICES)}")
+        raise ValueError(f"there is no device {name!r}{did_you_mean(name, DEVICES)}")
     device = DEVICES[name]
     if not settings:
         return device

@@ -1,4 +1,4 @@
-"""What one linear layer costs: bytes that it keeps, GEMMs that it runs, numbers that it quantizes."""
+"""What one linear layer costs: the bytes that it saves, the GEMMs that it runs, and what it quantizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 
 @dataclass(frozen=True)
 class Gemm:
-    """``format`` is what the operands are, ``kind`` their elements (the wider of two) and ``scaling`` their family."""
+    """A GEMM.
+
+    Attributes:
+        name: "fprop", "dgrad", "wgrad", or a pass of attention.
+        format: the format of its operands.
+        kind: the kind of their elements (of two kinds the wider one).
+        scaling: the kind of their scales.
+        flops: number of operations.
+        bytes: bytes of operands and result.
+    """
 
     name: str
     format: str
@@ -33,12 +42,16 @@ class Gemm:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one weight and one micro batch.
+    """The cost of one weight and one micro batch.
 
-    ``saved_input``, ``saved_weight``  handed to autograd, parameters themselves aside
-    ``keeps_input_itself``             what is saved of the input is the tensor that came
-    ``operands``                       the most that exists for a moment of what is not saved
-    ``quantized_forward``              bytes read and written to quantize x and W; ``quantized_backward``: dy
+    Attributes:
+        gemms: the three GEMMs.
+        saved_input: bytes that are saved of the input for backward.
+        saved_weight: bytes that are saved of the weight for backward, without the parameter itself.
+        keeps_input_itself: the input tensor itself is saved, in high precision.
+        operands: largest number of bytes of operands that exist at one time and are not saved.
+        quantized_forward: bytes read and written to quantize x and W.
+        quantized_backward: bytes read and written to quantize dy.
     """
 
     gemms: tuple[Gemm, ...]
@@ -60,7 +73,17 @@ def layer_cost(
     dtype: torch.dtype,
     weight_is_kept: bool,
 ) -> LayerCost:
-    """``weight_is_kept``: the weight comes quantized, so that the layer neither quantizes nor saves it."""
+    """The cost of one linear layer.
+
+    Args:
+        chosen: the formats of the layer.
+        override: ``backward_override`` of the recipe.
+        tokens: number of rows of the input.
+        inputs: features of the input.
+        outputs: features of the output.
+        dtype: dtype of activations.
+        weight_is_kept: the weight is already quantized, so the layer neither quantizes nor saves it.
+    """
     shapes = padded_shapes(chosen, override, Sizes(tokens, inputs, outputs))
 
     def size(tensor: str, *directions: Direction) -> int:
@@ -87,7 +110,7 @@ def layer_cost(
 
 
 def padded_shapes(chosen: LayerFormats, override: BackwardOverride, sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """Of x, W and dy, in whole blocks."""
+    """The shapes of x, W and dy, padded to whole blocks."""
     gradient = quantizer_for(chosen, "grad_output") if override is None else None
     padding = padding_for(quantizer_for(chosen, "input"), quantizer_for(chosen, "weight"), gradient)
     m, k, n = padding.padded(sizes, backward=True)
@@ -102,7 +125,7 @@ def _saved(
     shapes: dict[str, tuple[int, int]],
     dtype: torch.dtype,
 ) -> int:
-    """``plain``: numbers to save where the tensor is saved as it is; a weight is a parameter and costs nothing."""
+    """Bytes that are saved of a tensor. ``plain`` is the number of numbers if the tensor itself is saved."""
     if _saves_itself(chosen, override, tensor, dtype):
         return plain * dtype.itemsize
     return plane_bytes(chosen, tensor, shapes[tensor], dtype, (_saved_direction(override),))
@@ -117,7 +140,7 @@ def _saves_itself(chosen: LayerFormats, override: BackwardOverride, tensor: str,
 
 
 def _is_itself(chosen: LayerFormats, tensor: str, direction: Direction, dtype: torch.dtype) -> bool:
-    """Whether a direction is the tensor as it came: in high precision, and not made from decoded numbers."""
+    """Whether a direction is the tensor itself: in high precision, and not made from decoded numbers."""
     spec: FormatSpec = chosen.format_in(tensor, direction).value
     if spec.format != "hp" or (spec.dtype is not None and spec.dtype != _DTYPE_NAMES[dtype]):
         return False
@@ -128,7 +151,7 @@ def _is_itself(chosen: LayerFormats, tensor: str, direction: Direction, dtype: t
 def _traffic(
     chosen: LayerFormats, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
 ) -> int:
-    """Memory read and written to quantize a tensor: read once, and once more where an amax of all comes first."""
+    """Bytes read and written to quantize a tensor: it is read once, and once more if its amax is needed first."""
     made = tuple(d for d in directions if not _is_itself(chosen, tensor, d, dtype))
     if not made:
         return 0
@@ -162,15 +185,15 @@ def _gemm(
 
 
 def _format_name(specs: list[FormatSpec], dtype: torch.dtype) -> str:
-    """``mxfp8``, or ``mxfp8 x mxfp4`` where the operands differ."""
+    """The formats of both operands: ``mxfp8``, or ``mxfp8 x mxfp4`` if they differ."""
     names = [spec.format if spec.format != "hp" else spec.dtype or _DTYPE_NAMES[dtype] for spec in specs]
     return " x ".join(dict.fromkeys(names))
 
 
 def _kind_and_scaling(specs: list[FormatSpec], directions: list[Direction], dtype: torch.dtype) -> tuple[str, str]:
-    """What the hardware is asked to multiply; operands that are not scaled alike are decoded before.
+    """The kinds of elements and scales that a GEMM multiplies. Operands with different kinds of scales are decoded.
 
-    Of two kinds it is the one without a published rate, if there is one, else that of the wider elements.
+    Of two kinds of elements it is the one without a published rate, if there is one; otherwise the wider one.
     """
     formats = [spec.stored_format(direction) for spec, direction in zip(specs, directions, strict=True)]
     families = {scaling_family(fmt) for fmt in formats}
@@ -192,11 +215,11 @@ def _plain_kind(dtype: torch.dtype) -> tuple[str, str]:
 def attention_cost(
     chosen: LayerFormats, tokens: int, sequence: int, heads: int, kv_heads: int, channels: int, dtype: torch.dtype
 ) -> tuple[list[Gemm], int]:
-    """The products of a causal attention core, and the bytes that it keeps: q, k, v, its output, a sum per head.
+    """The GEMMs of a causal attention core, and the bytes that it saves: q, k, v, its output, and a sum per head.
 
-    Forward multiplies twice (scores and output), backward five times, of which the first makes the scores again.
+    Forward has two GEMMs (scores and output). Backward has five, of which the first computes the scores again.
     """
-    product = tokens * sequence * heads * channels  # 2 FLOPs for half of the pairs of tokens
+    product = tokens * sequence * heads * channels  # 2 FLOPs for half of all pairs of tokens, because it is causal
     moved = tokens * (2 * heads + 2 * kv_heads) * channels * dtype.itemsize
     gemms = []
     for name, tensor, count, passes in (("attention forward", "qkv", 2, 1), ("attention backward", "do", 5, 3)):

@@ -1,4 +1,4 @@
-"""Transformers by their dimensions: those with names, and your own."""
+"""Transformers by their dimensions: models with names, and your own."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ from dataclasses import dataclass, fields, replace
 from ..recipe.syntax import did_you_mean
 from .settings_text import settings_of
 
-LAB = "lab-"  # the GPTs that `crossgrain train` trains are called lab-tiny and so on
+LAB = "lab-"  # the GPTs of `crossgrain train` have the names lab-tiny and so on
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder-only transformer.
+    """The dimensions of a decoder-only transformer.
 
-    ``kv_heads``   heads of keys and values (0: as many as ``heads``)
-    ``head_width`` channels of a head (0: width / heads)
-    ``mlp``        width inside the MLP; ``gated``: two matrices lead into it (SwiGLU), else one
-    ``experts``    MLPs of which each token goes to ``active``; 0: one MLP for all
-    ``tied``       the output layer uses the weight of the embedding
-    ``biases``     linear layers and norms have biases, and places are learned (as in GPT-2)
-    ``context``    sequence length unless said
+    Args:
+        layers: number of blocks.
+        width: features of a token between blocks.
+        heads: heads of queries.
+        mlp: features inside the MLP.
+        vocab: size of the vocabulary.
+        kv_heads: heads of keys and values; 0 for as many as ``heads``.
+        head_width: features of a head; 0 for width / heads.
+        gated: the MLP has a gate, so its first layer has two matrices (SwiGLU).
+        experts: number of MLPs among which tokens are distributed; 0 for one MLP.
+        active: number of experts that each token is sent to.
+        tied: the output layer uses the weight of the embedding.
+        biases: linear layers and norms have biases, and positions are learned, as in GPT-2.
+        context: default length of sequences.
+
+    Raises:
+        ValueError: the dimensions do not fit together.
     """
 
     layers: int
@@ -40,24 +50,28 @@ class Transformer:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "vocab", "context"):
             if getattr(self, name) < 1:
-                raise ValueError(f"a transformer has {name} of at least 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} of a transformer must be at least 1, got {getattr(self, name)}")
         for name in ("kv_heads", "head_width", "experts", "active"):
             if getattr(self, name) < 0:
-                raise ValueError(f"a transformer has {name} of 0 or more, not {getattr(self, name)}")
+                raise ValueError(f"{name} of a transformer must be 0 or more, got {getattr(self, name)}")
         if self.heads % self.key_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.key_heads} kv_heads evenly")
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.key_heads}")
         if not self.head_width and self.width % self.heads:
-            raise ValueError(f"a width of {self.width} does not divide into {self.heads} heads; say head_width")
+            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}, or set head_width")
         if self.experts and not 1 <= self.active <= self.experts:
-            raise ValueError(f"of {self.experts} experts a token goes to 1 to {self.experts}, not to {self.active}")
+            raise ValueError(
+                f"active, the number of experts of each token, must be between 1 and experts={self.experts}, got "
+                f"{self.active}"
+            )
 
     @property
     def key_heads(self) -> int:
+        """Heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def channels(self) -> int:
-        """Of one head."""
+        """Features of one head."""
         return self.head_width or self.width // self.heads
 
 
@@ -75,13 +89,22 @@ _NEEDED = ("layers", "width", "heads", "mlp", "vocab")
 
 
 def model_names() -> list[str]:
+    """The names of all models that `plan` knows."""
     from ..lab.training import PRESETS
 
     return [*MODELS, *(f"{LAB}{size}" for size in PRESETS)]
 
 
 def transformer_of(text: str) -> Transformer:
-    """``"llama3-8b"``, ``"llama3-8b, layers=16"``, or ``"layers=2, width=64, heads=2, mlp=256, vocab=256"``."""
+    """Return a transformer from text.
+
+    Args:
+        text: a name (``llama3-8b``), a name with changed dimensions (``llama3-8b, layers=16``), or dimensions
+            (``layers=2, width=64, heads=2, mlp=256, vocab=256``).
+
+    Raises:
+        ValueError: there is no such model or dimension, or a dimension is missing.
+    """
     known = [field.name for field in fields(Transformer)]
     name, values = settings_of(text, known, known, "model")
     for flag in ("gated", "tied", "biases"):
@@ -89,11 +112,11 @@ def transformer_of(text: str) -> Transformer:
             values[flag] = bool(values[flag])
     if name is not None:
         if name not in MODELS:
-            raise ValueError(f"no model {name!r}{did_you_mean(name, model_names())}")
+            raise ValueError(f"there is no model {name!r}{did_you_mean(name, model_names())}")
         return replace(MODELS[name], **values)
     missing = [key for key in _NEEDED if key not in values]
     if missing:
         raise ValueError(
-            f"model {text!r}: {missing[0]} is not said, as in {missing[0]}={getattr(MODELS['gpt2'], missing[0])}"
+            f"model {text!r}: {missing[0]} is missing; add it, as in {missing[0]}={getattr(MODELS['gpt2'], missing[0])}"
         )
     return Transformer(**values)

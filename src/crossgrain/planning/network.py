@@ -1,6 +1,6 @@
-"""What a model consists of, as far as costs go: linear layers, attention cores, other parameters, and what is kept.
+"""`Network`: the parts of a model that cost something: linear layers, attention cores, other parameters, saved tensors.
 
-A `Network` comes from the dimensions of a transformer or from any ``nn.Module``; it may be on the meta device.
+It is made from the dimensions of a transformer, or from any ``nn.Module``, which may be on the meta device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ _UNIT = re.compile(r"^(.*?\.)?\d+(?=\.|$)")  # up to the first number of a path:
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """``copies`` weights [outputs, inputs], each of which sees ``share`` of the tokens.
+    """A linear layer, or several of one shape, as the experts of a mixture.
 
-    ``cut``     what tensor parallelism divides; None: every rank has all of it
-    ``stays``   in high precision, unless a rule of the recipe is for it
-    ``tied``    the weight is a parameter that is counted elsewhere
-    ``after``   the core whose output is the input: kept as it is, it is kept by both, once
+    Attributes:
+        name: path of the layer.
+        inputs: features of the input.
+        outputs: features of the output.
+        copies: number of weights [outputs, inputs].
+        share: the part of the tokens that each of them gets.
+        module_type: "linear" or "grouped_linear".
+        cut: what tensor parallelism divides; None if every rank has the whole layer.
+        stays: the layer stays in high precision, unless a rule of the recipe is for it.
+        tied: the weight is a parameter that is counted elsewhere.
+        after: the attention core whose output is the input. If both save it in high precision, it is counted once.
     """
 
     name: str
@@ -47,7 +54,7 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class Core:
-    """Attention between projections."""
+    """An attention core: attention between the projections."""
 
     name: str
     heads: int
@@ -57,7 +64,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Kept:
-    """What another layer keeps for backward, in elements per token; ``itemsize`` 0: of the activation dtype."""
+    """What another layer saves for backward, in numbers per token. ``itemsize`` 0 is that of the activations' dtype."""
 
     name: str
     elements: int
@@ -66,7 +73,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plain:
-    """A parameter in high precision; ``cut``: tensor parallelism divides it."""
+    """A parameter in high precision. ``cut`` says whether tensor parallelism divides it."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,31 +83,52 @@ class Plain:
 
 @dataclass(frozen=True)
 class Network:
+    """The parts of a model.
+
+    Attributes:
+        name: name of the model.
+        module: a module with the paths that rules of a recipe are matched with.
+        layers: linear layers.
+        plain: parameters in high precision.
+        cores: attention cores.
+        kept: what other layers save for backward.
+        context: default length of sequences; 0 if it is not known.
+        block_input: numbers per token of the input of a block; 0 if it is not known.
+        notes: assumptions about the model.
+    """
+
     name: str
-    module: nn.Module  # whose paths the rules of a recipe are for
+    module: nn.Module
     layers: Sequence[LinearLayer]
     plain: Sequence[Plain]
     cores: Sequence[Core] = ()
     kept: Sequence[Kept] = ()
-    context: int = 0  # 0: unknown
-    block_input: int = 0  # elements per token that a block starts from; 0: unknown
+    context: int = 0
+    block_input: int = 0
     notes: Sequence[str] = field(default_factory=list)
 
 
 def unit_of(name: str) -> str:
-    """The block that a layer belongs to, which is gathered and recomputed as a whole; empty for the rest."""
+    """The block that a layer belongs to, which is gathered and recomputed as a whole; "" if it is in none."""
     found = _UNIT.match(name)
     return found.group() if found else ""
 
 
 def network_of(model: str | Transformer | nn.Module) -> Network:
-    """From a name, dimensions as text or as a `Transformer`, or a module."""
+    """Make a network from a name, dimensions as text or as a `Transformer`, or a module.
+
+    Raises:
+        TypeError: the model is none of these.
+        ValueError: there is no such model, or a module has no linear layers.
+    """
     if isinstance(model, nn.Module):
         return _of_module(model, type(model).__name__)
     if isinstance(model, Transformer):
         return _of_transformer(model, f"transformer of {model.layers} layers of {model.width}")
     if not isinstance(model, str):
-        raise TypeError(f"a model is a name, dimensions, a Transformer or an nn.Module, not {type(model).__name__}")
+        raise TypeError(
+            f"a model must be a name, dimensions, a Transformer or an nn.Module, got {type(model).__name__}"
+        )
     lab = _of_lab(model.strip())
     return lab if lab is not None else _of_transformer(transformer_of(model), model)
 
@@ -144,12 +172,15 @@ def _of_transformer(t: Transformer, name: str) -> Network:
     kept.append(Kept("logits", t.vocab, 4))
     notes = [
         "q, k and v are one layer (qkv)"
-        + (", and so are the two matrices that lead into the MLP (gate_up)." if t.gated else "."),
-        "Attention is causal and never stores its scores; it keeps q, k, v, its output and a sum per head and token. "
-        "Norms keep their inputs, activation functions theirs, the loss one fp32 number per entry of the vocabulary.",
+        + (", and so are the two matrices of the first layer of the MLP (gate_up)." if t.gated else "."),
+        "Attention is causal and does not store its scores; it saves q, k, v, its output, and a sum per head and "
+        "token. Norms and activation functions save their inputs, the loss one fp32 number per token and entry of the "
+        "vocabulary.",
     ]
     if t.experts:
-        notes.append(f"Each token goes to {t.active} of {t.experts} experts, and all experts get as many tokens.")
+        notes.append(
+            f"Each token is sent to {t.active} of {t.experts} experts, and all experts get the same number of tokens."
+        )
     skeleton = _skeleton([(layer.name, layer.module_type) for layer in layers] + [(core.name, "dpa") for core in cores])
     return Network(name, skeleton, layers, plain, cores, kept, t.context, t.width, notes)
 
@@ -175,7 +206,7 @@ def _mlp(t: Transformer, path: str) -> list[LinearLayer]:
 
 
 class _Named(nn.Module):
-    """A layer without content, for the rules of recipes to find."""
+    """A layer without content, which rules of recipes are matched with."""
 
     def __init__(self, name: str, module_type: str) -> None:
         super().__init__()
@@ -221,14 +252,16 @@ def _of_module(module: nn.Module, name: str) -> Network:
     for path, part in module.named_modules():
         layers += _layers_in(part, path, name, taken)
     if not layers:
-        raise ValueError(f"this {name} has no linear layer to plan")
+        raise ValueError(f"this {name} has no linear layers, so there is nothing to plan")
     plain = [Plain(path, tuple(p.shape)) for path, p in module.named_parameters() if id(p) not in taken]
-    notes = ["Every linear layer sees every token; what other layers keep and compute is not known and not counted."]
+    notes = [
+        "Every linear layer gets every token. What other layers save and compute is not known, and is not counted."
+    ]
     return Network(name, module, layers, plain, notes=notes)
 
 
 def _layers_in(part: nn.Module, path: str, model: str, taken: set[int]) -> Iterator[LinearLayer]:
-    """The linear layers that a module holds itself; ``taken`` are weights that were met before."""
+    """The linear layers that a module has itself. ``taken`` are the weights that were found before."""
     weights = _weights(part)
     if not weights:
         return
@@ -246,7 +279,10 @@ def _layers_in(part: nn.Module, path: str, model: str, taken: set[int]) -> Itera
     elif len(names) == 1:  # one layer, whose weight is several parameters
         yield LinearLayer(names[0], inputs, sum(rows for rows, _ in shapes))
     else:
-        raise ValueError(f"{path or model}: {type(part).__name__} has {len(weights)} weights for {len(names)} layers")
+        raise ValueError(
+            f"{path or model}: {type(part).__name__} has {len(weights)} weights for {len(names)} layers, which plan "
+            "does not know how to count"
+        )
     taken |= {id(weight) for weight in weights}
 
 

@@ -1,7 +1,7 @@
-"""Exact bytes: of planes in memory, of planes on the wire, and of optimizer states.
+"""Exact numbers of bytes: of planes in memory, of planes that are sent, and of optimizer states.
 
-Nothing here knows how many bits a format has. Planes are made on the meta device, by the quantizers that the
-layers would use, and their buffers are counted, padding of scales and amaxes included.
+This module does not know how many bits a format has. It makes planes on the meta device, with the quantizers of the
+layers, and counts the bytes of their buffers, including padding of scales and amaxes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _META = torch.device("meta")
 
 
 def quantizer_for(chosen: LayerFormats, tensor: str) -> Quantizer:
-    """What quantizes a tensor; delayed scaling stores the same bytes as current scaling."""
+    """The quantizer of a tensor. Delayed scaling is replaced by current scaling, which stores the same bytes."""
     formats = tuple((place, Choice(choice.value.without(["delayed"]), choice.why)) for place, choice in chosen.formats)
     quantizer = replace(chosen, formats=formats).quantizer(tensor)
     assert isinstance(quantizer, Quantizer)
@@ -42,8 +42,12 @@ def quantizer_for(chosen: LayerFormats, tensor: str) -> Quantizer:
 def planes_of(
     chosen: LayerFormats, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
 ) -> tuple[Plane, ...]:
-    """The planes of these directions, without memory; ValueError for shapes that do not divide into blocks."""
-    # Rows are always there, and columns may be another view of them.
+    """The planes of a tensor in these directions, without memory.
+
+    Raises:
+        ValueError: the shape cannot be divided into blocks.
+    """
+    # The rowwise plane is always made: the columnwise plane may be another view of it.
     storing = quantizer_for(chosen, tensor).storing(rowwise=True, columnwise=COLUMNWISE in directions)
     made: Any = storing.make_empty(shape, dtype=dtype, device=_META)
     return tuple(made.plane(direction) for direction in directions)
@@ -52,11 +56,12 @@ def planes_of(
 def plane_bytes(
     chosen: LayerFormats, tensor: str, shape: tuple[int, int], dtype: torch.dtype, directions: tuple[Direction, ...]
 ) -> int:
-    """Of the planes of these directions; a buffer that they share counts once."""
+    """Bytes of the planes of these directions. A buffer that they share is counted once."""
     return buffer_bytes(planes_of(chosen, tensor, shape, dtype, directions))
 
 
 def buffer_bytes(planes: Iterable[Plane]) -> int:
+    """Bytes of the buffers of planes. A buffer that they share is counted once."""
     buffers = {id(buffer): buffer.nbytes for plane in planes for buffer in plane.buffers()}
     return sum(buffers.values())
 
@@ -65,7 +70,13 @@ def buffer_bytes(planes: Iterable[Plane]) -> int:
 
 
 class Gathered(NamedTuple):
-    """Bytes of a whole weight as all ranks send it, in each pass; ``both``: of one gather that serves both passes."""
+    """Bytes of a whole weight, as all ranks send it.
+
+    Attributes:
+        forward: for forward, which reads rowwise planes.
+        backward: for backward, which reads columnwise planes.
+        both: one gather for both passes.
+    """
 
     forward: int
     backward: int
@@ -81,18 +92,29 @@ def gathered_bytes(
     module_type: str = "linear",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Gathered:
-    """What an all-gather of a quantized weight [N, K] carries: rows for forward, columns for backward.
+    """Bytes of a quantized weight in an all-gather: rowwise planes for forward, columnwise planes for backward.
 
     Each rank sends the codes and scales of its rows without padding, and the scale or amax of the whole tensor, which
-    only a few bytes are. A rank whose rows end inside a block sends that block. Where one direction follows from the
-    other, ``both`` is one of them.
+    is a few bytes. A rank whose rows end inside a block sends the whole block. If one direction can be made from the
+    other, ``both`` is only one of them.
 
     >>> forward, backward, _ = gathered_bytes("mxfp8-fwd-nvfp4-bwd", (4096, 4096), ranks=8)
     >>> forward / 4096**2, backward / 4096**2  # 1 + 1/32 and 1/2 + 1/16
     (1.03125, 0.5625...)
+
+    Args:
+        recipe: the recipe, or its text.
+        shape: shape of the weight.
+        ranks: number of ranks that have a part of the weight.
+        layer: name of the layer, for rules of the recipe.
+        module_type: type of the layer: "linear" or "grouped_linear".
+        dtype: dtype of the weight in high precision.
+
+    Raises:
+        ValueError: the shape does not have two dimensions, or cannot be divided into blocks.
     """
     if len(shape) != 2:
-        raise ValueError(f"a weight of a linear layer has two dimensions, not the shape {list(shape)}")
+        raise ValueError(f"the weight of a linear layer must have two dimensions, got shape {list(shape)}")
     chosen = GemmRecipe.load(recipe).layer_formats(layer, module_type)
     return gathered_by_formats(chosen, (shape[0], shape[1]), ranks, dtype)
 
@@ -106,7 +128,16 @@ def gathered_by_formats(
     padded: tuple[int, int] | None = None,
     directions: tuple[Direction, ...] = (ROWWISE, COLUMNWISE),
 ) -> Gathered:
-    """``padded`` as it is quantized; ``directions`` that GEMMs read, which say where shards end between blocks."""
+    """`gathered_bytes` for the formats of a layer.
+
+    Args:
+        chosen: the formats.
+        shape: shape of the weight.
+        ranks: number of ranks.
+        dtype: dtype of the weight in high precision.
+        padded: shape with padding, as it is quantized; by default ``shape``.
+        directions: directions that GEMMs read, whose blocks must not be divided between shards.
+    """
     padded = shape if padded is None else padded
     rows, columns = planes_of(chosen, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
     one_serves_both = rows.data is columns.data or (rows.format == columns.format and rows.format.is_symmetric)
@@ -120,7 +151,7 @@ def gathered_by_formats(
 
 
 def numbers_in_shards(shape: Sequence[int], ranks: int) -> int:
-    """Of a parameter as FSDP2 cuts it: all ranks move as many rows as the largest shard has."""
+    """Numbers of a parameter that FSDP2 sends: every rank sends as many rows as the largest shard has."""
     return math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) if shape else ranks
 
 
@@ -128,10 +159,10 @@ def numbers_in_shards(shape: Sequence[int], ranks: int) -> int:
 
 
 def moment_bytes(shape: Sequence[int], stored_as: str) -> int:
-    """Of one moment of a parameter."""
+    """Bytes of one moment of a parameter."""
     numel = math.prod(shape)
     if stored_as != "fp8":
-        scale = 4 if stored_as == "fp16" else 0
+        scale = 4 if stored_as == "fp16" else 0  # fp16 states have an fp32 scale
         return numel * DTYPES[stored_as].itemsize + scale
     made: Any = _fp8_state().make_empty(tuple(shape) or (1,), device=_META)
     return buffer_bytes(made.planes())
@@ -143,7 +174,7 @@ def _fp8_state() -> Quantizer:
 
 
 def master_bytes(shape: Sequence[int], stored_as: str, quantized: bool, dtype: torch.dtype) -> int:
-    """Of the master of a parameter, if the fused optimizers keep one."""
+    """Bytes of the master of a parameter; 0 if the fused optimizers keep none."""
     if stored_as == "none" or (dtype == torch.float32 and not quantized):
         return 0
     if stored_as == "remainder":

@@ -15,7 +15,7 @@ _INDENT = "  "
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of cells under a title; a row that is indented is a part of the one above."""
+    """A table: a title, names of columns, and rows. An indented row is a part of the row above."""
 
     title: str
     columns: tuple[str, ...]
@@ -27,7 +27,7 @@ def _three_digits(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """``12.3 GB``, of 1000 to the power of three, as devices are sold."""
+    """A number of bytes in words: ``12.3 GB``, with units of 1000."""
     unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if abs(count) < 999.5:
@@ -37,6 +37,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """A duration in words: ``12.3 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 0.9995:
             return f"{_three_digits(seconds * factor)} {unit}"
@@ -54,6 +55,7 @@ def _flops(count: float) -> str:
 
 
 def title(plan: Plan) -> str:
+    """The first line of a report."""
     setup = plan.setup
     cut = f", tensor parallel {setup.tensor_parallel}" if setup.tensor_parallel > 1 else ""
     shared = f", {setup.sharding}" if setup.replicas > 1 else ""
@@ -71,6 +73,7 @@ def _count(numbers: int) -> str:
 
 
 def verdict(plan: Plan) -> str:
+    """Whether the memory is enough, in words."""
     memory, room = plan.memory.total, plan.setup.device.memory * 1e9
     if plan.fits:
         return f"fits: {size(memory)} of {size(room)}, {size(room - memory)} left"
@@ -78,13 +81,14 @@ def verdict(plan: Plan) -> str:
 
 
 def missing_rates(plan: Plan) -> str | None:
-    """A line for the head of a report, not only for its assumptions; None if every rate is known."""
+    """A line about formats without a published rate; None if there are none."""
     if not plan.without_rate:
         return None
-    return f"no published rate for {', '.join(plan.without_rate)}: counted as bf16 (see assumptions)"
+    return f"no published rate for {', '.join(plan.without_rate)}: counted as bf16 (see the assumptions)"
 
 
 def sections(plan: Plan) -> list[Section]:
+    """The tables of a report."""
     return [_memory(plan), *([_wire(plan)] if plan.wire else []), _gemms(plan), _step(plan)]
 
 
@@ -100,7 +104,7 @@ def _memory(plan: Plan) -> Section:
             {
                 "inputs of linear layers": memory.saved_inputs,
                 "weights of linear layers": memory.saved_weights,
-                "by everything else": memory.saved_others,
+                "everything else": memory.saved_others,
             },
         ),
         ("workspace", sum(memory.workspace.values()), memory.workspace),
@@ -115,13 +119,13 @@ def _memory(plan: Plan) -> Section:
 def _wire(plan: Plan) -> Section:
     rows = [(t.kind, size(t.bytes), duration(t.seconds)) for t in plan.wire]
     total = ("total", size(plan.wire_bytes), duration(plan.wire_seconds))
-    return Section("arriving over the wire, per GPU and step", ("", "bytes", "time"), (*rows, total))
+    return Section("received over the wire, per GPU and step", ("", "bytes", "time"), (*rows, total))
 
 
 def _gemms(plan: Plan) -> Section:
     rows = [(w.gemm, w.format, w.kind, _flops(w.flops), duration(w.seconds)) for w in plan.work]
     total = ("total", "", "", _flops(sum(work.flops for work in plan.work)), duration(plan.gemm_seconds))
-    return Section("GEMMs of one GPU and step", ("", "format", "rate of", "work", "time"), (*rows, total))
+    return Section("GEMMs, per GPU and step", ("", "format", "rate of", "work", "time"), (*rows, total))
 
 
 def _step(plan: Plan) -> Section:
@@ -142,7 +146,7 @@ def _step(plan: Plan) -> Section:
 
 
 def comparison(plans: dict[str, Plan]) -> Section:
-    """One row for each plan, by its label."""
+    """A table with one row for each plan, by its label."""
     rows = tuple(
         (
             label,
@@ -159,9 +163,9 @@ def comparison(plans: dict[str, Plan]) -> Section:
 
 
 COMPARISON_NOTE = (
-    "Of one GPU. saved: for backward. memory: all of it, with gradients, optimizer and workspace; ! does not fit. "
-    "wire: arriving in a step. compute: GEMMs and quantization. step: if all of the wire overlaps with compute, and "
-    "if none of it does."
+    "All figures are for one GPU. saved: tensors saved for backward. memory: everything, with gradients, optimizer and "
+    "workspace; ! means that it does not fit. wire: bytes received in a step. compute: GEMMs and quantization. step: "
+    "if the wire overlaps completely with compute, and if it does not overlap."
 )
 
 
@@ -169,6 +173,7 @@ COMPARISON_NOTE = (
 
 
 def as_text(plan: Plan) -> str:
+    """A report as plain text."""
     lines = [*textwrap.wrap(title(plan), _TEXT_WIDTH), *textwrap.wrap(f"recipe: {plan.recipe}", _TEXT_WIDTH)]
     for section in sections(plan):
         lines += ["", section.title, *_aligned(section)]
@@ -190,11 +195,12 @@ def _aligned(section: Section) -> list[str]:
 
 
 def text_columns(section: Section) -> set[int]:
-    """Columns of words; the others are numbers and stand at the right."""
+    """The indices of columns of words. The other columns are numbers, which are aligned at the right."""
     return {i for i, name in enumerate(section.columns) if name in ("", "recipe", "format", "rate of")}
 
 
 def bullets(sentences: Iterable[str], width: int = _TEXT_WIDTH) -> list[str]:
+    """The lines of a list of sentences."""
     return [line for text in sentences for line in textwrap.wrap(f"- {text}", width, subsequent_indent="  ")]
 
 
@@ -202,6 +208,7 @@ def bullets(sentences: Iterable[str], width: int = _TEXT_WIDTH) -> list[str]:
 
 
 def as_table(section: Section) -> Any:
+    """A section as a table of rich."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""What a plan says."""
+"""`Plan`: the result of `plan`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from .setup import Setup
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU.
+    """Bytes of memory on one GPU.
 
-    ``weights``         by format and direction
-    ``saved_inputs``    by linear layers, for backward; ``saved_weights``: planes of weights that are not kept quantized
-    ``saved_others``    by everything between linear layers
-    ``workspace``       what exists for a moment, by what it is
+    Attributes:
+        weights: parameters, by format and direction.
+        gradients: gradients.
+        masters: master weights of the optimizer.
+        moments: moments of the optimizer.
+        saved_inputs: what linear layers save of their inputs for backward.
+        saved_weights: planes that linear layers save of weights which are not kept quantized.
+        saved_others: what everything between linear layers saves for backward.
+        workspace: what exists only for some time, by kind.
     """
 
     weights: dict[str, int]
@@ -29,21 +34,24 @@ class Memory:
 
     @property
     def optimizer(self) -> int:
+        """States of the optimizer: masters and moments."""
         return self.masters + self.moments
 
     @property
     def activations(self) -> int:
+        """Everything that is saved for backward."""
         return self.saved_inputs + self.saved_weights + self.saved_others
 
     @property
     def total(self) -> int:
+        """All memory."""
         kept = sum(self.weights.values()) + self.gradients + self.optimizer
         return kept + self.activations + sum(self.workspace.values())
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What arrives at one GPU in a step by one kind of collective."""
+    """What one GPU receives in a step by one kind of collective: bytes, and seconds."""
 
     kind: str
     bytes: int
@@ -52,8 +60,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """GEMMs of one name and format in a step, on one GPU; ``kind``: the elements that are
-    multiplied, bf16 where the device does not multiply the format as it is.
+    """The GEMMs of one name and format of one GPU in a step.
+
+    Attributes:
+        gemm: "fprop", "dgrad", "wgrad", or a pass of attention.
+        format: the format of the operands.
+        kind: the kind of elements that is multiplied: bf16 if the device cannot multiply the format.
+        flops: number of operations.
+        seconds: time.
     """
 
     gemm: str
@@ -65,11 +79,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run costs per GPU and step; ``print`` it.
+    """What a training run costs per GPU and step. Print it to see a report.
 
-    ``without_rate``       formats that no rate is published or given for; they are counted as bf16
-    ``seconds_in_turn``    compute, then the wire: nothing overlaps
-    ``seconds_together``   the longer of the two: all of it overlaps
+    Attributes:
+        model: name of the model.
+        recipe: the recipe.
+        setup: how the model is trained.
+        parameters: number of parameters.
+        memory: bytes of memory.
+        wire: what a GPU receives.
+        work: GEMMs.
+        quantize_seconds: time of quantization.
+        assumptions: the assumptions, in sentences.
+        without_rate: formats for which no rate is published or given. They are counted as bf16.
     """
 
     model: str
@@ -85,39 +107,46 @@ class Plan:
 
     @property
     def gemm_seconds(self) -> float:
+        """Time of all GEMMs."""
         return sum(work.seconds for work in self.work)
 
     @property
     def compute_seconds(self) -> float:
+        """Time of GEMMs and quantization."""
         return self.gemm_seconds + self.quantize_seconds
 
     @property
     def wire_seconds(self) -> float:
+        """Time of all collectives."""
         return sum(traffic.seconds for traffic in self.wire)
 
     @property
     def wire_bytes(self) -> int:
+        """Bytes that a GPU receives."""
         return sum(traffic.bytes for traffic in self.wire)
 
     @property
     def seconds_in_turn(self) -> float:
+        """Time of a step if nothing overlaps: compute, then the wire."""
         return self.compute_seconds + self.wire_seconds
 
     @property
     def seconds_together(self) -> float:
+        """Time of a step if the wire overlaps completely with compute: the longer of the two."""
         return max(self.compute_seconds, self.wire_seconds)
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a step, on all GPUs."""
         return self.setup.tokens * self.setup.micro_batches * self.setup.replicas
 
     @property
     def fits(self) -> bool:
-        """Whether all of it is less than the device's memory."""
+        """Whether the memory of the device is enough."""
         return self.memory.total <= self.setup.device.memory * 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The plan as dicts, lists, strings and numbers."""
         derived = ["gemm_seconds", "compute_seconds", "wire_seconds", "wire_bytes", "seconds_in_turn"]
         derived += ["seconds_together", "tokens_per_step", "fits"]
         memory = {**asdict(self.memory), "total": self.memory.total}

@@ -1,4 +1,4 @@
-"""How a model is trained, on what: everything that a plan depends on but the model and the recipe."""
+"""`Setup`: how and on what a model is trained: everything that a plan depends on, except the model and the recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Setup:
-    """See `crossgrain.planning.plan`."""
+    """How and on what a model is trained. The fields are arguments of `crossgrain.planning.plan`."""
 
     gpus: int
     device: Device
@@ -52,19 +52,19 @@ class Setup:
         for name in ("gpus", "sequence", "batch", "micro_batches", "tensor_parallel"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is a whole number from 1 up, not {value!r}")
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"{name}: no {value!r}{did_you_mean(str(value), choices)}")
+                raise ValueError(f"{name} cannot be {value!r}{did_you_mean(str(value), choices)}")
         if not isinstance(self.moments, tuple | list) or len(self.moments) != 2:
-            raise ValueError(f"moments is one choice for both or a pair of them, not {self.moments!r}")
+            raise ValueError(f"moments must be one dtype for both moments, or a pair of dtypes, got {self.moments!r}")
         for moment in self.moments:
             if moment not in MOMENTS:
-                raise ValueError(f"moments: no {moment!r}{did_you_mean(moment, MOMENTS)}")
+                raise ValueError(f"moments cannot be {moment!r}{did_you_mean(moment, MOMENTS)}")
         for name in ("gemm_efficiency", "wire_efficiency"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a part of the peak, from 0 to 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -73,42 +73,54 @@ class Setup:
                 f"{self.gpus} GPUs cannot be divided into groups of tensor_parallel={self.tensor_parallel}"
             )
         if self.parameters == "quantized" and self.master == "none":
-            raise ValueError("quantized parameters need masters: updates of them alone would round away")
+            raise ValueError(
+                "parameters='quantized' cannot be used with master='none': without masters, updates would be lost by "
+                "rounding"
+            )
         if self.parameters == "quantized" and self.gather == "high_precision":
-            raise ValueError("quantized parameters are gathered as planes, not in high precision")
+            raise ValueError(
+                "parameters='quantized' cannot be used with gather='high_precision': quantized parameters are gathered "
+                "as planes"
+            )
         if self.sequence * self.batch % self.tensor_parallel:
             raise ValueError(
-                f"{self.sequence * self.batch} tokens (sequence x batch) do not divide by "
-                f"tensor_parallel={self.tensor_parallel}, which also cuts what is between the linear layers"
+                f"{self.sequence * self.batch} tokens (sequence x batch) cannot be divided evenly among "
+                f"tensor_parallel={self.tensor_parallel} GPUs, which divide the tokens between the linear layers"
             )
 
     @property
     def replicas(self) -> int:
-        """Groups that see other data: what FSDP shards over."""
+        """Number of groups of GPUs that get different data. FSDP divides parameters among them."""
         return self.gpus // self.tensor_parallel
 
     @property
     def is_sharded(self) -> bool:
+        """Whether FSDP divides parameters."""
         return self.sharding == "fsdp" and self.replicas > 1
 
     @property
     def tokens(self) -> int:
-        """Of a micro batch of one replica."""
+        """Tokens of a micro batch of one replica."""
         return self.sequence * self.batch
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """dtype of activations and of parameters in high precision."""
         return DTYPES[self.dtype]
 
     @property
     def weights_come_quantized(self) -> bool:
-        """So that no layer quantizes its weight, or keeps a plane of it for backward."""
+        """Whether layers get quantized weights, so that they neither quantize them nor save planes of them."""
         return self.parameters == "quantized" or (self.is_sharded and self.gather == "planes")
 
     def bandwidth(self, ranks: int, apart: int) -> float:
-        """Bytes per second at which a collective of ``ranks`` GPUs, ``apart`` from each other, brings data to each.
+        """Bytes per second that each GPU receives in a collective.
 
-        Rings pass through every node once and use the network of all GPUs of the ring that are in it.
+        A ring passes through every node once, and uses the network of all its GPUs in the node.
+
+        Args:
+            ranks: number of GPUs in the collective.
+            apart: distance between their ranks.
         """
         device = self.device
         in_node = max(1, device.node // apart)

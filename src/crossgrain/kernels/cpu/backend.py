@@ -1,6 +1,6 @@
-"""The CPU backend: chooses a kernel for what it can do fast, and asks the reference for the rest.
+"""The CPU backend: it uses compiled kernels where there are some, and the reference for everything else.
 
-Both give the same bytes, so which one ran shows only in the time it took.
+Both give the same bytes, so only the time differs.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from .support import (
 )
 from .tags import NO, YES, Tag
 
-_STREAM_FROM = 1 << 20  # elements of a result that does not fit the caches anyway
+_STREAM_FROM = 1 << 20  # results of so many numbers do not fit into the caches, and are written past them
 
 
-_MOST_KINDS = 4096  # of work whose steps are remembered
+_MOST_KINDS = 4096  # kinds of work whose steps are cached, so that many shapes do not fill memory
 
 
 class _Known(NamedTuple):
-    """How a kind of work was done. Its key has the addresses of the encodings, which are kept alive here."""
+    """How a kind of work was done. Its key has the addresses of the encodings, so they are kept alive here."""
 
     steps: list[KernelCall]
     encodings: list[Encoding]
 
 
-_steps: dict[Hashable, _Known] = {}  # for each kind of work that needs no other encoders
+_steps: dict[Hashable, _Known] = {}  # for each kind of work that needs only compiled kernels
 
 
 class CpuBackend(ReferenceBackend):
-    """Vector kernels where there is one, the reference elsewhere."""
+    """The backend for the CPU: compiled kernels where there are some, otherwise the reference."""
 
     name = "cpu"
 
@@ -134,8 +134,8 @@ class CpuBackend(ReferenceBackend):
     def _encode_and_note(
         self, x: Tensor, source: Tensor, targets: Sequence[Target], seed: int | None, key: Hashable | None
     ) -> None:
-        """Try all encoders, and note which have done it all, to go straight to these the next time."""
-        # fp16 goes through fp32, but for the scales that depend on the range of the input's dtype.
+        """Try all encoders, and cache the steps if they have done everything, so that the next call need not try."""
+        # fp16 is converted to fp32, except if scales depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
         slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_usable_amax(t)]
         steps, left = encode_some(source, [target for target in targets if target not in slow], seed)
@@ -158,7 +158,7 @@ class CpuBackend(ReferenceBackend):
         if not is_readable(x) or not x.numel():
             return super().measure_groups(x, targets)
         source = readable_memory(x)
-        wholes: list[Tensor] = []  # there is one, and it serves all
+        wholes: list[Tensor] = []  # one, which is used for all targets
 
         def measured(target: GroupedTarget) -> Tensor | None:
             fmt, planes = target.encoding.format, target.planes
@@ -212,7 +212,7 @@ class CpuBackend(ReferenceBackend):
     def _decode_fast(
         self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
-        """The plane as it lies: the operand, or [M, K] if it is stored so. None: there is no kernel."""
+        """Decode a plane in its layout: the operand, or [M, K] if it is stored so. None if there is no kernel."""
         if not plane.data.is_contiguous() or not all_have_memory(plane.buffers()):
             return None
         if plane.scale is None or not is_standard(plane):
@@ -235,7 +235,7 @@ class CpuBackend(ReferenceBackend):
 
 
 def _amax_of_each_row(x: Tensor, plane: Plane) -> Tensor:
-    """One for each row of the operand, that is, for each row or column of ``x``."""
+    """The amax of each row of the operand, that is, of each row or column of ``x``."""
     height, width = plane.shape
     rowwise = plane.direction is ROWWISE
     found = torch.empty(height, dtype=torch.int32, device="cpu")
@@ -251,7 +251,7 @@ def _amax_of_each_row(x: Tensor, plane: Plane) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor:
-    """One for each group."""
+    """The amax of each group."""
     counts = np.array(planes.heights) * planes.width
     begins = x.data_ptr() + starts(counts) * x.element_size()
     for with_nan in (NO, YES):
@@ -266,7 +266,7 @@ def _amax_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor:
 
 
 def _rotated_amax_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor | None:
-    """The same after the rotation; None if there is a NaN."""
+    """The amax of each group after the rotation; None if there is a NaN."""
     heights, step = np.array(planes.heights), planes.width * x.element_size()
     begins = x.data_ptr() + starts(heights) * step
     rotation = Tag(str(planes.format.rotation))
@@ -290,8 +290,8 @@ def _as_numbers(bits: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _amax_of_each_row_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor:
-    """One for each row of the operands of the groups, one after the other."""
-    if planes.direction is ROWWISE:  # where groups begin makes no difference
+    """The amax of each row of the operands of all groups."""
+    if planes.direction is ROWWISE:  # the boundaries of groups do not matter
         return _amax_of_each_row(x, Plane(planes.format, ROWWISE, (x.numel() // planes.width, planes.width), x))
     heights, step = np.array(planes.heights), planes.width * x.element_size()
     begins = x.data_ptr() + starts(heights) * step
@@ -308,14 +308,14 @@ def _amax_of_each_row_of_groups(x: Tensor, planes: PlaneGroups) -> Tensor:
 
 
 def _has_kernels(x: Tensor, target: GroupedTarget) -> bool:
-    """Whether a kernel may be asked, as for one tensor."""
+    """Whether there may be a kernel for a target."""
     bound_to_dtype = x.dtype == torch.float16 and target.encoding.format.scale_rule == "fp32"
     known = is_standard_format(target.planes.format, target.planes.direction, target.planes.transposed)
     return known and not bound_to_dtype and (target.amax is None or not bool(target.amax.isnan().any()))
 
 
 def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
-    """All that the choice of encoders depends on, None if the targets are stored or scaled in unusual ways."""
+    """Everything on which the choice of encoders depends; None if targets are stored or scaled in unusual ways."""
     kinds: list[Hashable] = [x.dtype]
     per_tensor: Target | None = None
     for target in targets:
@@ -326,14 +326,14 @@ def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
         if encoding.format.global_amax is not None and not _has_usable_amax(target):
             return None
         kinds.append((id(encoding), plane.direction, plane.shape, plane.transposed))
-        if encoding.format.block is None:  # planes under one scale are written in one pass
+        if encoding.format.block is None:  # planes with the same scale are written in one pass
             per_tensor = per_tensor or target
             kinds.append(target.scale is per_tensor.scale and same_amax(target.amax, per_tensor.amax))
     return tuple(kinds)
 
 
 def _has_usable_amax(target: Target) -> bool:
-    """One amax for each row of a row-scaled plane, and no NaN: the reference would spread what is there."""
+    """Whether a target has as many amaxes as kernels expect, without NaN. The reference also accepts others."""
     amax, kind = target.amax, target.encoding.format.global_amax
     if kind is None:
         return True

@@ -1,4 +1,4 @@
-"""The kernel that decodes a plane as it lies in memory."""
+"""The kernels that decode planes in their layout in memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Decoder = Callable[[Tensor, int, int, Tag], None]
 
 
 def decoder(plane: Plane, width: int) -> Decoder | None:
-    """What decodes rows ``first:last`` of a standard plane as it lies (elements, for per-tensor scales)."""
+    """A function that decodes rows ``first:last`` of a plane (numbers, without blocks); None if there is no kernel."""
     fmt = plane.format
     if fmt.block is None:
         factor = float(scales_of(plane).item())
 
         def per_tensor(out: Tensor, first: int, last: int, streaming: Tag) -> None:
-            # Ranges of a streamed result start on a cache line.
+            # Ranges of a result that is written past the caches begin at a cache line.
             first, last = (at if at == out.numel() else at // 64 * 64 for at in (first, last))
             arguments = (
                 plane.data.data_ptr(), out.data_ptr(), factor, first, last,
@@ -81,7 +81,7 @@ def decoder(plane: Plane, width: int) -> Decoder | None:
 
 
 class _Tables(threading.local):
-    """Scratch of the NVFP4 decoder, one for each thread: 256 numbers, then the bytes 0 to 255."""
+    """Scratch memory of the NVFP4 decoder for each thread: 256 numbers, then the bytes 0 to 255."""
 
     def __init__(self) -> None:
         self.table: Tensor | None = None

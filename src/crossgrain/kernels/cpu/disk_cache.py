@@ -1,7 +1,7 @@
-"""numba's cache on disk, made harmless: where it is damaged or cannot be used, kernels are compiled instead.
+"""numba's cache on disk, made safe: if it is damaged or cannot be used, kernels are compiled instead.
 
-numba puts the files beside the sources, or into the user's cache directory where it may not write there,
-and raises at whatever is wrong with them.
+numba puts the files beside the sources, or into the user's cache directory if it cannot write there, and raises errors
+if something is wrong with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _warned = False
 
 
 def cached_on_disk(dispatcher: Any) -> Any:
-    """``dispatcher``, with its machine code kept for the next process if there is a place for it."""
+    """Let a kernel save its machine code on disk for other processes, if possible. Returns the kernel."""
     try:
         dispatcher._cache = _KernelCache(dispatcher.py_func)
     except Exception as error:
@@ -27,7 +27,7 @@ def cached_on_disk(dispatcher: Any) -> Any:
 
 
 class _KernelCache(FunctionCache):
-    """Never raises: what cannot be loaded is compiled, what cannot be saved is not."""
+    """A cache that never raises: what cannot be loaded is compiled, and what cannot be saved is not saved."""
 
     def __init__(self, py_func):
         super().__init__(py_func)
@@ -38,7 +38,7 @@ class _KernelCache(FunctionCache):
         try:
             found = super().load_overload(sig, target_context)
             if found is not None and found.signature.args != sig:
-                raise ValueError(f"the index of {self._name} leads to other machine code")
+                raise ValueError(f"the index of {self._name} refers to other machine code")
             return found
         except Exception as error:
             _warn_once(error)
@@ -52,11 +52,11 @@ class _KernelCache(FunctionCache):
 
 
 class _CheckedFile(IndexDataCacheFile):
-    """Files that end with a checksum: machine code with a flipped bit would still load, and run."""
+    """Files that end with a checksum: damaged machine code would be loaded and run without it."""
 
     def _dump(self, obj):
         data = super()._dump(obj)
-        return data + _checksum(data)  # numba unpickles the index, and does not look behind the end of a pickle
+        return data + _checksum(data)  # numba unpickles the index, and ignores what follows the pickle
 
     def _load_data(self, name):
         content = Path(self._data_path(name)).read_bytes()
@@ -66,7 +66,7 @@ class _CheckedFile(IndexDataCacheFile):
         return pickle.loads(data)
 
     def _load_index(self):
-        """An index that cannot be read is written anew."""
+        """Load the index. If it cannot be read, it is empty, and will be written again."""
         try:
             return dict(super()._load_index())
         except Exception as error:
@@ -86,6 +86,7 @@ def _warn_once(error: Exception) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"crossgrain: the cache of compiled kernels on disk cannot be used, they are compiled instead: {error!r}",
+            "crossgrain: the cache of compiled kernels on disk cannot be used, so kernels are compiled again: "
+            f"{error!r}",
             stacklevel=3,
         )

@@ -1,7 +1,7 @@
-"""The kernels that encode targets: which targets each takes, and how it is called.
+"""The kernels that encode targets: for which targets each is, and how it is called.
 
-`encode_some` asks one after the other. For targets of the same kind the same steps are taken again the next time,
-without asking (`backend`).
+`encode_some` tries one after the other. The backend caches the steps, so that it does not try again for targets of the
+same kind.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from .support import (
 )
 from .tags import NO, YES, Tag
 
-_TILE_WIDTH = 512  # columns of a tile of the transposed planes
-_TURNED_WIDTH = 256  # columns of a tile that is turned in the second-level cache
-_STRIP_WIDTH = 512  # columns of a strip: 32 rows of them stay in the second-level cache
+_TILE_WIDTH = 512  # columns of a tile of transposed planes
+_TURNED_WIDTH = 256  # columns of a tile that is transposed in the second-level cache
+_STRIP_WIDTH = 512  # columns of a strip: 32 rows of it stay in the second-level cache
 
 
-Chosen = tuple[Target | None, ...]  # the targets of one pass, in the order that its encoder names them
+Chosen = tuple[Target | None, ...]  # the targets of one pass, in the order in which its encoder expects them
 
 
 class Encoder(NamedTuple):
     """A kernel for some kinds of targets.
 
-    ``choose``  the targets of one pass, of those that are left; None if there is none for this kernel
-    ``run``     writes them; False if the numbers turn out to be none that the kernel takes
+    Attributes:
+        choose: returns targets for one pass of this kernel, from those that are left; None if there are none.
+        run: writes them; returns False if the kernel cannot encode these numbers.
     """
 
     choose: Callable[[Sequence[Target]], Chosen | None]
@@ -64,7 +65,7 @@ class Encoder(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A plane whose blocks are runs in memory, as kernels are told about it."""
+    """The arguments of kernels for a plane whose blocks are contiguous in memory."""
 
     place: tuple[Ints, ...]  # of codes, scales and global scales: addresses and steps from row to row
     keys: tuple[Ints, Ints]
@@ -83,14 +84,14 @@ def _run(x: Tensor, target: Target, seed: Seed, rule: str | None = None) -> Run:
 
 
 def _beside(column: Target | None, targets: Sequence[Target]) -> Chosen | None:
-    """A columnwise target, and a rowwise one to be written in the same pass, if there is one."""
+    """A columnwise target, and a rowwise target that can be written in the same pass, if there is one."""
     if column is None:
         return None
     return column, next((target for target in targets if goes_along(target, column)), None)
 
 
 def _run_beside(x: Tensor, column: Target, row: Target | None, seed: Seed) -> Run:
-    """The rowwise target of the pass; none is a run that writes nothing."""
+    """The arguments for the rowwise target of a pass. Without one, they say that nothing is written."""
     return _run(x, column, seed, rule="none") if row is None else _run(x, row, seed)
 
 
@@ -99,7 +100,7 @@ def _first(targets: Sequence[Target], wanted: Callable[[Target], bool]) -> Targe
 
 
 def _one(wanted: Callable[[Target], bool]) -> Callable[[Sequence[Target]], Chosen | None]:
-    """Targets that are written one after the other."""
+    """Choose one target at a time."""
 
     def choose(targets: Sequence[Target]) -> Chosen | None:
         found = _first(targets, wanted)
@@ -109,7 +110,7 @@ def _one(wanted: Callable[[Target], bool]) -> Callable[[Sequence[Target]], Chose
 
 
 def _finish(target: Target | None) -> None:
-    """What a plane has but its codes and block scales."""
+    """Write what a plane has beside codes and block scales: the amax and the per-tensor scale."""
     if target is None:
         return
     if target.amax is not None:
@@ -122,7 +123,7 @@ def _finish(target: Target | None) -> None:
 
 
 def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
-    """A rowwise plane."""
+    """Encode a rowwise plane."""
     (target,) = chosen
     assert target is not None
     run, at, width = _run(x, target, seed), place_of(target, x), target.plane.shape[1]
@@ -139,7 +140,7 @@ def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
 
 
 def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
-    """A columnwise plane that is stored transposed."""
+    """Encode a columnwise plane that is stored transposed."""
     (target,) = chosen
     assert target is not None
     run, at, width = _run(x, target, seed), place_of(target, x), target.plane.shape[1]
@@ -158,7 +159,7 @@ def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
 
 
 def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
-    """Per-tensor FP8 that is stored as the input is."""
+    """Encode per-tensor FP8 in the layout of the input."""
     (target,) = chosen
     assert target is not None
     at, factor, element = place_of(target, x), factor_for_kernels(target), tag_of_plane(target.plane)
@@ -176,7 +177,7 @@ def _choose_mxfp8_columns(targets: Sequence[Target]) -> Chosen | None:
 
 
 def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
-    """MXFP8 columnwise, with a rowwise plane in the same pass."""
+    """Encode MXFP8 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
     run = _run_beside(x, column, row, seed)
@@ -200,7 +201,7 @@ def _choose_nvfp4_columns(targets: Sequence[Target]) -> Chosen | None:
 
 
 def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
-    """NVFP4 columnwise, with a rowwise plane in the same pass."""
+    """Encode NVFP4 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
     run = _run_beside(x, column, row, seed)
@@ -233,7 +234,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
 
 
 def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
-    """NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
+    """Encode NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
     (target,) = chosen
     assert target is not None
     fmt, width, at = target.plane.format, target.plane.shape[1], place_of(target, x)
@@ -258,7 +259,7 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
 
 
 def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
-    """Targets with 32x32 tiles, in one or both directions."""
+    """Choose MXFP8 targets with 32x32 tiles, in one or both directions."""
     first = _first(targets, is_mxfp8_tiled)
     if first is None:
         return None
@@ -284,7 +285,7 @@ def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
 
 
 def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
-    """FP8 with block scales, or transposed per-tensor FP8, in one or both directions."""
+    """Choose FP8 targets with block scales, or transposed per-tensor FP8, in one or both directions."""
     first = _first(targets, is_fp8_tiled)
     if first is None:
         return None
@@ -330,18 +331,18 @@ ENCODERS: tuple[Encoder, ...] = (
     Encoder(_one(is_cast), _cast),
     Encoder(_one(lambda target: is_nvfp4_tile_rows(target) or is_four_over_six_rows(target)), _encode_nvfp4_rows),
 )
-"""In this order: what can take a rowwise plane along comes before what encodes rowwise planes alone."""
+"""The order matters: kernels that also write a rowwise plane come before those that write only rowwise planes."""
 
 
 class KernelCall(NamedTuple):
-    """An encoder, and which of the targets it takes."""
+    """An encoder, and the indices of the targets that it writes."""
 
     run: Callable[[Tensor, Chosen, Seed], bool]
     at: tuple[int | None, ...]
 
 
 def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> tuple[list[KernelCall], list[Target]]:
-    """Write the targets that there are kernels for: the steps that this took, and the targets that are left."""
+    """Write the targets for which there are kernels. Returns the steps, and the targets that are left."""
     left, steps = list(targets), []
     for encoder in ENCODERS:
         refused: list[Target] = []

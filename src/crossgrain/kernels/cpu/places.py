@@ -1,6 +1,6 @@
-"""Where inputs and planes lie, as kernels are told: numbers, or arrays of one for each group of rows.
+"""Addresses of inputs and planes for kernels: numbers, or arrays with one number for each group of rows.
 
-Arithmetic on the two is written alike, so encoders need not know whether they work on a tensor or on groups.
+Arithmetic is the same for numbers and arrays, so encoders work for a tensor and for groups.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Ints = Any  # an int, or an array of them
 
 @dataclass(frozen=True, eq=False)
 class GroupsAsOne(Target):
-    """The target of the highest group, by which kernels are chosen, standing for all ``groups``.
+    """A target that stands for several groups: the plane is that of the largest group, by which kernels are chosen.
 
-    ``amax`` and ``scale`` are of all of them.
+    ``amax`` and ``scale`` are those of all groups.
     """
 
     groups: PlaneGroups | None = None
@@ -43,12 +43,12 @@ def groups_of(target: Target) -> PlaneGroups | None:
 
 
 def buffers_of(target: Target) -> Plane | PlaneGroups:
-    """What is written to."""
+    """The buffers of a target: its plane, or the planes of all groups."""
     return groups_of(target) or target.plane
 
 
 class Place(NamedTuple):
-    """Addresses, and steps in bytes from one row of an operand to the next."""
+    """Addresses, and distances in bytes from one row of an operand to the next."""
 
     height: Ints
     x: Ints
@@ -80,15 +80,15 @@ def place_of(target: Target, x: Tensor) -> Place:
 
 
 def starts(sizes: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Where each of several things of ``sizes`` begins, one after the other."""
+    """The start of each of several parts of ``sizes`` that follow each other."""
     ends = np.cumsum(sizes)
     return ends - sizes
 
 
 class Numbers:
-    """fp32 numbers that a kernel reads: an array for a few (a tensor costs microseconds), or a tensor.
+    """fp32 numbers that a kernel reads: an array for a few (a tensor would take microseconds), or a tensor.
 
-    ``sizes`` says how many of them are each group's, and makes the address one for each group.
+    With ``sizes``, the number of values of each group, ``address`` is an array with one address for each group.
     """
 
     __slots__ = ("address", "memory")
@@ -100,7 +100,7 @@ class Numbers:
             self.address = self.address + starts(sizes) * 4
 
     def for_each_of(self, rows: int) -> Numbers:
-        """One for each row, where there is one for all."""
+        """One number for each row, from one for all rows."""
         if len(self.memory) == rows:
             return self
         if isinstance(self.memory, array):
@@ -109,13 +109,13 @@ class Numbers:
 
 
 def numbers_of_groups(values: Tensor, groups: PlaneGroups) -> Numbers:
-    """One for each group, or, if the format says so, for each row of the groups' operands."""
+    """One number for each group, or for each row of its operand if the format has an amax per row."""
     each = groups.format.global_amax == "row"
     return Numbers(values.contiguous(), operand_rows(groups) if each else [1] * len(groups.heights))
 
 
 def numbers_of_rows(values: Tensor, groups: PlaneGroups) -> Numbers:
-    """The same, for each row in any case."""
+    """One number for each row of the operands of all groups."""
     rows = operand_rows(groups)
     if groups.format.global_amax != "row":
         values = values.repeat_interleave(torch.tensor(rows, device="cpu"))

@@ -1,4 +1,4 @@
-"""Which planes are multiplied straight from their codes, and how the kernels for that are called."""
+"""Which planes can be multiplied without decoding, and how the kernels for that are called."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .runtime import kernel, run_ranges
 from .support import all_have_memory, is_standard, scratch_memory, tag_of_plane
 from .tags import Tag
 
-_CACHE_BYTES = 3 << 18  # of a core's own cache, for the rows that are multiplied with everything
+_CACHE_BYTES = 3 << 18  # part of the cache of a core that is used for rows which are multiplied by all columns
 
 
 def can_multiply(a: Plane, b: Plane) -> bool:
-    """Whether two NVFP4 planes are rotated alike, and lie so that a CPU with dot products of bytes can take them."""
+    """Whether two NVFP4 planes can be multiplied: same rotation, suitable layout, a CPU with dot products of bytes."""
     return a.format.rotation == b.format.rotation and _is_packable(a) and _is_packable(b) and has_byte_dot_products()
 
 
 def _is_packable(plane: Plane) -> bool:
-    """Codes and scales lie along the rows of the operand."""
+    """Whether codes and scales are stored along the rows of the operand."""
     return (
         is_standard(plane)
         and (plane.direction is ROWWISE or plane.transposed)
@@ -39,7 +39,7 @@ def _is_packable(plane: Plane) -> bool:
 
 @lru_cache
 def has_byte_dot_products() -> bool:
-    """Whether kernels are compiled for a CPU that has them: this one, unless numba is told otherwise."""
+    """Whether kernels are compiled for a CPU with AVX-512 VNNI: this CPU, or the one that numba is configured for."""
     chosen = {name: getattr(config, name, None) for name in ("CPU_NAME", "CPU_FEATURES")}
     if any(chosen.values()):
         return "+avx512vnni" in (chosen["CPU_FEATURES"] or "")
@@ -48,7 +48,7 @@ def has_byte_dot_products() -> bool:
 
 
 def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
-    """``out`` [rows of a, rows of b] = ``factor`` · a · bᵀ, under block scales alone: amaxes are left to the caller."""
+    """Compute ``out`` [rows of a, rows of b] = ``factor`` · a · bᵀ with block scales. The caller applies the amaxes."""
     (rows, inner), columns = a.operand_shape, b.operand_shape[0]
     blocks, tag = inner // 16, tag_of_plane(a)
     left = _packed(nvfp4_product.pack_left, a, TILE_ROWS, LEFT_BLOCK_BYTES, "gemm.a", tag)
@@ -68,7 +68,7 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
 
 
 def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: str, tag: Tag) -> Tensor:
-    """The panels of an operand, in memory that is used again."""
+    """An operand, packed into panels in a workspace."""
     rows, inner = plane.operand_shape
     tiles, blocks, scales = -(-rows // tile_rows), inner // 16, plane.scale
     assert scales is not None
@@ -90,7 +90,7 @@ def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: 
 
 @lru_cache
 def _scale_values() -> Tensor:
-    """Half of what each of the 256 block scales stands for, since panels hold twice the numbers."""
+    """Half of the value of each of the 256 block scales, because panels have twice the numbers, as integers."""
     with torch.inference_mode(False):
         codes = torch.arange(256, dtype=torch.uint8, device="cpu")
         return codes.view(torch.float8_e4m3fn).to(torch.float32) * 0.5

@@ -1,7 +1,7 @@
-"""Calling kernels: compiled once per tuple of tags, run on several threads where that pays.
+"""Call kernels. They are compiled once per tuple of tags, and run on several threads if that is faster.
 
-Kernels release the GIL and own nothing, so ranges of rows go to a small pool of Python threads: no
-second OpenMP runtime beside torch's, any number of callers at once, and nothing left over after a fork.
+Kernels release the GIL and own no memory, so ranges of rows can run in a small pool of Python threads. There is no
+second OpenMP runtime beside torch's, any number of callers can run at once, and a fork is possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from .jobs import SLOT, jobs, work_tag
 from .tags import Tag, TagType
 
-_ELEMENTS_PER_THREAD = 1 << 18  # below this, starting another thread costs more than it saves
+_ELEMENTS_PER_THREAD = 1 << 18  # with fewer numbers, another thread costs more time than it saves
 
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -31,7 +31,7 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
     """The machine code of ``dispatcher`` for arguments of these types.
 
-    Tags tell versions of a kernel apart; the types of all else follow from the place in its signature.
+    Versions of a kernel differ only in their tags; the types of other arguments follow from their positions.
     """
     key = (dispatcher, *[argument.name for argument in arguments if type(argument) is Tag])
     entry = _compiled.get(key)
@@ -44,7 +44,13 @@ def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
 
 
 class Compiled(NamedTuple):
-    """The kernels of this process: all of them, those that came from the disk, and where others will find them."""
+    """The kernels of this process.
+
+    Attributes:
+        kernels: number of all kernels.
+        from_disk: number of those that were loaded from the cache on disk.
+        directory: where the cache is; None if it is not known.
+    """
 
     kernels: int
     from_disk: int
@@ -64,13 +70,13 @@ def _numba_type(argument: Any) -> Any:
 
 
 def thread_count(elements: int) -> int:
-    """How many threads to use for this many elements."""
+    """The number of threads for so many numbers, at most CROSSGRAIN_NUM_THREADS or torch's number of threads."""
     wanted = int(os.environ.get("CROSSGRAIN_NUM_THREADS") or 0) or torch.get_num_threads()
     return max(1, min(wanted, elements // _ELEMENTS_PER_THREAD))
 
 
 def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> list[Any]:
-    """``work(first, last)`` over ``range(count)``, cut into as many ranges as threads."""
+    """Run ``work(first, last)`` for ``range(count)``, divided into one range per thread. Returns the results."""
     threads = 1 if elements < 2 * _ELEMENTS_PER_THREAD else min(thread_count(elements), count)
     if threads <= 1:
         return [work(0, count)]
@@ -83,7 +89,7 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
         while True:
             try:
                 i, (first, last) = ranges.popleft()
-            except IndexError:  # others have taken the rest
+            except IndexError:  # no ranges are left
                 return
             results[i] = work(first, last)
 
@@ -99,7 +105,7 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
         helpers = _submit(help_out, threads - 1)
         take_ranges()
         for helper in helpers:
-            if not helper.cancel():  # one that has not started has nothing left to do
+            if not helper.cancel():  # a thread that has not started has nothing to do
                 helper.result()
     except BaseException:  # also an interrupt: whoever handles it may free the memory that helpers write to
         ranges.clear()
@@ -129,12 +135,15 @@ Arguments = tuple[Any, ...]  # of a kernel: numbers or arrays of them, then tags
 def run_kernel(
     dispatcher: Any, arguments: Callable[[Any, Any], Arguments], count: Any, elements: int, keep: Any = None
 ) -> list[Any]:
-    """A kernel over ``range(count)``, on several threads if it pays. Its arguments follow from first and last.
+    """Run a kernel for ``range(count)``, on several threads if that is faster.
 
-    ``keep`` owns the memory that the arguments are addresses of; every thread that runs the kernel holds on to it.
-
-    ``count`` may be an array, of one for each of several groups, as the arguments may then be. They are worked on
-    in one call of a thread.
+    Args:
+        dispatcher: the kernel.
+        arguments: returns the arguments of the kernel for a range from first to last.
+        count: the number of steps; or an array with a number for each group. Arguments may then be arrays as well, and
+            each thread works on all its groups in one call.
+        elements: number of all numbers, by which the number of threads is chosen.
+        keep: owns the memory that the arguments are addresses of; every thread that runs the kernel holds on to it.
     """
     if isinstance(count, int):
 
@@ -147,7 +156,7 @@ def run_kernel(
 
 
 class PartOfGroups(NamedTuple):
-    """What a thread has done: a result for each of some groups."""
+    """The result of a thread: one result for each of some groups."""
 
     groups: np.ndarray[Any, Any]
     results: np.ndarray[Any, Any]
@@ -160,7 +169,7 @@ def run_groups(
     elements: int,
     keep: Any = None,
 ) -> list[PartOfGroups]:
-    """A kernel over ``range(count)`` of each group. Threads share them out evenly, so two may have parts of one."""
+    """Run a kernel for ``range(count)`` of each group. The work is divided evenly, so threads may share a group."""
     ends = np.cumsum(counts)
 
     def work(first: int, last: int, keep: Any = keep) -> PartOfGroups:
@@ -191,7 +200,7 @@ def _kind(value: Any) -> str:
 
 
 def _submit(work: Callable[[], None], workers: int) -> list[Future[None]]:
-    """``work`` on as many threads as can be had: none while the interpreter shuts down."""
+    """Run ``work`` on other threads. There are none while the interpreter shuts down."""
     helpers: list[Future[None]] = []
     try:
         for _ in range(workers):
@@ -210,11 +219,11 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 def _new_pool(workers: int) -> ThreadPoolExecutor:
-    # A thread inherits flush-to-zero from the one that starts it, and would keep it.
+    # A thread inherits flush-to-zero from the thread that starts it, and would keep it.
     return ThreadPoolExecutor(workers, "crossgrain", initializer=lambda: torch.set_flush_denormal(False))
 
 
-# The compiler's lock must not be held by a thread that does not exist in the child of a fork.
+# In the child of a fork, the lock of the compiler must not be held by a thread that does not exist there.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,

@@ -1,7 +1,7 @@
-"""Scales of whole tensors in Python numbers: one division does not need a tensor operation.
+"""Scales of whole tensors as Python numbers: a tensor operation would take too long for one division.
 
-A quotient of two fp32 numbers that is taken in double precision and then rounded to fp32 is the fp32
-quotient, so these are the bits of the reference (see ``reference.scaling``).
+Dividing two fp32 numbers in double precision and rounding to fp32 gives the fp32 quotient, so the bits are the same as
+in the reference (see ``reference.scaling``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def quotient(number: float, divisor: float) -> float:
 
 
 def tensor_factor(amax: float, encoding: Encoding) -> float:
-    """The encode scale of a per-tensor format."""
+    """The scale by which a per-tensor format multiplies."""
     epsilon = fp32(encoding.epsilon)
     amax = epsilon if amax < epsilon else amax
     if not 0.0 < amax < math.inf:  # NaN as well

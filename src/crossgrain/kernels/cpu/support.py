@@ -1,4 +1,4 @@
-"""What a target is, for the choice of a kernel, and what kernels are told about it."""
+"""Properties of targets by which kernels are chosen, and arguments of kernels."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .known import E2M1, E4M3, E5M2, is_known
 from .places import Numbers, groups_of, numbers_of_groups, numbers_of_rows
 from .tags import BF16, F32, NO, YES, Tag
 
-Seed = int | Sequence[int] | None  # of a call, of each group, or of nothing that is random
+Seed = int | Sequence[int] | None  # one seed, one for each group, or None without stochastic rounding
 
-_MOST_COUNTED = 1 << 33  # elements whose random words, four to one, are counted in 32 bits
+_MOST_COUNTED = 1 << 33  # kernels count random words, of which each is for four numbers, in 32 bits
 
 
 def from_bits(bits: int) -> Tensor:
@@ -41,7 +41,7 @@ def reciprocal(factor: float) -> float:
 
 
 tag = lru_cache(maxsize=256)(Tag)
-"""A `Tag` by its name, made once."""
+"""A `Tag` by its name, from a cache."""
 
 
 def yes_or_no(condition: bool) -> Tag:
@@ -53,10 +53,10 @@ def numbers(*values: float) -> Numbers:
 
 
 def global_scales(target: Target) -> tuple[Numbers, Numbers]:
-    """The scales of the whole tensor (or of each row) that kernels take: to encode with, and to decode.
+    """The scales of the whole tensor (or of each row) for kernels: to encode, and to decode.
 
-    Of a two-level format, the first is divided by the largest code, unless 4-over-6 does that later. Of a
-    per-tensor format, only the first is read; of others, none.
+    In a two-level format, the first is divided by the largest number of the element, except with 4-over-6, which does
+    it later. In a per-tensor format only the first is used, in others none.
     """
     fmt = target.encoding.format
     if fmt.block is not None and fmt.scale_rule != "two_level":
@@ -90,7 +90,7 @@ def global_factors(amax: float, fmt: Format) -> tuple[float, float]:
 
 
 def _two_level_numbers(target: Target) -> tuple[float, float, float]:
-    """The same of one amax, and that amax, as Python numbers."""
+    """The global scales for one amax, and that amax, as Python numbers."""
     assert target.amax is not None
     amax = target.amax.item()
     encode, decode = global_factors(amax, target.encoding.format)
@@ -98,14 +98,14 @@ def _two_level_numbers(target: Target) -> tuple[float, float, float]:
 
 
 def two_level_scales(target: Target) -> tuple[Tensor, Tensor]:
-    """`global_scales`, one for each amax."""
+    """The global scales of a two-level format, for each amax."""
     assert target.amax is not None
     scale = global_scale(target.amax, target.encoding.format)
     return scale.encode if target.encoding.four_over_six is not None else scale.encode * _SIXTH, scale.decode
 
 
 def scales_of_each_row(target: Target) -> list[Numbers]:
-    """Global scales and amax, one for each row of the operand."""
+    """The global scales and the amax of each row of the operand."""
     groups = getattr(target, "groups", None)
     assert target.amax is not None
     if groups is not None:
@@ -128,7 +128,7 @@ _scratch = _Scratch()
 
 
 def scratch_memory(size: int) -> int:
-    """The address of memory for the next kernel that this thread runs; small matrices feel an allocation."""
+    """The address of scratch memory for the next kernel of this thread. It is kept: allocating takes time."""
     memory = _scratch.memory
     if memory is None or memory.numel() < size:
         with torch.inference_mode(False):
@@ -137,7 +137,7 @@ def scratch_memory(size: int) -> int:
 
 
 def tensor_factor(target: Target) -> float:
-    """The encode scale of a per-tensor format: given, or from the current amax."""
+    """The scale by which a per-tensor format multiplies: the given one, or from the measured amax."""
     if target.scale is not None:
         return float(target.scale.item())
     assert target.amax is not None
@@ -145,17 +145,17 @@ def tensor_factor(target: Target) -> float:
 
 
 def tensor_factors(target: Target) -> Tensor:
-    """The same of each group."""
+    """`tensor_factor` of each group."""
     return tensor_scale(target).factor.view(-1)
 
 
 def factor_for_kernels(target: Target) -> Any:
-    """A number, or an array of one for each group."""
+    """`tensor_factor` as a number, or as an array with one for each group."""
     return tensor_factor(target) if groups_of(target) is None else tensor_factors(target).numpy()
 
 
 def write_tensor_scale(target: Target) -> None:
-    """What a per-tensor plane keeps of its scale."""
+    """Write the stored scale of a per-tensor plane."""
     groups = groups_of(target)
     if groups is None:
         scales_of(target.plane).fill_(reciprocal(tensor_factor(target)))
@@ -167,7 +167,7 @@ _SIXTH = scalars.fp32(1.0 / E2M1.max)
 
 
 def keys_of(seed: Seed, target: Target) -> tuple[Any, Any]:
-    """The keys of the random stream of a plane, or of that of each group."""
+    """The keys of the random stream of a plane, or of each group."""
     if seed is None:
         return 0, 0
     if isinstance(seed, int):
@@ -177,7 +177,7 @@ def keys_of(seed: Seed, target: Target) -> tuple[Any, Any]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the numbers are where the address says; traced, transformed and lazy tensors only look so."""
+    """Whether the address of a tensor has its numbers. Traced, transformed and lazy tensors do not have them there."""
     return (
         type(tensor) is Tensor
         and not (torch._C._len_torch_dispatch_stack() and _new_tensors_are_fake())
@@ -189,7 +189,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def all_have_memory(tensors: list[Tensor]) -> bool:
-    """`has_memory` of each. Where nothing is traced or transformed, only the addresses have to be looked at."""
+    """Whether all tensors have memory. If nothing is traced or transformed, only their addresses must be checked."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return all(map(has_memory, tensors))
     for tensor in tensors:  # noqa: SIM110 - a generator is a call of Python for each tensor, in every GEMM
@@ -199,7 +199,7 @@ def all_have_memory(tensors: list[Tensor]) -> bool:
 
 
 def _new_tensors_are_fake() -> bool:
-    """Whether a mode is on under which scratch and results would have no memory either."""
+    """Whether a mode is active in which new tensors have no memory."""
     return type(torch.empty(0, device="cpu")) is not Tensor
 
 
@@ -208,7 +208,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def readable_memory(x: Tensor) -> Tensor:
-    """``x`` as a matrix that kernels can read: a copy only if it has to be."""
+    """``x`` as memory that kernels can read; a copy only if necessary."""
     if x.dtype != torch.float16 and x.is_contiguous():
         return x
     x = x.detach()
@@ -228,7 +228,7 @@ def tag_of_plane(plane: Plane) -> Tag:
     return found[1]
 
 
-_element_tags: dict[int, tuple[Element, Tag]] = {}  # by address, with the elements, which keeps the addresses theirs
+_element_tags: dict[int, tuple[Element, Tag]] = {}  # by address; the elements are kept, so that addresses stay theirs
 
 
 def scales_of(plane: Plane) -> Tensor:
@@ -241,10 +241,10 @@ def is_row_run(target: Target) -> bool:
 
 
 def goes_along(row: Target, column: Target) -> bool:
-    """Whether a rowwise plane is written in the pass of a columnwise one.
+    """Whether a rowwise plane can be written in the same pass as a columnwise plane.
 
-    Every such pair is compiled by itself, so these are the pairs that training uses; others are written
-    one after the other.
+    There is a compiled kernel for each such pair, so these are only the pairs that are used in training. Other planes
+    are written one after the other.
     """
     eight_bits = row.plane.format.element in (E4M3, E5M2) and not row.encoding.stochastic
     nvfp4 = row.plane.format.scale_rule == "two_level" and row.plane.format.global_amax == "tensor"
@@ -257,7 +257,7 @@ def is_column_run(target: Target) -> bool:
 
 
 def _is_run(target: Target) -> bool:
-    """Blocks along the rows of the operand, with the scales of MX formats or of NVFP4."""
+    """Whether blocks are along the rows of the operand, with the scales of MX formats or of NVFP4."""
     fmt = target.encoding.format
     mx = fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block == (1, 32)
     nvfp4 = fmt.scale_rule == "two_level" and fmt.block == (1, 16)
@@ -266,7 +266,7 @@ def _is_run(target: Target) -> bool:
 
 
 def _is_plain(target: Target) -> bool:
-    """Codes and scales lie row by row, and there are few enough numbers to count four of them in 32 bits."""
+    """Whether codes and scales are stored row by row, and few enough to count random words in 32 bits."""
     plane = target.plane
     few = not target.encoding.stochastic or plane.shape[0] * plane.shape[1] < _MOST_COUNTED
     return plane.data.is_contiguous() and scales_of(plane).stride(1) == 1 and few
@@ -317,14 +317,17 @@ def is_four_over_six_rows(target: Target) -> bool:
 
 
 def is_nvfp4_columns(target: Target) -> bool:
-    """Also rotated, tiles, 4-over-6."""
+    """Whether a target is a columnwise NVFP4 plane, also with rotation, tiles or 4-over-6."""
     fmt, plane = target.encoding.format, target.plane
     two_level = fmt.scale_rule == "two_level" and fmt.block in ((1, 16), (16, 16))
     return plane.transposed and two_level and _is_plain(target) and plane.shape[1] >= 32
 
 
 def is_fp8_tiled(target: Target, beside: Target | None = None) -> bool:
-    """Block scales of 128, or per-tensor FP8 stored transposed; ``beside``: what goes with it in one pass."""
+    """Whether a target is FP8 in blocks of 128, or transposed per-tensor FP8.
+
+    With ``beside``: whether it can be written in the same pass as that target.
+    """
     fmt, plane = target.encoding.format, target.plane
     suits = (
         fmt.scale_rule == "fp32"
@@ -354,12 +357,12 @@ def is_row_cast(target: Target) -> bool:
 
 
 def one_per_direction(targets: list[Target]) -> list[Target]:
-    """The first rowwise and the first columnwise target: what one pass can write."""
+    """The first rowwise and the first columnwise target, which one pass can write."""
     return list({target.plane.direction: target for target in reversed(targets)}.values())
 
 
 def is_standard(plane: Plane) -> bool:
-    """Whether the plane is of a format that kernels know, stored as that format stores it."""
+    """Whether a plane is in a format that kernels know, in the layout of that format."""
     if plane.amax is not None and not plane.amax.is_contiguous():
         return False
     return is_standard_format(plane.format, plane.direction, plane.transposed)

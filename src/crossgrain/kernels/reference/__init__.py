@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, any device, written to be read next to the specification."""
+"""The reference backend: plain torch, for any device. It defines the bytes that all backends must give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .blocks import amax
 
 
 class ReferenceBackend:
-    """Every plane by itself, step by step."""
+    """The reference backend. It writes one plane after the other."""
 
     name = "reference"
 
@@ -52,7 +52,7 @@ class ReferenceBackend:
         return False
 
     def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
-        raise NotImplementedError("the reference decodes operands and leaves products to torch")
+        raise NotImplementedError("the reference backend cannot multiply codes: decode the operands")
 
     def amax(self, x: Tensor) -> Tensor:
         return amax(x)

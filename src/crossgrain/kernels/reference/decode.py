@@ -1,4 +1,4 @@
-"""Decoding: what the bytes of a plane mean, from the plane alone."""
+"""Decode planes: the definition of what their bytes mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .scaling import e8m0_value, two_level_decode_factor
 
 
 def decode_operand(plane: Plane) -> Tensor:
-    """The fp32 operand [R, C] a GEMM multiplies: still rotated where the format rotates."""
+    """Decode to the fp32 operand [R, C] of a GEMM. A rotation is not undone."""
     fmt = plane.format
     if fmt.is_identity:
         numbers = plane.data.reshape(plane.shape).to(torch.float32)
@@ -30,7 +30,7 @@ def decode_operand(plane: Plane) -> Tensor:
 
 
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
-    """The matrix [M, K] in ``dtype``, un-rotated where the format rotates."""
+    """Decode to the matrix [M, K] in ``dtype``. A rotation is undone."""
     if plane.format.is_identity:
         return plane.data.reshape(plane.shape).to(dtype)
     operand = decode_operand(plane)

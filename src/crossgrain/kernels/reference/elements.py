@@ -1,9 +1,8 @@
-"""Casting fp32 numbers to element codes and back.
+"""Cast fp32 numbers to codes of elements, and back.
 
-Rounding works on the grid that a magnitude falls on: with m mantissa bits and exponent e, neighbours
-are ``2**(e - m)`` apart. Counting grid steps gives the code directly, because the codes of all
-magnitudes are consecutive integers: rounding up past the end of a binade simply lands in the next.
-Elements that are a table have neither binades nor consecutive codes: see `table_elements`.
+With m bits of mantissa, the distance between numbers of exponent e is ``2**(e - m)``. Counting these steps gives the
+code, because the codes of all magnitudes are consecutive integers: rounding up past the largest number of an exponent
+gives the first number of the next one. For elements that are tables see `table_elements`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 def round_to_nearest(v: Tensor, element: AnyElement) -> Tensor:
-    """Codes (uint8) of fp32 ``v``: nearest, ties to even, beyond the maximum saturates (tables: as they say)."""
+    """Codes (uint8) of fp32 numbers, rounded to the nearest. Ties go to the even code, and larger numbers saturate.
+
+    Tables have their own rules for ties and large numbers.
+    """
     if isinstance(element, TableElement):
         return table_elements.round_to_nearest(v, element)
     magnitude = _saturated_magnitude(v, element)
@@ -28,10 +30,13 @@ def round_to_nearest(v: Tensor, element: AnyElement) -> Tensor:
 
 
 def round_stochastically(v: Tensor, element: AnyElement, random_bytes: Tensor) -> Tensor:
-    """Codes (uint8) of fp32 ``v``, rounded up with the probability of its place between neighbours.
+    """Codes (uint8) of fp32 numbers, rounded stochastically: the nearer a neighbour is, the more probable it is.
 
-    ``random_bytes`` are 8 random bits per element: a number r/256 of a grid step is added to the
-    magnitude, and the sum is rounded down on the grid it lands on.
+    Args:
+        v: the numbers.
+        element: the element.
+        random_bytes: 8 random bits for each number. The fraction r/256 of the distance between neighbours is added to
+            the magnitude, and the sum is rounded down.
     """
     if isinstance(element, TableElement):
         return table_elements.round_stochastically(v, element, random_bytes)
@@ -45,7 +50,7 @@ def round_stochastically(v: Tensor, element: AnyElement, random_bytes: Tensor) -
 
 
 def element_values(codes: Tensor, element: AnyElement) -> Tensor:
-    """The fp32 values of ``codes`` (uint8)."""
+    """The fp32 numbers of codes (uint8)."""
     table = torch.tensor(element.values(), dtype=torch.float32, device=codes.device)
     return table[codes.to(torch.int32)]
 
@@ -55,7 +60,7 @@ def _saturated_magnitude(v: Tensor, element: Element) -> Tensor:
 
 
 def _step_exponent(magnitude: Tensor, element: Element) -> Tensor:
-    """Exponent of the distance between neighbours at ``magnitude`` (int32)."""
+    """The exponent of the distance between neighbours at ``magnitude`` (int32)."""
     exponent = (magnitude.view(torch.int32) >> 23) - 127
     return exponent.clamp(min=element.min_exponent) - element.mantissa_bits
 

@@ -1,7 +1,7 @@
-"""Encoding: the executable specification, one plane at a time.
+"""Encode planes, one at a time: the executable specification of their bytes.
 
-Whatever the direction, a kernel sees an operand [R, C] whose blocks run along the last dimension.
-The steps are always the same: rotate if asked, find scales, multiply, round, store.
+In both directions a kernel gets an operand [R, C] whose blocks are along the last dimension. The steps are always the
+same: rotate if the format does, compute scales, multiply, round, store.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .scaling import (
 
 
 def measure(x: Tensor, target: Target) -> Tensor | None:
-    """The amax that must be known before encoding (and may be reduced over ranks first), or None.
+    """The amax that is needed for encoding, and may be reduced over ranks first; None if none is needed.
 
-    fp32 [1], or one entry per operand row; of the rotated values where the format rotates.
+    It is fp32 [1], or has one number per row of the operand. If the format rotates, it is that of the rotated numbers.
     """
     fmt = target.plane.format
     if fmt.global_amax == "row":
@@ -46,7 +46,7 @@ def measure(x: Tensor, target: Target) -> Tensor | None:
 
 
 def encode(x: Tensor, target: Target, seed: int | None) -> None:
-    """Write ``x`` into the buffers of ``target.plane``."""
+    """Write ``x`` to the buffers of ``target.plane``."""
     plane, fmt = target.plane, target.encoding.format
     if fmt.is_identity:
         plane.data.copy_(x.reshape(plane.data.shape))
@@ -61,7 +61,7 @@ def encode(x: Tensor, target: Target, seed: int | None) -> None:
 
 
 def encoded(x: Tensor, target: Target, seed: int | None, block_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes [R, C], one in a byte, and stored scales, one per block. ``block_max``: amaxes to use for the blocks'."""
+    """Codes [R, C], one per byte, and stored scales, one per block. ``block_max`` are amaxes of blocks, if known."""
     plane, encoding = target.plane, target.encoding
     fmt = encoding.format
     operand = operand_of(x, plane)
@@ -87,7 +87,7 @@ def write_scales(stored: Tensor, target: Target) -> None:
 
 
 def operand_of(x: Tensor, plane: Plane) -> Tensor:
-    """``x`` as the fp32 operand [R, C] of ``plane``, rotated and rounded to bf16 where the format asks."""
+    """``x`` as the fp32 operand [R, C] of ``plane``. If the format rotates, it is rotated and rounded to bf16."""
     operand = x.reshape(plane.shape).to(torch.float32)
     if plane.direction is not ROWWISE:
         operand = operand.t()
@@ -119,7 +119,7 @@ def _scales(block_max: Tensor | None, target: Target, overflow: float) -> Scales
 
 
 def tensor_scale(target: Target | GroupedTarget) -> Scales:
-    """The one scale of a per-tensor format (of each group): given from outside (delayed), or from the current amax."""
+    """The scale of a per-tensor format (of each group): the given one (delayed scaling), or from the measured amax."""
     encoding, fmt = target.encoding, target.encoding.format
     assert fmt.element is not None
     if target.scale is not None:
@@ -136,7 +136,7 @@ def tensor_scale(target: Target | GroupedTarget) -> Scales:
 
 
 def _overflow_scale(x: Tensor, fmt: Format) -> float:
-    """What a quotient beyond fp32 becomes: block scales stay within the input's dtype."""
+    """The scale to use if it is beyond fp32. Scales of blocks stay in the range of the input's dtype."""
     return FP32_MAX if fmt.block is None else torch.finfo(x.dtype).max
 
 
@@ -151,7 +151,7 @@ def _round(scaled: Tensor, encoding: Encoding, plane: Plane, seed: int | None) -
 
 
 def _write_scalars(target: Target) -> None:
-    """An empty tensor has no codes or blocks, but its per-tensor scale and amax are still defined."""
+    """Write the per-tensor scale and the amax of an empty tensor, which has no codes and blocks."""
     plane = target.plane
     if plane.format.block is None and plane.scale is not None:
         plane.operand_scales().copy_(tensor_scale(target).stored)

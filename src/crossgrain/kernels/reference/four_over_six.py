@@ -1,7 +1,7 @@
-"""4-over-6: quantize every NVFP4 block twice and keep the better one.
+"""4-over-6: quantize every NVFP4 block twice, and keep the better result.
 
-The usual block scale maps the largest magnitude to 6, the top of E2M1; between 4 and 6 the grid is
-coarse. Mapping it to 4 instead uses the finer part. Each block takes whichever has the smaller error.
+The usual block scale maps the amax of the block to 6, the largest number of E2M1. There is no number between 4 and 6.
+The other scale maps it to 4, where numbers are closer. Each block uses the scale with the smaller error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .scaling import GlobalScale, e4m3_block_scales, global_scale
 
 
 def encode_four_over_six(operand: Tensor, encoding: Encoding, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and stored block scales; ``amax`` is the global one, [1, 1] or [R, 1]."""
+    """Codes [R, C] and stored block scales. ``amax`` is the global amax, [1, 1] or [R, 1]."""
     scale = global_scale(amax, encoding.format)
     to_six = _candidate(operand, encoding, amax, scale, stretch=1.0)
     to_four = _candidate(operand, encoding, amax, scale, stretch=1.5)
@@ -30,7 +30,7 @@ def encode_four_over_six(operand: Tensor, encoding: Encoding, amax: Tensor) -> t
 def _candidate(
     operand: Tensor, encoding: Encoding, amax: Tensor, scale: GlobalScale, stretch: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, stored scales and error per block with the block scale stretched."""
+    """Codes, stored scales and the error of each block, with block scales that are multiplied by ``stretch``."""
     fmt = encoding.format
     assert fmt.element is not None and fmt.block is not None
     wanted = (block_amax(operand, fmt.block) / fmt.element.max) * scale.encode
@@ -44,9 +44,9 @@ def _candidate(
 
 
 def _sum_per_block(error: Tensor) -> Tensor:
-    """[R / rows, rows, C / length, length] -> [R / rows, C / length], in the order the hardware adds.
+    """Sum over blocks: [R / rows, rows, C / length, length] -> [R / rows, C / length], in the order of hardware.
 
-    Along a row one after the other; over the rows of a tile in halves.
+    Numbers of a row are added one after the other, the rows of a tile by halves.
     """
     total = torch.zeros_like(error[..., 0])
     for i in range(error.shape[-1]):

@@ -1,7 +1,7 @@
-"""The 16-point random Hadamard rotation that spreads outliers over a block.
+"""The random Hadamard rotation of 16 numbers, which spreads outliers over a block.
 
-Both operands of wgrad are rotated by the same orthogonal matrix along the dimension that is summed
-over, so the product does not change. The matrix is ``diag(signs) @ H16 / 4``; the signs are fixed.
+Both operands of wgrad are multiplied by the same orthogonal matrix along the dimension that is summed, so the product
+does not change. The matrix is ``diag(signs) @ H16 / 4``, with fixed signs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...formats import HADAMARD_SIZE as SIZE
 
 
 def signs(sign_mask: int, device: torch.device | None = None) -> Tensor:
-    """The 16 signs as fp32 +-1."""
+    """The 16 signs as fp32 numbers, 1 or -1."""
     values = [-1.0 if sign_mask >> i & 1 else 1.0 for i in range(SIZE)]
     return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -24,7 +24,7 @@ def rotation_matrix(sign_mask: int, device: torch.device | None = None) -> Tenso
 
 
 def rotate(operand: Tensor, sign_mask: int) -> Tensor:
-    """fp32 [R, C] -> fp32 [R, C]: each run of 16 along the last dimension times the matrix."""
+    """Multiply every 16 numbers along the last dimension of an fp32 operand [R, C] by the matrix."""
     groups = operand.reshape(-1, SIZE) * signs(sign_mask, operand.device)
     return (_butterfly(groups) * 0.25).view(operand.shape)
 
@@ -36,7 +36,7 @@ def unrotate(operand: Tensor, sign_mask: int) -> Tensor:
 
 
 def _butterfly(groups: Tensor) -> Tensor:
-    """Sums and differences at distances 1, 2, 4, 8. The order is fixed so that all backends agree."""
+    """Sums and differences at distances 1, 2, 4, 8. The order is fixed, so that all backends give the same bits."""
     for distance in (1, 2, 4, 8):
         pairs = groups.reshape(-1, SIZE // (2 * distance), 2, distance)
         low, high = pairs[:, :, 0], pairs[:, :, 1]

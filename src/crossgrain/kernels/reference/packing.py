@@ -1,4 +1,4 @@
-"""Sub-byte codes in bytes: the first code sits in the lowest bits."""
+"""Pack codes of 4 and 6 bits into bytes. The first code is in the lowest bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """[R, C] codes of ``bits`` bits -> [R, C * bits / 8] bytes."""
+    """Pack codes: [R, C] codes of ``bits`` bits -> [R, C * bits / 8] bytes."""
     if bits == 8:
         return codes
     per_group = math.lcm(bits, 8) // bits  # 2 codes in 1 byte, 4 six-bit codes in 3 bytes
@@ -23,7 +23,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """[R, B] bytes -> [R, B * 8 / bits] codes; the inverse of `pack`."""
+    """Unpack codes: [R, B] bytes -> [R, B * 8 / bits] codes; the inverse of `pack`."""
     if bits == 8:
         return packed
     bytes_per_group = math.lcm(bits, 8) // 8

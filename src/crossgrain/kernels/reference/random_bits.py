@@ -1,7 +1,7 @@
-"""Random bytes for stochastic rounding, as a pure function of seed, plane and position.
+"""Random bytes for stochastic rounding, as a function of seed, direction and position.
 
-Nothing is drawn in sequence, so tiling, threads and backends cannot change a bit. Four neighbours
-along the blocks share one 32-bit hash, a byte each, lowest first; each plane has its own stream.
+There is no sequence of draws, so that the result does not depend on tiles, threads and backends. Four numbers in a row
+along the blocks use one 32-bit hash, one byte each, the lowest first. Each direction has its own stream.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ...planes import ROWWISE, Direction
 _Bits = TypeVar("_Bits", int, Tensor)
 
 _MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: keeps the two planes' keys apart
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: makes the keys of the two directions different
 
 
 def random_bytes(seed: int, direction: Direction, operand_shape: tuple[int, int], device: torch.device) -> Tensor:
-    """[R, C] bytes in the operand's orientation.
+    """Random bytes [R, C] for an operand.
 
-    The counter of four neighbours is their place in the logical tensor, row by row: with rowwise
-    planes ``m * ceil(K / 4) + k // 4``, with columnwise ones ``(m // 4) * K + k``.
+    The counter of four numbers is their position in the matrix, row by row: ``m * ceil(K / 4) + k // 4`` for rowwise
+    planes, ``(m // 4) * K + k`` for columnwise planes.
     """
     rows, length = operand_shape
     words = -(-length // 4)
@@ -37,7 +37,7 @@ def random_bytes(seed: int, direction: Direction, operand_shape: tuple[int, int]
 
 
 def stream_keys(seed: int, direction: Direction) -> tuple[int, int]:
-    """Two 32-bit keys for a 64-bit seed and a plane."""
+    """Two 32-bit keys for a 64-bit seed and a direction."""
     plane = 0 if direction is ROWWISE else _GOLDEN
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first = _mix(low ^ plane)
@@ -51,7 +51,7 @@ def hash_counter(counter: Tensor, key0: int, key1: int) -> Tensor:
 
 
 def _mix(h: _Bits) -> _Bits:
-    """A 32-bit finalizer with low bias (shifts 16, 15, 16), on Python ints or int64 tensors."""
+    """A 32-bit hash finalizer with low bias (lowbias32, with shifts 16, 15, 16), for Python ints or int64 tensors."""
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _MASK
     h = h ^ (h >> 15)

@@ -1,8 +1,8 @@
-"""Casting fp32 numbers to the codes of an element that is a table.
+"""Cast fp32 numbers to the codes of an element that is a table.
 
-The numbers of a table, in order, divide the line into stretches that round to the same one. Where two of them
-meet is worked out once, exactly, tie rule included: as the last fp32 number of the lower stretch. Casting is then
-a search among these limits.
+All numbers between two limits are rounded to the same number of the table. The limits are computed once, exactly, with
+the rule for ties: each is the largest fp32 number that is rounded to the lower number. Casting is a search in the
+limits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from ...formats import TableElement
 
 
 class _Stretches(NamedTuple):
-    """``values`` ascending, the ``codes`` that stand for them, and ``limits``: the last number of each but the last.
+    """The numbers of a table in ascending order, and what casting needs.
 
-    ``zero`` is the place of zero among them, and the others are codes; None where the table has no such thing.
+    Attributes:
+        values: the numbers.
+        codes: their codes.
+        limits: for all numbers but the last, the largest fp32 number that is rounded to it.
+        zero: index of zero in ``values``; None if the table has no zero.
+        negative_zero: code of -0; None if there is none.
+        infinity: code of infinity; None if there is none.
+        negative_infinity: code of -infinity; None if there is none.
     """
 
     values: tuple[float, ...]
@@ -35,7 +42,7 @@ class _Stretches(NamedTuple):
 
 
 def round_to_nearest(v: Tensor, element: TableElement) -> Tensor:
-    """Codes (uint8) of fp32 ``v``: nearest, with the element's ties and overflow."""
+    """Codes (uint8) of fp32 numbers, rounded to the nearest, with the element's rules for ties and large numbers."""
     table = _stretches(element)
     limits = torch.tensor(table.limits, dtype=torch.float32, device=v.device)
     place = torch.searchsorted(limits, torch.where(v.isnan(), 0.0, v))
@@ -43,7 +50,7 @@ def round_to_nearest(v: Tensor, element: TableElement) -> Tensor:
 
 
 def round_stochastically(v: Tensor, element: TableElement, random_bytes: Tensor) -> Tensor:
-    """Codes (uint8) of fp32 ``v``: the neighbour away from zero with the probability of the place before it.
+    """Codes (uint8) of fp32 numbers, rounded stochastically: the nearer a neighbour is, the more probable it is.
 
     As for other elements, r/256 of the distance between the neighbours is added to the magnitude, in fp32.
     """
@@ -51,12 +58,12 @@ def round_stochastically(v: Tensor, element: TableElement, random_bytes: Tensor)
     values = torch.tensor(table.values, dtype=torch.float32, device=v.device)
     number = torch.where(v.isnan(), 0.0, v).clamp(table.values[0], table.values[-1])
     last = len(table.values) - 1
-    above = torch.searchsorted(values, number).clamp(max=last)  # the first that is not less
-    below = (torch.searchsorted(values, number, right=True) - 1).clamp(min=0)  # the last that is not more
+    above = torch.searchsorted(values, number).clamp(max=last)  # the first that is not below
+    below = (torch.searchsorted(values, number, right=True) - 1).clamp(min=0)  # the last that is not above
     outwards, inwards = torch.where(number < 0, below, above), torch.where(number < 0, above, below)
     step = (values[above] - values[below]).abs()
     moved = number.abs() + (random_bytes.to(torch.float32) * (1.0 / 256.0)) * step
-    # Between two numbers of different signs, moving away from zero ends at the one of the same sign.
+    # If the neighbours have different signs, moving away from zero ends at the neighbour of the same sign.
     place = torch.where(moved >= values[outwards].abs(), outwards, inwards)
     return _with_specials(_taken(table.codes, place), v, place, element)
 
@@ -66,7 +73,7 @@ def _taken(codes: tuple[int, ...], place: Tensor) -> Tensor:
 
 
 def _with_specials(codes: Tensor, v: Tensor, place: Tensor, element: TableElement) -> Tensor:
-    """Zeros keep their sign and large numbers become infinite if the table has codes for that; NaN is NaN's code."""
+    """Use the codes of -0, infinities and NaN, if the table has them."""
     table, negative = _stretches(element), v.signbit()
     if table.zero is not None and table.negative_zero is not None:
         codes = torch.where((place == table.zero) & negative, table.negative_zero, codes)
@@ -99,7 +106,7 @@ def _limit(element: TableElement, values: tuple[float, ...], codes: tuple[int, .
     if Fraction(float(nearest)) > middle:
         nearest = np.nextafter(nearest, np.float32(-np.inf))
     if Fraction(float(nearest)) == middle:
-        # A tie at zero itself, between -x and x, goes up.
+        # A tie at zero, between -x and x, is rounded up.
         down = {
             "even": codes[place] % 2 == 0,
             "away": middle < 0,
