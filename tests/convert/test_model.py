@@ -306,7 +306,7 @@ def test_skip(model, skip, left):
     "skip, message",
     [
         ("haed", "'haed' matches no layer of this Model; near misses: head"),
-        ("blocks.0", "blocks.0 is not a layer; 'blocks.0.\\*' is for the layers inside"),
+        ("blocks.0", "blocks.0 is not a layer; use 'blocks.0.\\*' for the layers inside it"),
         (nn.Conv2d, "no linear layer is a Conv2d or inside one; this Model has modules of the types Block, Embedding"),
     ],
 )
@@ -327,7 +327,9 @@ def test_a_layer_with_two_paths_is_skipped_by_either():
 def test_rules_name_a_layer_with_two_paths_by_the_first():
     shared = nn.Linear(32, 32)
     model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared])})
-    with pytest.raises(ValueError, match="'b.0' matches no layer of this ModuleDict: b.0 is the layer a under another"):
+    with pytest.raises(
+        ValueError, match="'b.0' matches no layer of this ModuleDict: b.0 is another path of the layer a"
+    ):
         cg.convert(model, "mxfp8; b.0: hp")
     assert type(shared) is nn.Linear
 

@@ -99,12 +99,12 @@ def test_another_format_is_refused_by_name_and_nothing_changes():
     source, model = quantized_model(MXFP8), quantized_model(NVFP4, seed=1)
     before = contents(model)
     message = (
-        r"0\.weight: the checkpoint holds mxfp8, the model nvfp4_2d, so its rowwise plane would be rounded a second "
+        r"0\.weight: the checkpoint has mxfp8, the model has nvfp4_2d, so its rowwise plane would be rounded a second "
         r"time; 2\.weight: .*requantize=True"
     )
     with pytest.raises(ValueError, match=message):
         files.load_state_dict(model, source.state_dict())
-    with pytest.raises(ValueError, match=r"0\.weight: the checkpoint holds mxfp8, the model nvfp4_2d"):
+    with pytest.raises(ValueError, match=r"0\.weight: the checkpoint has mxfp8, the model has nvfp4_2d"):
         model.load_state_dict(source.state_dict())
     assert_same_contents(contents(model), before)
 
@@ -128,7 +128,7 @@ def test_operations_refuse_too():
             return cg.ops.Linear(64, 64)
 
     source, model = op(MXFP8), op(NVFP4)
-    with pytest.raises(ValueError, match="weight: the checkpoint holds mxfp8"):
+    with pytest.raises(ValueError, match="weight: the checkpoint has mxfp8"):
         model.load_state_dict(source.state_dict())
     model = op(MXFP8)
     model.load_state_dict(source.state_dict())
@@ -154,7 +154,7 @@ def test_all_pairs_of_formats(name, into, x):
     rounds_twice = name != into and "identity" not in (name, into)
     before = contents(model)
     if rounds_twice:
-        with pytest.raises(ValueError, match=f"weight: the checkpoint holds .*{name}.*, the model .*{into}"):
+        with pytest.raises(ValueError, match=f"weight: the checkpoint has .*{name}.*, the model .*{into}"):
             files.load_state_dict(model, source.state_dict())
         assert_same_contents(contents(model), before)
     files.load_state_dict(model, source.state_dict(), requantize=rounds_twice)
@@ -186,7 +186,7 @@ def test_a_direction_that_the_checkpoint_lacks():
         files.load_state_dict(model, holder_of(name, x, "rowwise").state_dict())
         assert_same_bytes(model.weight.detach(), holder_of(name, x).weight.detach())
     for name in ("mxfp8", "nvfp4", "mxfp8-nvfp4_rht-original"):
-        with pytest.raises(ValueError, match="holds rowwise .*so its columnwise plane would be rounded"):
+        with pytest.raises(ValueError, match="has rowwise .*so its columnwise plane would be rounded"):
             files.load_state_dict(holder_of(name, x * 2), holder_of(name, x, "rowwise").state_dict())
 
 

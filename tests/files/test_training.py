@@ -343,7 +343,7 @@ def test_another_recipe_is_refused_and_taken_on_request(tmp_path):
     run, other = Run("mxfp8"), Run("nvfp4")
     files.save_checkpoint(tmp_path, 1, model=run.model)
     before = other.everything()
-    with pytest.raises(ValueError, match=r"0\.weight: the checkpoint holds mxfp8, the model nvfp4_2d"):
+    with pytest.raises(ValueError, match=r"0\.weight: the checkpoint has mxfp8, the model has nvfp4_2d"):
         files.load_checkpoint(tmp_path, model=other.model)
     assert_same_contents(other.everything(), before)
     files.load_checkpoint(tmp_path, model=other.model, requantize=True)

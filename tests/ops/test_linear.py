@@ -266,7 +266,7 @@ def test_errors() -> None:
 def test_a_weight_of_another_recipe_is_refused() -> None:
     with cg.quantized_model_init(recipe=MXFP8BlockScaling()):
         op = ops.Linear(32, 32)
-    with quantized(RECIPES["fp8"]()), pytest.raises(RuntimeError, match="cannot be used under Float8CurrentScaling"):
+    with quantized(RECIPES["fp8"]()), pytest.raises(RuntimeError, match="cannot be used with Float8CurrentScaling"):
         op(torch.randn(32, 32))
 
 
