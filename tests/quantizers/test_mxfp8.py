@@ -98,7 +98,7 @@ def test_swizzled_scales_round_trip(x):
     q = cg.quantize(x, "mxfp8")
     compact = q._rowwise_scale_inv[:128, :8]
     assert torch.equal(cg.unswizzle_scales(cg.swizzle_scales(compact), 128, 8), compact)
-    with pytest.raises(ValueError, match="not \\[128, 8\\]"):
+    with pytest.raises(ValueError, match=r"must have shape \[128, 4\], got \[128, 8\]"):
         cg.unswizzle_scales(cg.swizzle_scales(compact), 64, 4)
     with pytest.raises(ValueError, match="matrix"):
         cg.swizzle_scales(compact[0])
