@@ -391,3 +391,29 @@ def test_shards_share_the_scale_of_the_whole(tmp_path):
         for piece, shard in zip(quantizer(whole).split(32), shards, strict=True):
             for field, buffer in piece.clone()._buffers():
                 assert torch.equal(buffer, shard[name][field]), (name, field)
+
+
+class _Doubling:
+    """What a user's class may override to have a say in what is quantized."""
+
+    def quantize(self, tensor, **options):
+        return super().quantize(tensor * 2, **options)
+
+
+class _DoublingImpl:
+    def quantize_impl(self, tensor):
+        return super().quantize_impl(tensor * 2)
+
+
+@pytest.mark.parametrize("mixin", [_Doubling, _DoublingImpl])
+@pytest.mark.parametrize("name", ["mxfp8", "identity"])
+def test_what_a_users_class_overrides_is_asked_by_layers_too(mixin, name):
+    """Planes are made without a tensor in between only where nobody has a say in it."""
+    x = torch.randn(32, 64)
+    plain = cg.quantizer_for(name)
+    users = type("Users", (mixin, type(plain)), {})
+    quantizer = object.__new__(users)
+    quantizer.__dict__.update(plain.copy().__dict__)
+    made = quantizer.make_planes(x, rowwise=True, columnwise=False).plane(cg.ROWWISE)
+    expected = plain.make_planes(x * 2, rowwise=True, columnwise=False).plane(cg.ROWWISE)
+    assert torch.equal(made.data, expected.data)

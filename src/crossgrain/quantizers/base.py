@@ -82,7 +82,9 @@ class Quantizer(AmaxReduction):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.makes_planes = not cls.custom and cls.quantize_impl.__module__.startswith(f"{__package__}.")
+        hooks = (cls.quantize, cls.quantize_impl, cls.make_quantized)
+        own = all(hook.__module__.startswith(f"{__package__}.") for hook in hooks)
+        cls.makes_planes = own and not cls.custom
 
     _memo: dict[Any, Any]
     rowwise_usage: bool

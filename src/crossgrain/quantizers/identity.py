@@ -179,6 +179,8 @@ class IdentityQuantizer(Quantizer):
         self._as_plain(matrix)
 
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
+        if not self.makes_planes:
+            return self._planes_of_storage(matrix, rowwise, columnwise)
         self._as_plain(matrix)
         kept = matrix.detach() if self.dtype is None else matrix.detach().to(self.dtype)
         rows, columns = (Plane(IDENTITY, direction, matrix_shape(kept.shape), kept) for direction in Direction)
