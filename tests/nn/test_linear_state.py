@@ -468,3 +468,43 @@ def test_the_rank_may_be_said_before_the_layer_is_made():
             super().__init__(32, 32)
 
     assert Column().tp_rank == 3 and cg.Linear(32, 32).tp_rank == 0
+
+
+# ---- whatever changes a recipe or a role is noticed ---------------------------------------------------------
+
+
+class _AnotherOption(recipes.MXFP8BlockScaling):
+    def options(self):
+        return {**super().options(), "elsewhere": _ELSEWHERE[0]}
+
+
+_ELSEWHERE = [0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda recipe, layer: setattr(recipe, "fp8_format", recipes.FP8Format.HYBRID),
+        lambda recipe, layer: vars(recipe).update(fp8_format=recipes.FP8Format.HYBRID),
+        lambda recipe, layer: _ELSEWHERE.__setitem__(0, _ELSEWHERE[0] + 1),
+        lambda recipe, layer: setattr(layer, "name", "another"),
+        lambda recipe, layer: setattr(
+            layer, "get_quantizer_roles", lambda *, fwd, num_quantizers: [None] * num_quantizers
+        ),
+    ],
+    ids=["set", "vars", "options", "name", "roles"],
+)
+def test_quantizers_are_built_again_when_anything_they_follow_from_has_changed(change):
+    layer, recipe = cg.Linear(64, 64), _AnotherOption()
+    x = torch.randn(32, 64)
+    for _ in range(3):
+        with cg.autocast(recipe=recipe):
+            layer(x)
+    before = layer._built.quantizers
+    with cg.autocast(recipe=recipe):
+        layer(x)
+    assert layer._built.quantizers is before
+    change(recipe, layer)
+    with cg.autocast(recipe=recipe):
+        layer(x)
+    assert layer._built.quantizers is not before

@@ -417,3 +417,12 @@ def test_what_a_users_class_overrides_is_asked_by_layers_too(mixin, name):
     made = quantizer.make_planes(x, rowwise=True, columnwise=False).plane(cg.ROWWISE)
     expected = plain.make_planes(x * 2, rowwise=True, columnwise=False).plane(cg.ROWWISE)
     assert torch.equal(made.data, expected.data)
+
+
+def test_a_quantizer_that_was_changed_by_itself_is_asked_by_layers_too():
+    x, quantizer = torch.randn(32, 64), cg.quantizer_for("mxfp8")
+    real = quantizer.quantize_impl
+    quantizer.quantize_impl = lambda tensor: real(tensor * 2)
+    made = quantizer.make_planes(x, rowwise=True, columnwise=False).plane(cg.ROWWISE)
+    expected = cg.quantizer_for("mxfp8").make_planes(x * 2, rowwise=True, columnwise=False).plane(cg.ROWWISE)
+    assert torch.equal(made.scale, expected.scale)

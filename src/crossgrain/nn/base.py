@@ -134,7 +134,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         """
         built, device, stamp = self._built, self._device(), None
         if recipe is built.recipe:
-            stamp = (recipe.changes, self._role_stamp(), device)
+            stamp = (None if recipe.immutable else recipe.options(), self._role_stamp(), device)
             if stamp == built.stamp and (built.serves_backward or not backward):
                 return built
         if built.states and all(state.fits(recipe, self._roles(mode), device) for mode, state in built.states.items()):

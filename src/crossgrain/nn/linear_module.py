@@ -321,8 +321,8 @@ class LinearModule(QuantizedModule):
         return ForwardPass(recipe, built, calibrates, activation_dtype(x), is_first_microbatch, step)
 
     def _role_stamp(self) -> Any:
-        if type(self).get_quantizer_roles.__module__.partition(".")[0] != __package__.partition(".")[0]:
-            return None  # roles that a user's class makes up may depend on anything
+        if self.get_quantizer_roles.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            return None  # roles that a user makes up may depend on anything
         return self.name, self._output_role, self._grad_input_role
 
     def _linear(

@@ -104,6 +104,8 @@ class Quantizer(AmaxReduction):
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+        if name in ("quantize", "quantize_impl"):  # of this object alone: it may do anything
+            object.__setattr__(self, "makes_planes", False)
         if name not in _NO_OPTIONS:
             object.__setattr__(self, "_memo", {})
 

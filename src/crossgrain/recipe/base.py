@@ -44,11 +44,9 @@ class Recipe:
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     allow_mixed: ClassVar[bool] = False
+    immutable: ClassVar[bool] = False  # whether options can never change, so that nobody has to compare them
 
     _kind: ClassVar[str] = ""
-
-    # How many times an option was set. A module that has seen this number does not need to compare all options again.
-    changes: ClassVar[int] = 0
 
     @classmethod
     def delayed(cls) -> bool:
@@ -91,11 +89,10 @@ class Recipe:
 
     def options(self) -> dict[str, Any]:
         """All options by name. Two recipes of a class with equal options are the same."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "changes"}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        self.__dict__["changes"] = self.changes + 1
         if name != "_cached_repr":
             self.__dict__.pop("_cached_repr", None)
 

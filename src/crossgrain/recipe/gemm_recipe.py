@@ -68,6 +68,7 @@ class GemmRecipe(Recipe):
     """
 
     _kind: ClassVar[str] = "custom"
+    immutable: ClassVar[bool] = True
     quantization_alignment: ClassVar[int] = 128
     fp8_format: ClassVar[FP8Format] = FP8Format.HYBRID
 

@@ -317,7 +317,7 @@ def _has_kernels(x: Tensor, target: GroupedTarget) -> bool:
 def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
     """Everything on which the choice of encoders depends; None if targets are stored or scaled in unusual ways."""
     kinds: list[Hashable] = [x.dtype]
-    per_tensor: Target | None = None
+    per_tensor: list[Target] = []
     for target in targets:
         plane, scale, encoding = target.plane, target.plane.scale, target.encoding
         plain = plane.data.is_contiguous() and (scale is None or scale.dim() < 2 or scale.stride(1) == 1)
@@ -327,8 +327,8 @@ def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
             return None
         kinds.append((id(encoding), plane.direction, plane.shape, plane.transposed))
         if encoding.format.block is None:  # planes with the same scale are written in one pass
-            per_tensor = per_tensor or target
-            kinds.append(target.scale is per_tensor.scale and same_amax(target.amax, per_tensor.amax))
+            per_tensor.append(target)
+            kinds.append([t.scale is target.scale and same_amax(t.amax, target.amax) for t in per_tensor].index(True))
     return tuple(kinds)
 
 
