@@ -48,6 +48,7 @@ from .quantizers.float8_block import Float8BlockQuantizer, Float8BlockwiseQTenso
 from .quantizers.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from .quantizers.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .quantizers.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from .quantizers.nonfinite import NonfiniteError
 from .quantizers.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from .quantizers.request import QuantizerRequest
 from .recipe import (
@@ -124,6 +125,7 @@ __all__ = [
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
+    "NonfiniteError",
     "OffloadError",
     "Plane",
     "QuantizedTensor",

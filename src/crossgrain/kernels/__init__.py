@@ -84,7 +84,7 @@ def measure_groups(x: Tensor, targets: Sequence[GroupedTarget]) -> list[GroupedT
     return ready
 
 
-def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> None:
+def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> bool | None:
     """Write a matrix to the planes of targets.
 
     Args:
@@ -92,6 +92,9 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, che
         targets: the targets that `measure` has returned.
         seed: seed of stochastic rounding; None if no target rounds stochastically.
         checked: it is known that the planes fit ``x``.
+
+    Returns:
+        Whether ``x`` has a NaN or an infinity. This is found on the way; None if it is not known.
 
     Raises:
         ValueError: a plane does not fit, an amax was not measured, or a seed is missing.
@@ -105,19 +108,22 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, che
                 raise ValueError(f"the amax of a {fmt.name} target must be measured before it is encoded: call measure")
             if target.encoding.stochastic and seed is None:
                 raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")
-    _backend(x).encode(x, targets, seed)
+    return _backend(x).encode(x, targets, seed)
 
 
-def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
     """`encode` for groups of rows. Each group gets the bytes that it would get alone.
 
     Args:
         x: the matrix of all rows.
         targets: the planes of all groups.
         seeds: a seed for each group; None if no target rounds stochastically.
+
+    Returns:
+        Whether ``x`` has a NaN or an infinity; None if it is not known.
     """
     _refuse_flush_to_zero()
-    _backend(x).encode_groups(x, targets, seeds)
+    return _backend(x).encode_groups(x, targets, seeds)
 
 
 def decode(plane: Plane, dtype: torch.dtype) -> Tensor:

@@ -127,11 +127,12 @@ class _NoReference(ReferenceBackend):
 
     skipped: Sequence[Target] = ()
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
         self.skipped = targets
+        return None
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
-        pass
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+        return None
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         return plane.data

@@ -134,10 +134,10 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         """
         built, device, stamp = self._built, self._device(), None
         if recipe is built.recipe:
-            stamp = (None if recipe.immutable else recipe.options(), self._role_stamp(), device)
+            stamp = (None if recipe.immutable else recipe.options(), self._role_stamp(), device, active().nonfinite)
             if stamp == built.stamp and (built.serves_backward or not backward):
                 return built
-        if built.states and all(state.fits(recipe, self._roles(mode), device) for mode, state in built.states.items()):
+        if built.nonfinite == active().nonfinite and self._states_fit(recipe, device):
             if backward and not built.serves_backward:
                 self._check_pairs(recipe, built.quantizers, self._quantized_weights())
                 built = built._replace(serves_backward=True)
@@ -155,6 +155,10 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             self._adopt(new)
         return new
 
+    def _states_fit(self, recipe: Recipe, device: torch.device | None) -> bool:
+        states = self._built.states
+        return bool(states) and all(state.fits(recipe, self._roles(mode), device) for mode, state in states.items())
+
     def _device(self) -> torch.device | None:
         """The device of scales and histories: that of the parameters; None if these are on the meta device."""
         for parameter in self._parameters.values():  # `parameters()` takes microseconds
@@ -171,7 +175,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         return self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=self._slot_counts()[mode])
 
     def _made_for(self, recipe: Recipe) -> Built:
-        device = self._device()
+        device, nonfinite = self._device(), active().nonfinite
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
@@ -179,8 +183,9 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             if mode in self._learned:
                 state.inherit_state_from(self._learned[mode])
             states[mode] = state
-            quantizers[SLOTS[mode]] = state.make_quantizers()
-        return Built(recipe, states, quantizers, self._details(recipe, quantizers))
+            made = quantizers[SLOTS[mode]] = state.make_quantizers()
+            state.set_policies(made, self.layer, nonfinite)
+        return Built(recipe, states, quantizers, self._details(recipe, quantizers), nonfinite=nonfinite)
 
     def _check_pairs(
         self,

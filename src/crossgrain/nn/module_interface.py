@@ -9,6 +9,7 @@ from torch import nn
 
 from ..linear.parallel import TensorParallel
 from ..quantizers.base import Quantizer
+from ..quantizers.nonfinite import Policy
 from ..recipe import QuantizerRole, Recipe, RecipeState
 
 Mode = Literal["forward", "backward"]
@@ -25,6 +26,7 @@ class Built(NamedTuple):
     quantizers: dict[str, list[Quantizer]]
     details: Any = None  # what the module derives from them
     serves_backward: bool = True  # whether the operands of its GEMMs are known to pair up, too
+    nonfinite: Policy | None = None  # the policy about NaNs and infinities where the recipe says none
     stamp: Any = None  # of the last call that compared all options and roles: as long as it is the same, so are they
 
 

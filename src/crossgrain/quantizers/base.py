@@ -36,11 +36,12 @@ from ..tensor.autograd import QuantizeFunction
 from ..tensor.storage import QuantizedTensorStorage
 from ..tensor.tensor import QuantizedTensor
 from .amax_reduction import AmaxReduction
+from .nonfinite import Policy
 from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
-_NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
+_NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "nonfinite", "subject"))
 _MOST_LAYOUTS = 256  # a quantizer caches what it computed for so many shapes, so that many shapes do not fill memory
 
 
@@ -69,6 +70,8 @@ class Quantizer(AmaxReduction):
             ranks.
         amax_reduction_axis: the axis along which ranks divide a tensor (0: rows, 1: columns). None if they share
             all its amaxes.
+        nonfinite: what to do about NaNs and infinities (see `quantizers.nonfinite`); None for what `settings` say.
+        subject: what the quantizer is for, for messages: "fc1, input".
     """
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
@@ -76,6 +79,8 @@ class Quantizer(AmaxReduction):
     _compatible_recipe: ClassVar[type[Any]]  # set by `recipe.compatibility`, which knows the recipes
     custom: ClassVar[bool] = False
     _observes: ClassVar[bool] = False  # whether `_observe_all` has anything to do
+    nonfinite: Policy | None = "saturate"
+    subject: str = ""
     derives_columns: bool = False  # columnwise planes are made from decoded rowwise planes, not from the input
 
     makes_planes: ClassVar[bool]  # False for quantizers of users, whose `quantize_impl` may return something else

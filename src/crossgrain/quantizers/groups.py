@@ -21,6 +21,7 @@ from ..tensor import QuantizedTensorStorage
 from .base import Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
+from .nonfinite import act_on_nonfinite
 
 
 class _Share(NamedTuple):
@@ -123,7 +124,22 @@ def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
         type(share.quantizers[0])._observe_all(share.quantizers, own)
         ready += own
     stochastic = any(target.encoding.stochastic for target in ready)
-    kernels.encode_groups(rows, ready, [draw_seed() for _ in ready[0].planes.heights] if stochastic else None)
+    seeds = [draw_seed() for _ in ready[0].planes.heights] if stochastic else None
+    seen = kernels.encode_groups(rows, ready, seeds)
+    if seen is not False:
+        _act_on_nonfinite(rows, shares, seen)
+
+
+def _act_on_nonfinite(rows: Tensor, shares: Sequence[_Share], seen: bool | None) -> None:
+    """Do what the policies say, group by group."""
+    first = 0
+    for g, height in enumerate(shares[0].planes[0].heights):
+        written = [(share.quantizers[g], [groups.planes[g] for groups in share.planes]) for share in shares]
+        group = rows[first : first + height]
+        finite = seen is True and bool(group.isfinite().all())
+        if not finite:
+            act_on_nonfinite(group, written, seen, first)
+        first += height
 
 
 def _targets(share: _Share) -> list[GroupedTarget]:

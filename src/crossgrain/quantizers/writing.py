@@ -19,6 +19,7 @@ from ..kernels import Target
 from ..planes import Direction, Plane
 from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype
 from ..runtime.random_numbers import draw_seed
+from .nonfinite import act_on_nonfinite
 
 if TYPE_CHECKING:
     from .base import Quantizer
@@ -112,4 +113,7 @@ def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer,
             if quantizer.with_amax_reduction or quantizer._observes:
                 targets[start : start + count] = quantizer._settled(targets[start : start + count])
             start += count
-    kernels.encode(src, targets, draw_seed() if stochastic else None, checked=True)
+    seen = kernels.encode(src, targets, draw_seed() if stochastic else None, checked=True)
+    if seen is not False:
+        planes = iter([target.plane for target in targets])
+        act_on_nonfinite(src, [(quantizer, [next(planes) for _ in range(n)]) for quantizer, n in shares], seen)

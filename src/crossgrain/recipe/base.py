@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from ..quantizers.nonfinite import Policy, check_policy
+
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 
 
@@ -38,11 +40,14 @@ class Recipe:
             they were before quantization, "dequantized" uses the decoded quantized operands.
         allow_mixed: allow the two operands of a GEMM to have scales of different kinds. Such operands are decoded
             before they are multiplied.
+        nonfinite: what layers do about NaNs and infinities: "propagate", "raise" or "saturate" (see
+            `quantizers.nonfinite`). None for what `settings` say.
     """
 
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
+    nonfinite: Policy | None = None
     allow_mixed: ClassVar[bool] = False
     immutable: ClassVar[bool] = False  # whether options can never change, so that nobody has to compare them
 
@@ -83,6 +88,10 @@ class Recipe:
         """Whether a function ``qfactory(role)`` makes the quantizers."""
         return cls._kind == "custom"
 
+    def nonfinite_of(self, name: str, module_type: str) -> Policy | None:
+        """The policy about NaNs and infinities of a layer; None for what `settings` say."""
+        return self.nonfinite
+
     def may_keep_histories(self) -> bool:
         """Whether a scale may depend on amaxes of earlier steps."""
         return self.delayed() or self.custom()
@@ -111,8 +120,10 @@ class RecipeFields(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = field(default_factory=backward_override_from_environment)
+    nonfinite: Policy | None = None
 
     def __post_init__(self) -> None:
+        check_policy(self.nonfinite, "nonfinite")
         require(
             self.backward_override in (None, "high_precision", "dequantized"),
             "backward_override (or NVTE_BACKWARD_OVERRIDE) must be None, 'high_precision' or 'dequantized', got "

@@ -20,7 +20,9 @@ from typing import Any, Self
 
 import torch
 
+from ..quantizers.nonfinite import Policy
 from ..runtime.passes import Pass, current_pass, find_pass, replayed_tape, within
+from ..runtime.step_count import begin_step
 from ..runtime.torch_patches.checkpoint_frames import in_backward
 from .base import Recipe
 from .coerce import as_recipe
@@ -46,6 +48,7 @@ class PrecisionContext:
         quantized_parameters: new modules keep their weights quantized.
         preserve_init_value: quantized weights keep a copy of their initial values.
         step: collects the delayed-scaling states that run in the outermost enabled autocast.
+        nonfinite: the policy about NaNs and infinities of layers whose recipe does not say one; None for `settings`.
         depth: number of nested autocasts.
         task: id of the backward pass in which the autocast was entered; -1 outside of backward.
     """
@@ -57,6 +60,7 @@ class PrecisionContext:
     quantized_parameters: bool = False
     preserve_init_value: bool = False
     step: Step | None = None
+    nonfinite: Policy | None = None
     depth: int = 0
     task: int = -1
 
@@ -150,6 +154,7 @@ def one_step() -> Iterator[None]:
         yield
         return
     outer, step = _active.get(), Step()
+    begin_step()
     activate(replace(context, step=step))
     try:
         yield
@@ -208,6 +213,8 @@ class autocast:
             active.
     """
 
+    _nonfinite: Policy | None = None  # the policy about NaNs and infinities of layers whose recipe does not say one
+
     def __init__(
         self,
         enabled: bool = True,
@@ -235,6 +242,7 @@ class autocast:
         find_pass(outer)  # checkpoints record the context that they were entered in
         if runs and outer.step is None:
             self._step = Step()
+            begin_step()
             expect_layers(self._step, recipe)
         activate(
             replace(
@@ -244,6 +252,7 @@ class autocast:
                 recipe=recipe,
                 group=self._group,
                 step=outer.step or self._step,
+                nonfinite=self._nonfinite,
                 depth=outer.depth + 1,
                 task=torch._C._current_graph_task_id(),
             )

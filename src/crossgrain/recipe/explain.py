@@ -31,7 +31,7 @@ class ExplainRow:
         layer: name of the layer, or "default", or the label of a rule.
         role: the tensor: "input", "weight", "grad_output", or a tensor of attention.
         direction: "rowwise", "columnwise" or "both".
-        gemm: "fprop", "dgrad", "wgrad" or "attention".
+        gemm: "fprop", "dgrad", "wgrad" or "attention"; "all" in the row of the policy about NaNs and infinities.
         format: the format with its options.
         source: what the plane is made from: "original" or "dequantized".
         why: the setting that decided.
@@ -125,6 +125,9 @@ def _cases(recipe: GemmRecipe) -> Iterator[tuple[str, LayerFormats, bool]]:
 
 
 def _rows(layer: str, chosen: LayerFormats, places: Iterable[str], override: BackwardOverride) -> Iterator[ExplainRow]:
+    if chosen.nonfinite is not None:
+        policy = chosen.nonfinite
+        yield ExplainRow(layer, "all", "", "all", f"nonfinite: {policy.value}", "", policy.why)
     for place in places:
         if place == "attention":
             for tensor in ATTENTION:

@@ -13,6 +13,7 @@ from torch import nn
 from ..gemm.operands import GEMMS, TENSORS
 from ..quantizers.base import Quantizer
 from ..quantizers.identity import IdentityQuantizer
+from ..quantizers.nonfinite import Policy
 from ..quantizers.request import QuantizerRequest
 from .base import BackwardOverride, Recipe
 from .binding import bound, check_names, layers_of
@@ -62,6 +63,8 @@ class GemmRecipe(Recipe):
             before they are multiplied.
         backward_override: None, or how backward GEMMs run in high precision: "high_precision" uses the operands as
             they were before quantization, "dequantized" uses the decoded quantized operands.
+        nonfinite: what layers do about NaNs and infinities: "propagate", "raise" or "saturate" (see
+            `quantizers.nonfinite`). None for what `settings` say.
 
     Raises:
         ValueError: a format, an option or a key does not exist, or the operands of a GEMM cannot be multiplied.
@@ -89,13 +92,16 @@ class GemmRecipe(Recipe):
         blocks: str | None = None,
         allow_mixed: bool = False,
         backward_override: BackwardOverride = None,
+        nonfinite: Policy | None = None,
     ) -> None:
-        values = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "attention": attention}
+        values: dict[str, Any] = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "attention": attention}
         for key, operand in (operands or {}).items():
             if "." not in key or key.endswith(".source"):
                 raise ValueError(f"keys of operands must be like 'fprop.weight', got {key!r}")
             values[key] = operand
         values.update({f"{tensor}.source": source for tensor, source in (sources or {}).items()})
+        if nonfinite is not None:
+            values["nonfinite"] = nonfinite
         settings = make_settings(values)
         options = {"allow_mixed": allow_mixed, "backward_override": backward_override, "blocks": blocks}
         # Fields are written here and nowhere else: assignment raises.
@@ -132,6 +138,16 @@ class GemmRecipe(Recipe):
     def attention(self) -> FormatSpec:
         """The format of the tensors of attention cores."""
         return self._spec("attention")
+
+    @property
+    def nonfinite(self) -> Policy | None:  # type: ignore[override]
+        """What layers do about NaNs and infinities, unless a rule says it; None for what `settings` say."""
+        said: Any = dict(self.settings).get("nonfinite")
+        return said  # type: ignore[no-any-return]
+
+    def nonfinite_of(self, name: str, module_type: str) -> Policy | None:
+        choice = self.layer_formats(name, module_type).nonfinite
+        return None if choice is None else choice.value
 
     @property
     def set_options(self) -> dict[str, Any]:
@@ -240,6 +256,7 @@ class GemmRecipe(Recipe):
         return cls(
             **{gemm: settings.pop(gemm) for gemm in GEMMS},
             attention=settings.pop("attention", "hp"),
+            nonfinite=settings.pop("nonfinite", None),
             operands={key: value for key, value in settings.items() if not key.endswith(".source")},
             sources={key.partition(".")[0]: value for key, value in settings.items() if key.endswith(".source")},
             rules=rules,

@@ -8,6 +8,7 @@ Settings are pairs of a key and a value:
     weight.source       what the columnwise plane of a tensor is made from: original or dequantized
     attention           a format for the tensors of an attention core
     attention.s         a format for one of them, with exactly these options
+    nonfinite           what to do about NaNs and infinities: propagate, raise or saturate
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..gemm.operands import GEMMS, TENSORS, check_operands
 from ..planes import COLUMNWISE, ROWWISE, Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.nonfinite import POLICIES
 from ..quantizers.request import QuantizerRequest
 from .format_spec import FormatSpec, option_name
 from .syntax import RecipeSyntaxError, did_you_mean
@@ -39,6 +41,7 @@ KEYS = (
     *(f"{tensor}.source" for tensor in TENSORS),
     "attention",
     *(f"attention.{tensor}" for tensor in ATTENTION),
+    "nonfinite",
 )
 
 Settings = tuple[tuple[str, "FormatSpec | str"], ...]  # in the order of KEYS
@@ -112,6 +115,10 @@ def make_setting(key: str, value: Any) -> FormatSpec | str:
         if value not in SOURCES:
             raise ValueError(f"{key} must be original or dequantized, got {value!r}")
         return str(value)
+    if key == "nonfinite":
+        if value not in POLICIES:
+            raise ValueError(f"nonfinite must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, got {value!r}")
+        return str(value)
     spec = FormatSpec.parse(value)
     try:
         _check_spec(key, spec)
@@ -157,10 +164,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class LayerFormats:
-    """The formats of one layer, by (GEMM or "attention", tensor), and the sources of columnwise planes, by tensor."""
+    """The formats of one layer, by (GEMM or "attention", tensor), and the sources of columnwise planes, by tensor.
+
+    ``nonfinite`` is what to do about NaNs and infinities; None if no setting says it.
+    """
 
     formats: tuple[tuple[tuple[str, str], Choice], ...]
     sources: tuple[tuple[str, Choice], ...]
+    nonfinite: Choice | None = None
 
     def format(self, place: str, tensor: str) -> Choice:
         """The format of one operand: ``format("dgrad", "weight")``."""
@@ -217,11 +228,14 @@ def make_layer_formats(stages: tuple[tuple[str, Settings], ...]) -> LayerFormats
     """
     formats: dict[tuple[str, str], Choice] = {}
     sources = {tensor: Choice("original", "default") for tensor in TENSORS}
+    nonfinite = None
     for label, settings in stages:
         for key, value in settings:  # from the general to the special, as KEYS are
             place, _, tensor = key.partition(".")
             why = f"{label}: {key}" if tensor else label
-            if isinstance(value, str):
+            if key == "nonfinite":
+                nonfinite = Choice(value, why)
+            elif isinstance(value, str):
                 sources[place] = Choice(value, why)
             elif tensor:
                 formats[place, tensor] = Choice(value, why)
@@ -231,7 +245,7 @@ def make_layer_formats(stages: tuple[tuple[str, Settings], ...]) -> LayerFormats
                     formats.update(_choices(gemm, spec, why))
             else:
                 formats.update(_choices(place, value, why))
-    return LayerFormats(tuple(formats.items()), tuple(sources.items()))
+    return LayerFormats(tuple(formats.items()), tuple(sources.items()), nonfinite)
 
 
 def _choices(place: str, spec: FormatSpec, why: str) -> Iterable[tuple[tuple[str, str], Choice]]:

@@ -20,6 +20,7 @@ from ..quantizers.base import Quantizer
 from ..quantizers.float8 import Float8CurrentScalingQuantizer
 from ..quantizers.float8_block import Float8BlockQuantizer
 from ..quantizers.mxfp8 import MXFP8Quantizer
+from ..quantizers.nonfinite import Policy
 from ..quantizers.nvfp4 import NVFP4Quantizer
 from ..runtime.devices import resolved_device
 from .base import Recipe
@@ -127,6 +128,22 @@ class RecipeState:
             return False
         same_roles = (None if roles is None else list(roles)) == self.roles
         return same_roles and (type(recipe), recipe.options()) == self._made_for
+
+    def set_policies(self, quantizers: Sequence[Quantizer], layer: str, otherwise: Policy | None) -> None:
+        """Give quantizers the policy about NaNs and infinities that the recipe has for their layer.
+
+        Args:
+            quantizers: what `make_quantizers` has returned. Those that have a policy of their own keep it.
+            layer: name of the module, for messages.
+            otherwise: the policy if the recipe does not say one.
+        """
+        for slot, quantizer in enumerate(quantizers):
+            role = self._slot_role(slot)
+            policy = self.recipe.nonfinite_of(role.name, role.module_type)
+            for plain in quantizer.plain_quantizers():
+                plain.subject = f"{role.name or layer}, {role.tensor_type or self._slot_tensor_type(slot)}"
+                if "nonfinite" not in vars(plain):
+                    plain.nonfinite = otherwise if policy is None else policy
 
     def _slot_role(self, slot: int) -> QuantizerRole:
         """The role of a slot; an empty role if it has none."""

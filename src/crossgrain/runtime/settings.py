@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +32,8 @@ class Settings:
             also multiply codes without decoding them.
         requantize_on_load: allow loading a checkpoint of one format into parameters of another format, which rounds
             the numbers a second time.
+        nonfinite: what layers do about NaNs and infinities, unless a recipe says it: "propagate", "raise" or
+            "saturate" (see `quantizers.nonfinite`). None for "saturate" in strict mode, otherwise "propagate".
     """
 
     strict: bool = False
@@ -38,6 +41,18 @@ class Settings:
     non_tn_fp8_gemm: bool | None = None
     gemm_operand_dtype: torch.dtype | None = None
     requantize_on_load: bool = False
+    nonfinite: Literal["propagate", "raise", "saturate"] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "nonfinite" and value not in (None, "propagate", "raise", "saturate"):
+            raise ValueError(f"settings.nonfinite must be None, 'propagate', 'raise' or 'saturate', got {value!r}")
+        object.__setattr__(self, name, value)
+
+    def nonfinite_policy(self) -> Literal["propagate", "raise", "saturate"]:
+        """The policy of layers whose recipe does not say one."""
+        if self.nonfinite is not None:
+            return self.nonfinite
+        return "saturate" if self.strict else "propagate"
 
     @contextmanager
     def override(self, **values: object) -> Iterator[Settings]:

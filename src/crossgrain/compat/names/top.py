@@ -18,6 +18,7 @@ TOP: dict[str, Entry] = {
     },
     "transformer_engine.pytorch": {
         "*": ["crossgrain"],
+        **these("crossgrain.compat.adapters.contexts", "autocast", "fp8_autocast"),
         **these("crossgrain.compat.adapters.utils", "get_cudnn_version", "is_bf16_available"),
         **these("crossgrain.compat.adapters.modules", "UserBufferQuantizationMode"),
         **these("crossgrain.nn.cross_entropy", "parallel_cross_entropy"),

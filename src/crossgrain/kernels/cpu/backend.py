@@ -22,7 +22,7 @@ from ..target import GroupedTarget, Target
 from . import measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
-from .encoders import KernelCall, encode_some
+from .encoders import REFUSED, KernelCall, encode_some
 from .known import is_known
 from .places import Ints, as_one, groups_of, starts
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
@@ -113,37 +113,42 @@ class CpuBackend(ReferenceBackend):
         bits = max(run_ranges(work, height // 16, x.numel()))
         return super().measure(x, [target])[0] if bits > INFINITY_BITS else from_bits(bits)
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
         buffers: list[Tensor] = []
         for target in targets:
             buffers += target.plane.buffers()
         if not is_readable(x) or not all_have_memory(buffers):
-            super().encode(x, targets, seed)
-            return
+            return super().encode(x, targets, seed)
         source = readable_memory(x)
         key = _kind_of_work(x, targets)
         known = None if key is None else _steps.get(key)
         if known is None:
-            self._encode_and_note(x, source, targets, seed, key)
-            return
+            return self._encode_and_note(x, source, targets, seed, key)
+        most = 0
         for run, at in known.steps:
             chosen = tuple([None if i is None else targets[i] for i in at])
-            if not run(source, chosen, seed):
+            bits = run(source, chosen, seed)
+            if bits == REFUSED:
                 super().encode(x, [target for target in chosen if target is not None], seed)
+                bits = INFINITY_BITS  # kernels refuse only NaNs
+            most = max(most, bits)
+        return most >= INFINITY_BITS
 
     def _encode_and_note(
         self, x: Tensor, source: Tensor, targets: Sequence[Target], seed: int | None, key: Hashable | None
-    ) -> None:
+    ) -> bool | None:
         """Try all encoders, and cache the steps if they have done everything, so that the next call need not try."""
         # fp16 is converted to fp32, except if scales depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
         slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_usable_amax(t)]
-        steps, left = encode_some(source, [target for target in targets if target not in slow], seed)
+        steps, left, most = encode_some(source, [target for target in targets if target not in slow], seed)
         if key is not None and not slow and not left:
             if len(_steps) >= _MOST_KINDS:
                 _steps.clear()
             _steps[key] = _Known(steps, [target.encoding for target in targets])
-        super().encode(x, left + slow, seed)
+        if left or slow:
+            return super().encode(x, left + slow, seed)
+        return most >= INFINITY_BITS
 
     def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
         if isinstance(target, GroupedTarget) or not is_known(target.encoding.format):
@@ -173,16 +178,16 @@ class CpuBackend(ReferenceBackend):
 
         return [measured(target) for target in targets]
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
         if not is_readable(x) or not x.numel():
-            super().encode_groups(x, targets, seeds)
-            return
+            return super().encode_groups(x, targets, seeds)
         source = readable_memory(x)
         left: list[Target] = [as_one(target) for target in targets if _has_kernels(x, target)]
         asked = {id(groups_of(one)) for one in left}
-        _, left = encode_some(source, left, seeds)
+        _, left, most = encode_some(source, left, seeds)
         done = asked - {id(groups_of(one)) for one in left}
-        super().encode_groups(x, [target for target in targets if id(target.planes) not in done], seeds)
+        slow = [target for target in targets if id(target.planes) not in done]
+        return super().encode_groups(x, slow, seeds) if slow else most >= INFINITY_BITS
 
     # ---- decoding ------------------------------------------------------------------------------
 

@@ -28,13 +28,18 @@ from .tags import NO, YES
 
 @inner
 def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element, with_nan):
-    """Scales and codes of a strip of 32 rows in ``buffer`` [32, width]; False if it has NaNs unseen."""
+    """Scales and codes of a strip of 32 rows in ``buffer`` [32, width]. Returns its largest bits.
+
+    Without ``with_nan`` it stops at a NaN, and returns bits above those of Inf.
+    """
+    best = 0
     for col in range(0, width, 32):
         amax = splat(0, 32, "i32")
         for row in range(32):
             amax = maximum(amax, magnitude_bits(load(buffer + (row * width + col) * 4, 32, "f32"), with_nan))
-        if largest(amax) > INFINITY_BITS:
-            return False
+        best = max(best, largest(amax))
+        if best > INFINITY_BITS:
+            return best
         byte = e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
         store(scales + col, narrow(byte))
         store(factors + col * 4, e8m0_reciprocal_vector(byte))
@@ -42,7 +47,7 @@ def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element,
         for col in range(0, width, 32):
             v = load(buffer + (row * width + col) * 4, 32, "f32") * load(factors + col * 4, 32, "f32")
             store(codes + row * codes_stride + col, narrow(encode_element(v, element, with_nan)))
-    return True
+    return best
 
 
 @kernel
@@ -58,6 +63,7 @@ def mx_columns(
     """
     size = input_size(dtype)
     factors, run_scratch = scratch + 32 * width * 4, scratch + 33 * width * 4
+    best = 0
     for strip in range(first, last):
         top = strip * 32
         for left in range(0, cols, width):
@@ -77,8 +83,11 @@ def mx_columns(
                 )  # fmt: skip
             target = codes + top * codes_stride + left
             scale = scales + strip * scales_stride + left
-            if not _strip_columns(scratch, here, target, codes_stride, scale, factors, element, NO):
+            bits = _strip_columns(scratch, here, target, codes_stride, scale, factors, element, NO)
+            if bits > INFINITY_BITS:
                 _strip_columns(scratch, here, target, codes_stride, scale, factors, element, YES)
+            best = max(best, bits)
+    return best
 
 
 @kernel
@@ -87,7 +96,7 @@ def mx_tiles(
     first, last, cols, rows_wanted, columns_wanted, dtype, element,
 ):  # fmt: skip
     """MXFP8 with a scale per 32x32 tile: both directions have the same codes. Strips of 32 rows."""
-    size = input_size(dtype)
+    size, best = input_size(dtype), 0
     for strip in range(first, last):
         top = strip * 32
         for col in range(0, cols, 32):
@@ -95,6 +104,7 @@ def mx_tiles(
             for row in range(32):
                 v = load_input(x + (top + row) * x_stride + col * size, 32, dtype)
                 amax = maximum(amax, magnitude_bits(v, NO))
+            best = max(best, largest(amax))
             clean = largest(amax) <= INFINITY_BITS
             if not clean:
                 amax = splat(0, 32, "i32")
@@ -114,3 +124,4 @@ def mx_tiles(
                     store_u8(row_scales + (top + row) * row_scales_stride + col // 32, byte)
                 if columns_wanted:
                     store(column_codes + at, codes)
+    return best

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
+from .elements import INFINITY_BITS
 from .known import E2M1
 from .places import Ints, Numbers, place_of
 from .runtime import Arguments, run_kernel
@@ -57,11 +58,15 @@ class Encoder(NamedTuple):
 
     Attributes:
         choose: returns targets for one pass of this kernel, from those that are left; None if there are none.
-        run: writes them; returns False if the kernel cannot encode these numbers.
+        run: writes them; returns the bits of the largest magnitude, or REFUSED if the kernel cannot encode these
+            numbers.
     """
 
     choose: Callable[[Sequence[Target]], Chosen | None]
-    run: Callable[[Tensor, Chosen, Seed], bool]
+    run: Callable[[Tensor, Chosen, Seed], int]
+
+
+REFUSED = -1
 
 
 class Run(NamedTuple):
@@ -122,7 +127,12 @@ def _finish(target: Target | None) -> None:
         write_tensor_scale(target)
 
 
-def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _largest(bits: Sequence[int]) -> int:
+    """The largest of what the threads or groups return. There is none if there are no rows."""
+    return int(max(bits, default=0))
+
+
+def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode a rowwise plane."""
     (target,) = chosen
     assert target is not None
@@ -134,12 +144,12 @@ def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
-    run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen)
+    bits = _largest(run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen))
     _finish(target)
-    return True
+    return bits
 
 
-def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode a columnwise plane that is stored transposed."""
     (target,) = chosen
     assert target is not None
@@ -153,12 +163,13 @@ def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             first, last, at.height, width, strip, scratch, *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
-    run_kernel(transposed.encode_columns, arguments, -(-at.height // transposed.HEIGHT), x.numel(), chosen)
+    tiles = -(-at.height // transposed.HEIGHT)
+    bits = _largest(run_kernel(transposed.encode_columns, arguments, tiles, x.numel(), chosen))
     _finish(target)
-    return True
+    return bits
 
 
-def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode per-tensor FP8 in the layout of the input."""
     (target,) = chosen
     assert target is not None
@@ -167,16 +178,16 @@ def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
     def arguments(first: Ints, last: Ints) -> Arguments:
         return (at.x, at.codes, factor, first, last, tag_of_input(x), element, YES)
 
-    run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel(), chosen)
+    bits = _largest(run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel(), chosen))
     write_tensor_scale(target)
-    return True
+    return bits
 
 
 def _choose_mxfp8_columns(targets: Sequence[Target]) -> Chosen | None:
     return _beside(_first(targets, is_mxfp8_columns), targets)
 
 
-def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode MXFP8 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
@@ -191,16 +202,16 @@ def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             *run.place, first, last, width, strip, scratch, *run.keys, tag_of_input(x), element, *run.tags,
         )  # fmt: skip
 
-    run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen)
+    bits = _largest(run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen))
     _finish(row)
-    return True
+    return bits
 
 
 def _choose_nvfp4_columns(targets: Sequence[Target]) -> Chosen | None:
     return _beside(_first(targets, is_nvfp4_columns), targets)
 
 
-def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode NVFP4 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
@@ -226,14 +237,15 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             plane.format.block != (1, 16), tag_of_input(x), *tags, *run.tags,
         )  # fmt: skip
 
-    if not all(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen)):
-        return False
+    bits = _largest(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen))
+    if bits > INFINITY_BITS:
+        return REFUSED
     _finish(column)
     _finish(row)
-    return True
+    return bits
 
 
-def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
     (target,) = chosen
     assert target is not None
@@ -252,10 +264,11 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
         )  # fmt: skip
 
     by_rows = nvfp4_rows.tile_rows if is_nvfp4_tile_rows(target) else nvfp4_rows.block_rows
-    if not all(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel(), chosen)):
-        return False
+    bits = _largest(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel(), chosen))
+    if bits > INFINITY_BITS:
+        return REFUSED
     _finish(target)
-    return True
+    return bits
 
 
 def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
@@ -266,7 +279,7 @@ def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
     return tuple(one_per_direction([t for t in targets if is_mxfp8_tiled(t) and t.encoding == first.encoding]))
 
 
-def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     group = [target for target in chosen if target is not None]
     plane = group[0].plane
     width = plane.shape[1]
@@ -280,8 +293,7 @@ def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             first, last, width, ROWWISE in places, COLUMNWISE in places, tag_of_input(x), tag_of_plane(plane),
         )  # fmt: skip
 
-    run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel(), chosen)
-    return True
+    return _largest(run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel(), chosen))
 
 
 def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
@@ -292,7 +304,7 @@ def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
     return tuple(one_per_direction([target for target in targets if is_fp8_tiled(target, beside=first)]))
 
 
-def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
+def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     group = [target for target in chosen if target is not None]
     first = next((target for target in group if is_fp8_tiled(target)), group[0])
     places = {target.plane.direction: place_of(target, x) for target in group}
@@ -314,11 +326,11 @@ def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> bool:
             tag_of_input(x), tag_of_plane(first.plane), yes_or_no(encoding.power_of_two),
         )  # fmt: skip
 
-    run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel(), chosen)
+    bits = _largest(run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel(), chosen))
     if fmt.block is None:
         for target in group:
             write_tensor_scale(target)
-    return True
+    return bits
 
 
 ENCODERS: tuple[Encoder, ...] = (
@@ -337,23 +349,38 @@ ENCODERS: tuple[Encoder, ...] = (
 class KernelCall(NamedTuple):
     """An encoder, and the indices of the targets that it writes."""
 
-    run: Callable[[Tensor, Chosen, Seed], bool]
+    run: Callable[[Tensor, Chosen, Seed], int]
     at: tuple[int | None, ...]
 
 
-def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> tuple[list[KernelCall], list[Target]]:
-    """Write the targets for which there are kernels. Returns the steps, and the targets that are left."""
-    left, steps = list(targets), []
+class Encoded(NamedTuple):
+    """What `encode_some` has done.
+
+    Attributes:
+        steps: the kernels that wrote something.
+        left: the targets that no kernel can write.
+        largest: bits of the largest magnitude that these kernels have seen.
+    """
+
+    steps: list[KernelCall]
+    left: list[Target]
+    largest: int
+
+
+def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> Encoded:
+    """Write the targets for which there are kernels."""
+    left, steps, most = list(targets), [], 0
     for encoder in ENCODERS:
         refused: list[Target] = []
         while chosen := encoder.choose([target for target in left if not any(target is other for other in refused)]):
-            done = encoder.run(x, chosen, seed)
-            if not done:
+            bits = encoder.run(x, chosen, seed)
+            if bits == REFUSED:
                 refused += [target for target in chosen if target is not None]
                 continue
+            most = max(most, bits)
             steps.append(KernelCall(encoder.run, tuple(None if t is None else _index(targets, t) for t in chosen)))
             left = [target for target in left if not any(target is other for other in chosen)]
-    return steps, left
+    return Encoded(steps, left, most)
 
 
 def _index(targets: Sequence[Target], wanted: Target) -> int:

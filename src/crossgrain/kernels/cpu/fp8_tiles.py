@@ -76,17 +76,23 @@ def _fill(buffer, value, count):
 
 @inner
 def _read(x, x_stride, scratch, height, width, dtype):
-    """The part of the input under the tile, zeros beyond its edges."""
+    """The part of the input under the tile, zeros beyond its edges. Returns the bits of its largest magnitude."""
     size = input_size(dtype)
+    best, bits = splat(0, 32, "i32"), 0
     if height < SIDE or width < SIDE:
         _fill(scratch, np.float32(0.0), SIDE * SIDE)
     for row in range(height):
         source, target = x + row * x_stride, scratch + row * SIDE * 4
         whole = width // 32 * 32
         for col in range(0, whole, 32):
-            store(target + col * 4, load_input(source + col * size, 32, dtype))
+            v = load_input(source + col * size, 32, dtype)
+            best = maximum(best, magnitude_bits(v, NO))
+            store(target + col * 4, v)
         for col in range(whole, width):
-            store(target + col * 4, load_input(source + col * size, 1, dtype))
+            number = load_input(source + col * size, 1, dtype)
+            bits = max(bits, largest(magnitude_bits(number, NO)))
+            store(target + col * 4, number)
+    return max(bits, largest(best))
 
 
 @inner
@@ -196,20 +202,19 @@ def tiles(
     rows_wanted, columns_wanted, kind_1d, kind_2d, dtype, element, power_of_two,
 ):  # fmt: skip
     """Rows of tiles ``first:last``. Without ``kind_1d`` and ``kind_2d``, one ``factor`` serves the tensor."""
-    size = input_size(dtype)
+    size, best = input_size(dtype), 0
     for tile_row in range(first, last):
         top = tile_row * SIDE
         high = min(SIDE, height - top)
         for tile_col in range((width + SIDE - 1) // SIDE):
             left = tile_col * SIDE
             wide = min(SIDE, width - left)
-            _read(x + top * x_stride + left * size, x_stride, scratch, high, wide, dtype)
-            amax, clean = 0, False
+            bits = _read(x + top * x_stride + left * size, x_stride, scratch, high, wide, dtype)
+            best = max(best, bits)
+            clean = bits <= INFINITY_BITS
+            amax = 0
             if kind_1d or kind_2d:
-                amax = _measure(scratch, NO)
-                clean = amax <= INFINITY_BITS
-                if not clean:
-                    amax = _measure(scratch, YES)
+                amax = _measure(scratch, NO) if clean else _measure(scratch, YES)
             _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, overflow, power_of_two)
             to_row, to_column = row_codes + top * row_stride + left, column_codes + left * column_stride + top
             if rows_wanted:
@@ -230,3 +235,4 @@ def tiles(
                     _copy(scratch + COLUMN_SCALES, column_scales + tile_row * column_scales_stride + left * 4, wide * 4)
                 elif kind_2d:
                     _copy(scratch + ROW_SCALES, column_scales + tile_col * column_scales_stride + tile_row * 4, 4)
+    return best

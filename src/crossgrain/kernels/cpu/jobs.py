@@ -80,18 +80,18 @@ def _call(address, work):
 def _overload_call(address, work):
     name, _, names = work.tag.split(":")
     function, tags = _KERNELS[name], tuple(map(Tag, names.split(",")))
-    return lambda address, work: _number(function(*(_arguments(address, work) + tags)))
+    return lambda address, work: int(_or_zero(function(*(_arguments(address, work) + tags))))
 
 
-def _number(result):
-    """What a kernel returns, as an integer; 1 if that is nothing."""
+def _or_zero(result):
+    """What a kernel returns; 0 if that is nothing."""
 
 
-@overload(_number)
-def _overload_number(result):
+@overload(_or_zero)
+def _overload_or_zero(result):
     if isinstance(result, types.NoneType):
-        return lambda result: 1
-    return lambda result: int(result)
+        return lambda result: 0
+    return lambda result: result
 
 
 @kernel

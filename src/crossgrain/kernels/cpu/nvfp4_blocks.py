@@ -41,7 +41,9 @@ def encode_blocks(
     buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
     counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
 ):  # fmt: skip
-    """Vectors ``stride`` bytes apart -> 8 bytes of codes and a scale of each block; False if there is a NaN.
+    """Vectors ``stride`` bytes apart -> 8 bytes of codes and a scale of each block.
+
+    Returns the bits of the largest magnitude; if those are of a NaN, nothing is written.
 
     ``encode_scale``, ``decode_scale`` and ``amax`` are the global ones of each lane, ``amax`` and ``bound``
     (the largest product of code and block scale) of use for 4-over-6 only. ``square``: the 16 blocks are a
@@ -61,8 +63,9 @@ def _encode_blocks(
     ):  # fmt: skip
         rows = rotated(load_rows(buffer, stride, 16, F32), rotation)
         largest_bits = _block_amax(amax_of_rows(rows), square)
-        if largest(largest_bits) > INFINITY_BITS:
-            return False
+        best = largest(largest_bits)
+        if best > INFINITY_BITS:
+            return best
         wanted = at_most_fp32_max(as_float(largest_bits) * encode_scale)
         stored, factor = _scales(wanted, decode_scale)
         r = scale_rows(rows, factor)
@@ -74,15 +77,16 @@ def _encode_blocks(
         high = _word(r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15], r2, r3, stochastic)
         store_columns(codes, codes_step, low, high)
         store_column_bytes(scales, scales_step, stored)
-        return True
+        return best
 
     def better_of_two(
         buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
         counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
     ):  # fmt: skip
         largest_bits = _block_amax(amax_of_rows(load_rows(buffer, stride, 16, F32)), square)
-        if largest(largest_bits) > INFINITY_BITS:
-            return False
+        best = largest(largest_bits)
+        if best > INFINITY_BITS:
+            return best
         wanted = (as_float(largest_bits) / CODE_MAX) * encode_scale
         six, factor = _scales(float_minimum(wanted, SCALE_MAX), decode_scale)
         low6, high6, error6 = _candidate(buffer, stride, six, factor, amax, bound, four_over_six)
@@ -94,7 +98,7 @@ def _encode_blocks(
         low, high = where_less(error4, error6, low4, low6), where_less(error4, error6, high4, high6)
         store_columns(codes, codes_step, low, high)
         store_column_bytes(scales, scales_step, where_less(error4, error6, four, six))
-        return True
+        return best
 
     return nearest_or_stochastic if four_over_six.tag == "none" else better_of_two
 

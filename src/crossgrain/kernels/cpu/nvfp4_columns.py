@@ -6,7 +6,7 @@ A tile is 128 rows high, so that a column of it fills a cache line of the transp
 
 from __future__ import annotations
 
-from .elements import bytes_of_codes, input_size, kernel, load_input
+from .elements import INFINITY_BITS, bytes_of_codes, input_size, kernel, load_input
 from .nvfp4_blocks import encode_blocks
 from .rows import block_length, encode_run
 from .simd import load, load_f32, store
@@ -24,10 +24,10 @@ def columns(
     There is a global scale and amax for each column. ``scratch`` is (16 * 4 + 64 + 8) * width bytes and
     what a run needs. The row plane is told about as in `encode_rows`.
 
-    Returns False as soon as a NaN is met (of the input, or made by the rotation): then the caller starts
-    again with the reference.
+    Stops as soon as a NaN is met (of the input, or made by the rotation), and returns its bits: then the
+    caller starts again with the reference.
     """
-    size = input_size(dtype)
+    size, best = input_size(dtype), 0
     lines, bytes_ = scratch + 16 * width * 4, scratch + (16 * 4 + 64) * width
     run_scratch = scratch + (16 * 4 + 64 + 8) * width
     for tile in range(first, last):
@@ -58,15 +58,16 @@ def columns(
                 while position < width:
                     col = min(position, width - 16)
                     at = left + col
-                    fine = encode_blocks(
+                    bits = encode_blocks(
                         scratch + col * 4, width * 4, lines + col * 64 + group * 8, 64, bytes_ + col * 8 + group, 8,
                         load(encode_scales + at * 4, 16, "f32"), load(decode_scales + at * 4, 16, "f32"),
                         load(amaxes + at * 4, 16, "f32"), bound, square,
                         (top // 4 + group * 4) * cols + at, 1, cols, key0, key1,
                         rotation, stochastic, four_over_six,
                     )  # fmt: skip
-                    if not fine:
-                        return False
+                    best = max(best, bits)
+                    if best > INFINITY_BITS:
+                        return best
                     position += 16
             for col in range(width):
                 target = codes + (left + col) * codes_stride + tile * 64
@@ -79,4 +80,4 @@ def columns(
                         store(target + group * 8, load(lines + col * 64 + group * 8, 8, "u8"))
                         store(scale + group, load(bytes_ + col * 8 + group, 1, "u8"))
             start += width
-    return True
+    return best

@@ -5,7 +5,7 @@ Sixteen blocks are turned, so that they can be worked on side by side.
 
 from __future__ import annotations
 
-from .elements import input_size, kernel, load_input
+from .elements import INFINITY_BITS, input_size, kernel, load_input
 from .nvfp4_blocks import encode_blocks
 from .simd import load, load_f32, splat, store
 from .tags import F32, Tag
@@ -22,8 +22,8 @@ def tile_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, amaxes, bound,
     first, last, cols, scratch, key0, key1, dtype, stochastic, four_over_six,
 ):  # fmt: skip
-    """A scale per 16x16 tile, stored for each of its rows; strips of 16 rows. Returns False at a NaN."""
-    size = input_size(dtype)
+    """A scale per 16x16 tile, stored for each of its rows; strips of 16 rows. Stops at a NaN."""
+    size, best = input_size(dtype), 0
     turned = scratch + TURNED
     for strip in range(first, last):
         top = strip * 16
@@ -31,15 +31,16 @@ def tile_rows(
         amax = load(amaxes + top * 4, 16, "f32")
         for col in range(0, cols, 16):
             store_rows(turned, 64, transpose_rows(load_rows(x + top * x_stride + col * size, x_stride, 16, dtype)))
-            fine = encode_blocks(
+            bits = encode_blocks(
                 turned, 64, codes + top * codes_stride + col // 2, codes_stride,
                 scales + top * scales_stride + col // 16, scales_stride,
                 encode_scale, decode_scale, amax, bound, True,
                 (top * cols + col) // 4, cols // 4, 1, key0, key1, NOT_ROTATED, stochastic, four_over_six,
             )  # fmt: skip
-            if not fine:
-                return False
-    return True
+            best = max(best, bits)
+            if best > INFINITY_BITS:
+                return best
+    return best
 
 
 @kernel
@@ -47,8 +48,8 @@ def block_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, amaxes, bound,
     first, last, cols, scratch, key0, key1, dtype, stochastic, four_over_six,
 ):  # fmt: skip
-    """A scale per 16 numbers of a row. Returns False at a NaN."""
-    size = input_size(dtype)
+    """A scale per 16 numbers of a row. Stops at a NaN."""
+    size, best = input_size(dtype), 0
     for block in range(16):  # where there are fewer blocks, the others do not matter, but are no NaNs
         store(scratch + block * 64, splat(0, 16, "i32"))
     for row in range(first, last):
@@ -61,15 +62,16 @@ def block_rows(
                 v = load_input(x + row * x_stride + (col + block * 16) * size, 16, dtype)
                 store(scratch + block * 64, v)
             store_rows(scratch + TURNED, 64, transpose_rows(load_rows(scratch, 64, 16, F32)))
-            fine = encode_blocks(
+            bits = encode_blocks(
                 scratch + TURNED, 64, scratch + CODES, 8, scratch + SCALES, 1,
                 encode_scale, decode_scale, amax, bound, False,
                 (row * cols + col) // 4, 4, 1, key0, key1, NOT_ROTATED, stochastic, four_over_six,
             )  # fmt: skip
-            if not fine:
-                return False
+            best = max(best, bits)
+            if best > INFINITY_BITS:
+                return best
             for block in range(blocks):
                 at = col // 16 + block
                 store(codes + row * codes_stride + at * 8, load(scratch + CODES + block * 8, 8, "u8"))
                 store(scales + row * scales_stride + at, load(scratch + SCALES + block, 1, "u8"))
-    return True
+    return best

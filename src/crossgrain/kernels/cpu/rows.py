@@ -1,7 +1,8 @@
 """Encoding along rows: every block is a run of neighbours in memory.
 
 Kernels take addresses, strides in bytes, a range of rows, and tags; they own nothing and can run on
-several threads at once, each on rows of its own.
+several threads at once, each on rows of its own. They return the bits of the largest magnitude that they
+have seen: from those of Inf on, the input has an Inf or a NaN, which the codes may not show.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .simd import (
     largest,
     load,
     load_f32,
+    maximum,
     narrow,
     pack_nibbles,
     splat,
@@ -49,15 +51,20 @@ RUN_SCRATCH = 192  # bytes that `encode_run` needs
 def cast(x, codes, scale, start, stop, dtype, element, with_nan):
     """Per-tensor FP8: elements ``start:stop`` times ``scale``."""
     size = input_size(dtype)
+    best = splat(0, 32, "i32")
     position = start
     while position + 32 <= stop:
         v = load_input(x + position * size, 32, dtype)
+        best = maximum(best, magnitude_bits(v, NO))
         store(codes + position, narrow(encode_element(v * scale, element, with_nan)))
         position += 32
+    bits = largest(best)
     while position < stop:
         v = load_input(x + position * size, 1, dtype)
+        bits = max(bits, largest(magnitude_bits(v, NO)))
         store(codes + position, narrow(encode_element(v * scale, element, with_nan)))
         position += 1
+    return bits
 
 
 # ---- blocks of 32 with an E8M0 scale -----------------------------------------------------------------
@@ -72,13 +79,14 @@ def _mx_block(v, amax, codes, scale, random, element, rule, stochastic, with_nan
 
 @inner
 def mx_block(v, codes, scale, random, element, rule, stochastic):
-    """One block; the rare ones with a NaN take more care."""
+    """One block; the rare ones with a NaN take more care. Returns the bits of its largest magnitude, or of a NaN."""
     amax = largest(magnitude_bits(v, NO))
     if amax <= INFINITY_BITS:
         _mx_block(v, amax, codes, scale, random, element, rule, stochastic, NO)
     else:
-        amax = largest(magnitude_bits(v, YES))
-        _mx_block(v, amax, codes, scale, random, element, rule, stochastic, YES)
+        usable = largest(magnitude_bits(v, YES))
+        _mx_block(v, usable, codes, scale, random, element, rule, stochastic, YES)
+    return amax
 
 
 # ---- blocks of 16 with a two-level scale -------------------------------------------------------------
@@ -106,7 +114,7 @@ def _nvfp4_codes(source, codes, factors, random, block, dtype, stochastic, with_
 def _eight_blocks(
     source, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1, dtype, stochastic
 ):
-    """Eight row blocks of 16 at once; False if there is a NaN."""
+    """Eight row blocks of 16 at once. Returns their largest bits; if those are of a NaN, nothing is written."""
     far = 16 * input_size(dtype)
     amax = amax_of_eight(
         load_input(source, 16, dtype), load_input(source + far, 16, dtype),
@@ -114,15 +122,16 @@ def _eight_blocks(
         load_input(source + 4 * far, 16, dtype), load_input(source + 5 * far, 16, dtype),
         load_input(source + 6 * far, 16, dtype), load_input(source + 7 * far, 16, dtype),
     )  # fmt: skip
-    if largest(amax) > INFINITY_BITS:
-        return False
+    best = largest(amax)
+    if best > INFINITY_BITS:
+        return best
     stored, factor = nvfp4_scales(amax, encode_scale, decode_scale)
     store(scales, narrow(stored))
     store(scratch, factor)
     store(scratch + 64, random_bytes(counter, step, key0, key1, 32, stochastic))
     for block in range(8):
         _nvfp4_codes(source, codes, scratch, scratch + 64, block, dtype, stochastic, NO)
-    return True
+    return best
 
 
 @inner
@@ -131,8 +140,10 @@ def _some_blocks(
 ):
     """Up to 8 row blocks of 16, with NaNs or without."""
     store(scratch, splat(0, 8, "i32"))
+    best = 0
     for block in range(blocks):
         v = load_input(source + block * 16 * input_size(dtype), 16, dtype)
+        best = max(best, largest(magnitude_bits(v, NO)))
         store_i32(scratch + block * 4, largest(magnitude_bits(v, YES)))
     stored, factor = nvfp4_scales(load(scratch, 8, "i32"), encode_scale, decode_scale)
     store(scratch, factor)
@@ -141,6 +152,7 @@ def _some_blocks(
     for block in range(blocks):
         store(scales + block, load(scratch + 32 + block, 1, "u8"))
         _nvfp4_codes(source, codes, scratch, scratch + 64, block, dtype, stochastic, YES)
+    return best
 
 
 # ---- runs of any of them -----------------------------------------------------------------------------
@@ -153,7 +165,7 @@ def encode_run(
     """``length`` neighbours, whole blocks, by the scale rule that the tag names.
 
     ``encode_scale`` and ``decode_scale`` are the global ones, where there are any; ``counter`` is that of
-    the first random word, the next ones follow ``step`` apart.
+    the first random word, the next ones follow ``step`` apart. Returns the bits of the largest magnitude.
     """
 
 
@@ -166,46 +178,54 @@ def _encode_run(
         source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
         dtype, element, rule, stochastic,
     ):  # fmt: skip
-        pass
+        return 0
 
     def per_tensor(
         source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
         dtype, element, rule, stochastic,
     ):  # fmt: skip
         size = input_size(dtype)
+        best = splat(0, 32, "i32")
         for start in range(0, length, 32):
             position = min(start, length - 32)  # the last 32 may overlap those before
             v = load_input(source + position * size, 32, dtype)
+            best = maximum(best, magnitude_bits(v, NO))
             store(codes + position, narrow(encode_element(v * encode_scale, element, YES)))
+        return largest(best)
 
     def powers_of_two(
         source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
         dtype, element, rule, stochastic,
     ):  # fmt: skip
-        size = input_size(dtype)
+        size, best = input_size(dtype), 0
         for position in range(0, length, 32):
             v = load_input(source + position * size, 32, dtype)
             random = random_bytes(counter + (position // 4) * step, step, key0, key1, 8, stochastic)
             target, scale = codes + bytes_of_codes(position, element), scales + position // 32
-            mx_block(v, target, scale, random, element, rule, stochastic)
+            best = max(best, mx_block(v, target, scale, random, element, rule, stochastic))
+        return best
 
     def two_level(
         source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
         dtype, element, rule, stochastic,
     ):  # fmt: skip
-        size = input_size(dtype)
+        size, best = input_size(dtype), 0
         for position in range(0, length, 128):
             blocks = min(8, (length - position) // 16)
             here, target, scale = source + position * size, codes + position // 2, scales + position // 16
             first = counter + (position // 4) * step
-            if blocks == 8 and _eight_blocks(
-                here, target, scale, encode_scale, decode_scale, scratch, first, step, key0, key1, dtype, stochastic
-            ):
-                continue
-            _some_blocks(
-                here, target, scale, blocks, encode_scale, decode_scale, scratch, first, step, key0, key1,
-                dtype, stochastic,
-            )  # fmt: skip
+            bits = INFINITY_BITS + 1
+            if blocks == 8:
+                bits = _eight_blocks(
+                    here, target, scale, encode_scale, decode_scale, scratch, first, step, key0, key1, dtype, stochastic
+                )
+            if bits > INFINITY_BITS:
+                bits = _some_blocks(
+                    here, target, scale, blocks, encode_scale, decode_scale, scratch, first, step, key0, key1,
+                    dtype, stochastic,
+                )  # fmt: skip
+            best = max(best, bits)
+        return best
 
     by_rule = {"none": nothing, "fp32": per_tensor, "two_level": two_level}
     return by_rule.get(rule.tag, powers_of_two)
@@ -231,9 +251,12 @@ def encode_rows(
     The global scales are read from ``encode_scales`` and ``decode_scales``, ``scale_step`` bytes apart
     from row to row: 0 where the whole tensor shares one.
     """
+    best = 0
     for row in range(first, last):
-        encode_run(
+        bits = encode_run(
             x + row * x_stride, cols, codes + row * codes_stride, scales + row * scales_stride,
             load_f32(encode_scales + row * scale_step), load_f32(decode_scales + row * scale_step),
             scratch, row * (cols // 4), 1, key0, key1, dtype, element, rule, stochastic,
         )  # fmt: skip
+        best = max(best, bits)
+    return best

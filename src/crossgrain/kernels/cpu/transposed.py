@@ -40,7 +40,7 @@ def encode_columns(
 
     ``scratch`` is ``width`` turned rows, and what a run needs.
     """
-    run_scratch = scratch + width * PITCH
+    run_scratch, best = scratch + width * PITCH, 0
     for tile in range(first, last):
         top = tile * HEIGHT
         high = min(HEIGHT, height - top)
@@ -49,10 +49,12 @@ def encode_columns(
             _turn(x + top * x_stride + left * input_size(dtype), x_stride, high, here, scratch, dtype)
             for col in range(here):
                 at = left + col
-                encode_run(
+                bits = encode_run(
                     scratch + col * PITCH, high,
                     codes + at * codes_stride + bytes_of_codes(top, element),
                     scales + at * scales_stride + top // block_length(rule),
                     load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
                     run_scratch, (top // 4) * cols + at, cols, key0, key1, F32, element, rule, stochastic,
                 )  # fmt: skip
+                best = max(best, bits)
+    return best

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planes import Plane
 from ..target import GroupedTarget, Target
@@ -22,9 +23,10 @@ class ReferenceBackend:
     def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]:
         return [_encode.measure(x, target) for target in targets]
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
         for target in targets:
             _encode.encode(x, target, seed)
+        return _has_nonfinite(x)
 
     def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]:
         return [self._measured_group_by_group(x, target) for target in targets]
@@ -34,10 +36,11 @@ class ReferenceBackend:
         present = [amax for amax in found if amax is not None]
         return torch.cat(present) if present else None
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> None:
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
         for target in targets:
             for group, (rows, one) in enumerate(zip(_groups(x, target), target.by_group(), strict=True)):
                 _encode.encode(rows, one, None if seeds is None else seeds[group])
+        return _has_nonfinite(x)
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         return _decode.decode(plane, dtype)
@@ -59,6 +62,13 @@ class ReferenceBackend:
 
     def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
         return _encode.tensor_scale(target).factor.view(-1)
+
+
+def _has_nonfinite(x: Tensor) -> bool | None:
+    """Whether there is a NaN or an infinity; None if nobody knows without waiting for the device."""
+    if x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return None
+    return not bool(x.isfinite().all())
 
 
 def _groups(x: Tensor, target: GroupedTarget) -> Sequence[Tensor]:

@@ -1,0 +1,77 @@
+"""What layers do about NaNs and infinities, which many formats cannot hold: the ``nonfinite`` policy.
+
+    propagate   results that depend on them are NaN, so that loss scalers, gradient norms and people see it
+    raise       `NonfiniteError`
+    saturate    the bytes that the format defines: FP4 turns NaN into 6, FP8 an infinity into its largest number
+
+A quantizer by itself saturates. Layers give their quantizers the policy of the layer, of its recipe or of `settings`.
+Kernels notice the numbers while they encode, so nothing is read a second time unless there are some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..kernels.marks import mark_nonfinite
+from ..planes import Plane
+from ..runtime.settings import settings
+from ..runtime.step_count import current_step
+
+if TYPE_CHECKING:
+    from .base import Quantizer
+
+Policy = Literal["propagate", "raise", "saturate"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+class NonfiniteError(FloatingPointError):
+    """A tensor that a layer quantizes has a NaN or an infinity, and the policy is "raise"."""
+
+
+def check_policy(value: Any, where: str) -> None:
+    """Raise ValueError if ``value`` is neither a policy nor None."""
+    if value is not None and value not in POLICIES:
+        raise ValueError(f"{where} must be one of {', '.join(POLICIES)}, got {value!r}")
+
+
+def act_on_nonfinite(
+    x: Tensor, written: Sequence[tuple[Quantizer, Sequence[Plane]]], seen: bool | None, first_row: int = 0
+) -> None:
+    """Do what the policies say after planes were encoded.
+
+    Args:
+        x: the matrix.
+        written: the planes that were encoded from it, by quantizer.
+        seen: whether ``x`` has a NaN or an infinity; None if it is not known. In that case planes are marked without
+            looking, because looking would wait for the device. Only "raise" looks.
+        first_row: position of the first row of ``x`` in the tensor of the user, for messages.
+
+    Raises:
+        NonfiniteError: a policy is "raise".
+    """
+    for quantizer, planes in written:
+        policy = settings.nonfinite_policy() if quantizer.nonfinite is None else quantizer.nonfinite
+        if policy == "raise" and x.device.type != "meta":
+            _refuse_nonfinite(x.reshape(planes[0].shape), quantizer, planes, first_row)
+        if policy == "propagate":
+            for plane in planes:
+                mark_nonfinite(x, plane)
+
+
+def _refuse_nonfinite(numbers: Tensor, quantizer: Quantizer, planes: Sequence[Plane], first_row: int) -> None:
+    bad = ~numbers.isfinite()
+    if not bool(bad.any()):  # it is not known, or an infinity was made by a rotation, whose plane shows it
+        return
+    row, column = (int(place) for place in torch.nonzero(bad)[0])
+    formats = " and ".join(f"{plane.direction.value} as {plane.format.name}" for plane in planes)
+    subject = quantizer.subject or f"a tensor of shape {list(numbers.shape)}"
+    raise NonfiniteError(
+        f"{subject}: {int(bad.sum())} of {numbers.numel()} numbers are NaN or infinite. The first is "
+        f"{float(numbers[row, column])} in row {first_row + row}, column {column}. They were to be quantized "
+        f"{formats}, in step {current_step()}. The nonfinite policy is 'raise': look for what made them, or choose "
+        "'propagate' to go on with NaN."
+    )
