@@ -24,6 +24,7 @@ from ..common.families import (
 )
 
 MXFP8 = recipes.MXFP8BlockScaling()
+QUANTIZED = [name for name in PLAIN if name != "identity"]  # a layer of identities makes no planes
 
 
 @pytest.fixture(params=list(PLAIN))
@@ -183,6 +184,7 @@ def test_wrong_inputs_name_the_layer():
 # ---- what is made -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recipe", QUANTIZED, indirect=True)
 @pytest.mark.parametrize("x_grad", [False, True])
 @pytest.mark.parametrize("w_grad", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
@@ -275,6 +277,7 @@ def test_return_bias(recipe):
     torch.testing.assert_close(y + bias, added)
 
 
+@pytest.mark.parametrize("recipe", QUANTIZED, indirect=True)
 @pytest.mark.parametrize("save_original", [False, True])
 def test_save_original_input_gives_the_same_gradients(recipe, made, save_original):
     layer = cg.Linear(64, 96, save_original_input=save_original)

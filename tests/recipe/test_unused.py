@@ -14,7 +14,8 @@ from crossgrain.recipe import unused
 
 @pytest.fixture(autouse=True)
 def nothing_compared_yet():
-    unused._checked.clear()
+    unused._ran_with.clear()
+    unused._warned.clear()
 
 
 def ran(model, recipe, x=None, **options):
@@ -63,6 +64,45 @@ def test_a_rule_that_matches_no_layer_is_said_once():
     (message,) = ran(model, "all: mxfp8; 0: nvfp4; lm_hed: hp; 7|1.fc2: hp")
     assert "rule 2 (lm_hed), rule 3 (7|1.fc2)" in message and "0, 1.fc1, 1.fc2" in message
     assert ran(model, "all: mxfp8; 0: nvfp4; lm_hed: hp; 7|1.fc2: hp") == []
+
+
+def test_a_second_model_is_compared_too():
+    recipe = "all: mxfp8; 0: nvfp4; head: hp"
+    assert len(ran(named(), recipe)) == 1
+    assert ran(named(), recipe) == []  # said before
+    recipe = "all: mxfp8; 0: nvfp4"
+    assert ran(named(), recipe) == []
+    other = nn.Sequential(cg.Linear(64, 64, name="only"))
+    assert ran(other, recipe) == []  # the rule has matched a layer of another model
+    recipe = "all: nvfp4; 0: mxfp8"
+    assert len(ran(other, recipe)) == 1
+
+
+def test_parts_of_a_model_that_run_in_autocasts_of_their_own():
+    model, line = named(), "all: mxfp8; 0: nvfp4; 1.fc2: hp"
+    (message,) = ran(model[0], line)
+    assert "rule 2 (1.fc2)" in message and "recipe.for_model(model)" in message
+    assert ran(model[1], line) == []
+    checked = cg.recipe.GemmRecipe.load(line).for_model(model)
+    assert ran(model[0], checked) == ran(model[1], checked) == []
+
+
+def test_layers_that_an_inner_autocast_switches_off_have_run():
+    class Inner(nn.Linear):
+        def forward(self, x):
+            with cg.autocast(enabled=False):
+                return layer(x)
+
+    layer = cg.Linear(64, 64)
+    assert ran(Inner(64, 64), "mxfp8") == []
+
+
+def test_weights_that_are_kept_quantized_are_compared_too():
+    recipe = "all: mxfp8; head: hp"
+    with cg.quantized_model_init(recipe=recipe):
+        model = named()
+    (message,) = ran(model, recipe)
+    assert "rule 1 (head)" in message
 
 
 def test_rules_that_match_are_silent():

@@ -62,25 +62,21 @@ def norm_backward(
     return (dx * rstd).to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
 
 
-def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Normalized, Tensor]:
-    """LayerNorm of x over its last dimensions, which have the shape of ``weight``; RMSNorm without a bias.
-
-    Returns also the rows of x, [M, K], which `normalize_backward` reads.
-    """
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Normalized:
+    """LayerNorm of x over its last dimensions, which have the shape of ``weight``; RMSNorm without a bias."""
     rows, flat = x.reshape(-1, weight.numel()), weight.reshape(-1)
     if bias is None:
         done = rms_norm(rows, flat, eps, zero_centered)
     else:
         done = layer_norm(rows, flat, bias.reshape(-1), eps, zero_centered)
-    return Normalized(done.y.reshape(x.shape), done.mean, done.rstd), rows
+    return Normalized(done.y.reshape(x.shape), done.mean, done.rstd)
 
 
 def normalize_backward(
-    dy: Tensor, rows: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`norm_backward` for weights of any shape: dx has the shape of dy, dw and db have that of the weight."""
+    rows = x.reshape(-1, weight.numel())
     dx, dw, db = norm_backward(dy.reshape(rows.shape), rows, weight.reshape(-1), mean, rstd, zero_centered)
     return dx.reshape(dy.shape), dw.reshape(weight.shape), db.reshape(weight.shape)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..formats.dtypes import HIGH_PRECISION
 from ..planes import PlaneSource
 from ..quantizers.base import Quantizer
+from ..quantizers.identity import IdentityQuantizer
 from ..recipe.base import BackwardOverride
 from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes
@@ -83,6 +84,20 @@ class LinearCall:
     def quantizes_backward(self) -> bool:
         """Whether the GEMMs of backward multiply quantized operands."""
         return self.input is not None and self.backward_override is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer is one of torch: it quantizes nothing, ranks do not share it, and autograd gets dW."""
+        delivers = self.weight_parts is None and self.wgrad_queue is None and not self.accumulate_main_grad
+        return self.input is None and self.parallel is None and self.grad_input is None and delivers
+
+    def drop_identities(self, weight: Tensor) -> None:
+        """Go without quantizers if all of them keep the numbers as they are: then gradients have gradients."""
+        operands = (self.input, self.weight, self.grad_output)
+        given = (self.quantized_weight, self.quantized_input, self.quantized_gradient, self.backward_override)
+        keeps = all(type(operand) is IdentityQuantizer and operand.dtype is None for operand in operands)
+        if keeps and weight.dtype == self.dtype and not any(value is not None for value in given):
+            self.input = self.weight = self.grad_output = None
 
     def sizes(self, x: Tensor, weight: Tensor, *, backward: bool) -> tuple[Sizes, Sizes]:
         """The sizes of x, W and dy: without and with padding."""

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
+from ..gemm.activations import compute_dtype
+from ..quantizers.identity import IdentityQuantizer
 from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import telling_others
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
@@ -99,13 +101,32 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     return dx, dw, db
 
 
+def visible_gradients(ctx: Any, dy: Tensor) -> Any:
+    """`gradients` of a layer that quantizes nothing, in operations that autograd sees; None for other layers."""
+    if not ctx.call.is_plain or ctx.w_note is not None:
+        return None
+    x, _, _, w, *_ = ctx.saved_tensors
+    needs, sizes, wide = ctx.needs, ctx.sizes, compute_dtype(dy)
+    dy = dy.reshape(sizes.m, sizes.n).to(ctx.call.dtype).to(wide)
+    dx = dw = db = None
+    if needs.dx:
+        product = dy @ w.to(ctx.call.dtype).to(wide)
+        dx = product.to(ctx.call.dtype).reshape(ctx.x_shape).to(ctx.x_dtype)
+    if needs.dw:
+        product = dy.t() @ x.reshape(sizes.m, sizes.k).to(ctx.call.dtype).to(wide)
+        dw = product.to(ctx.weight.dtype)
+    if needs.db:
+        db = dy.sum(0).to(ctx.bias_dtype)
+    return dx, dw, db, None, None
+
+
 class LinearFunction(torch.autograd.Function):
     """The linear layer as an autograd function."""
 
     forward = staticmethod(forward)
 
     @staticmethod
-    @differentiable_once(lambda ctx: ctx.call.layer)
+    @differentiable_once(lambda ctx: ctx.call.layer, unless=visible_gradients)
     def backward(ctx: Any, dy: Tensor) -> Any:
         if ctx.call.parallel is None:
             return *gradients(ctx, dy), None, None
@@ -126,6 +147,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> 
         ValueError: the last dimension of ``x`` is not K.
     """
     check_input(x, weight, call.layer)
+    if type(call.input) is IdentityQuantizer:
+        call.drop_identities(weight)
     grad = torch.is_grad_enabled()
     needs = Needs(
         grad and x.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad

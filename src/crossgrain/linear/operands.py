@@ -79,7 +79,9 @@ def _made_input(x: Tensor, call: LinearCall, sizes: Sizes, padded: Sizes, column
 def kept_input(x: Tensor, made: Made, call: LinearCall) -> Operand:
     """What is saved of x for wgrad."""
     if call.input is None or call.keep_input or call.backward_override == "high_precision":
-        return x.dequantize(dtype=call.dtype).detach() if isinstance(x, QuantizedTensor) else x.detach()
+        if isinstance(x, QuantizedTensor):
+            return x.dequantize(dtype=call.dtype).detach()
+        return x if call.is_plain else x.detach()  # a gradient of the gradient goes through x itself
     return of_direction(made, _direction_kept(call), "input", call)
 
 
@@ -162,7 +164,9 @@ def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, colu
 def kept_weight(weight: Tensor, made: Made, call: LinearCall) -> Operand:
     """What is saved of W for dgrad."""
     if call.weight is None or call.backward_override == "high_precision":
-        return weight._readable_plane(None) if isinstance(weight, QuantizedTensor) else weight.detach()
+        if isinstance(weight, QuantizedTensor):
+            return weight._readable_plane(None)
+        return weight if call.is_plain else weight.detach()
     return of_direction(made, _direction_kept(call), "weight", call)
 
 

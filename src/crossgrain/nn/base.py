@@ -33,6 +33,7 @@ from ..recipe import (
     forward_step,
     this_pass,
 )
+from ..recipe.updates import Step
 from ..runtime.torch_patches.checkpoint_frames import in_backward, unseen_by_policies
 from ..tensor import QuantizedTensor
 from .field_names import FieldNames
@@ -72,6 +73,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         self._wgrad_hooks: list[Callable[[], None]] = []
         self.tp_group: Any = None
         context = active()
+        self._noted_for: Recipe | None = None
         self._parameter_init = (
             ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
         )
@@ -93,12 +95,10 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         """The recipe to use: that of the active autocast, otherwise the bound recipe. None for high precision."""
         context = active()
         if context.depth:
+            if context.step is not None:
+                self._note_run(context.step, context.recipe)
             if not (context.enabled or context.calibrating):
                 return None
-            if context.step is not None:
-                context.step.layers_ran = True
-                if context.step.roles is not None:
-                    context.step.roles.update(role for role in self._roles("forward") if role is not None)
             return active_recipe() if context.recipe is None else context.recipe
         if self.bound_recipe is None and self.fp8 and (in_backward() or this_pass().recomputes):
             raise RuntimeError(
@@ -107,6 +107,13 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
                 "inside the function that is recomputed"
             )
         return self.bound_recipe
+
+    def _note_run(self, step: Step, recipe: Recipe | None) -> None:
+        """Tell an autocast that this layer ran in it, and what its rules are compared with, once for each recipe."""
+        step.layers_ran = True
+        if step.roles is not None and self._noted_for is not recipe:
+            step.roles.update(role for role in self._roles("forward") if role is not None)
+            self._noted_for = recipe
 
     @staticmethod
     def _only_calibrates() -> bool:
@@ -302,6 +309,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             _unloaded=self.get_extra_state() or None,
             _weight_cache=WeightCache(),
             _wgrads=[],
+            _noted_for=None,
             tp_group=None,  # process groups do not travel
             _parameter_init=self._parameter_init if any(p.is_meta for p in self.parameters()) else None,
             fp8_meta={k: v for k, v in self.fp8_meta.items() if k not in ("recipe", *SLOTS.values())},

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..gemm.activations import Activation, activation
 from ..linear.parallel import ParallelMode, share
 from ..recipe import QuantizerRole
-from ..runtime.derivatives import differentiable_once
 from .compiled import compilable
 from .forward_pass import ForwardPass, TracedPass
 from .linear_module import InitMethod, LinearModule, LinearSlots, default_init
@@ -197,7 +196,6 @@ class _ActivationFunction(torch.autograd.Function):
         return function.forward(x)
 
     @staticmethod
-    @differentiable_once("the activation of a LayerNormMLP")
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return ctx.function.backward(dy, x), None
+        return ctx.function.backward(dy, x), None  # autograd sees its operations, if a graph is asked for

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..gemm.norms import normalize, normalize_backward
 from ..linear.call import activation_dtype
 from ..linear.parallel import mark_sequence_parallel
-from ..runtime.derivatives import differentiable_once
 from ..tensor import QuantizedTensor
 from .options import parameter_options
 
@@ -37,16 +36,17 @@ def normalized(
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-        done, rows = normalize(x, weight, bias, eps, zero_centered)
-        ctx.save_for_backward(rows, weight, done.mean, done.rstd)
-        ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
+        done = normalize(x, weight, bias, eps, zero_centered)
+        ctx.save_for_backward(x, weight, done.mean, done.rstd)
+        ctx.eps, ctx.zero_centered, ctx.bias_dtype = eps, zero_centered, None if bias is None else bias.dtype
         return done.y
 
     @staticmethod
-    @differentiable_once("a norm")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        rows, weight, mean, rstd = ctx.saved_tensors
-        dx, dw, db = normalize_backward(dy, rows, weight, mean, rstd, ctx.zero_centered)
+        x, weight, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph is asked for, in which the statistics depend on x
+            _, mean, rstd = normalize(x, weight, None if mean is None else weight, ctx.eps, ctx.zero_centered)
+        dx, dw, db = normalize_backward(dy, x, weight, mean, rstd, ctx.zero_centered)
         return dx, dw, None if ctx.bias_dtype is None else db.to(ctx.bias_dtype), None, None
 
 

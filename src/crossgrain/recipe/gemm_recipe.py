@@ -78,6 +78,7 @@ class GemmRecipe(Recipe):
     settings: Settings
     rules: tuple[Rule, ...]
     blocks: str | None
+    checked_with_model: bool = False  # rules were compared with a model; not a part of the value
 
     def __init__(
         self,
@@ -306,7 +307,7 @@ class GemmRecipe(Recipe):
         if any(not isinstance(rule.matcher, ModuleType) for rule in self.rules):
             check_names(model)
         rules = [Rule(bound(rule.matcher, model, layers, blocks), rule.settings) for rule in self.rules]
-        recipe = self._with(rules=tuple(rules), blocks=blocks)
+        recipe = self._with(rules=tuple(rules), blocks=blocks, checked_with_model=True)
         for layer in layers:
             recipe.layer_formats(layer.name, layer.module_type)
         return recipe

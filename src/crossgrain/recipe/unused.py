@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
 
 from .base import Recipe
 from .gemm_recipe import GemmRecipe
+from .roles import QuantizerRole
 from .rules import Glob
 from .updates import Step
 
-_checked: weakref.WeakSet[GemmRecipe] = weakref.WeakSet()  # whose rules were compared with layers that ran
+_ran_with: weakref.WeakKeyDictionary[GemmRecipe, set[QuantizerRole]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[GemmRecipe, set[str]] = weakref.WeakKeyDictionary()
 
 
 def expect_layers(step: Step, recipe: Recipe) -> None:
-    """Have modules that run in ``step`` note their roles, if rules of ``recipe`` were not yet compared with any."""
-    if isinstance(recipe, GemmRecipe) and recipe.rules and recipe not in _checked:
+    """Have modules that run for the first time in ``step`` note their roles, if rules of ``recipe`` may match none."""
+    if isinstance(recipe, GemmRecipe) and recipe.rules and not recipe.checked_with_model:
         step.roles = set()
 
 
@@ -25,24 +26,28 @@ def warn_of_unused(step: Step, recipe: Recipe, stacklevel: int) -> None:
     if not step.layers_ran:
         warnings.warn(
             "no layer of crossgrain ran inside this autocast, so nothing was quantized. Convert the model with "
-            "crossgrain.convert(model, recipe), or build it of crossgrain.Linear and other layers of crossgrain.",
+            "crossgrain.convert(model, recipe), or build it of crossgrain.Linear and other layers of crossgrain. Only "
+            "forward needs an autocast: around backward() it has no effect.",
             stacklevel=stacklevel + 1,
         )
     if step.roles and isinstance(recipe, GemmRecipe):
-        _checked.add(recipe)
-        unmatched = _unmatched(recipe, step.roles)
+        roles, warned = _ran_with.setdefault(recipe, set()), _warned.setdefault(recipe, set())
+        roles |= step.roles
+        unmatched = [label for label in _unmatched(recipe, roles) if label not in warned]
+        warned.update(unmatched)
         if unmatched:
-            ran = sorted({role.name or "(no name)" for role in step.roles})
+            ran = sorted({role.name or "(no name)" for role in roles})
             shown = ", ".join(ran[:5]) + (f" and {len(ran) - 5} more" if len(ran) > 5 else "")
             warnings.warn(
                 f"no layer that ran inside this autocast is matched by {', '.join(unmatched)}, so the rule has had no "
                 f"effect. The layers that ran: {shown}. Patterns are for whole names; crossgrain.name_layers(model) "
-                "names layers by their paths.",
+                "names layers by their paths. If only a part of the model ran, use recipe.for_model(model), which "
+                "compares rules with the whole model.",
                 stacklevel=stacklevel + 1,
             )
 
 
-def _unmatched(recipe: GemmRecipe, roles: set[Any]) -> list[str]:
+def _unmatched(recipe: GemmRecipe, roles: set[QuantizerRole]) -> list[str]:
     found = []
     for index, rule in enumerate(recipe.rules):
         matcher = rule.matcher

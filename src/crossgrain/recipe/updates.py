@@ -39,7 +39,7 @@ class Step:
         self._first_module = True
         self.aborted = False
         self.layers_ran = False
-        self.roles: set[QuantizerRole] | None = None  # of the layers that ran, if somebody wants to know
+        self.roles: set[QuantizerRole] | None = None  # of layers that ran for the first time, if somebody wants to know
 
     def add(self, state: RecipeState, group: Any = None) -> None:
         """Record that ``state`` is about to be used. Does nothing for recipes without histories."""

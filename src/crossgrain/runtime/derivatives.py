@@ -1,7 +1,8 @@
-"""Functions of autograd that can be differentiated once.
+"""Functions of autograd whose gradients can be differentiated again only if that is right.
 
 Their backward computes with planes, kernels and collectives that autograd does not see. A gradient that was made with
-``create_graph=True`` would silently lack the terms of all these. So it can be used, but differentiating it raises.
+``create_graph=True`` would silently lack the terms of all these. So it can be used, but differentiating it raises,
+unless the function can also compute its gradients in operations that autograd sees.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor
 
 
-def differentiable_once(name: str | Callable[[Any], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def differentiable_once(
+    name: str | Callable[[Any], str], unless: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator for ``backward`` of a `torch.autograd.Function`.
 
     Args:
         name: what the error calls the function: a text, or a function of ``ctx`` that returns it.
+        unless: computes the same as ``backward`` in operations that autograd sees; returns None where it cannot. It
+            is used if a graph is asked for.
     """
 
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,6 +31,9 @@ def differentiable_once(name: str | Callable[[Any], str]) -> Callable[[Callable[
         def once(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled():  # nobody asked for a graph
                 return backward(ctx, *grads)
+            visible = None if unless is None else unless(ctx, *grads)
+            if visible is not None:
+                return visible
             with torch.no_grad():
                 found = backward(ctx, *grads)
             message = (

@@ -60,9 +60,9 @@ class _Norm(NormParameters, Computation):
             )
         x = plain(input_, activation_dtype(input_))
         bias = self.bias.detach() if self._has_bias else None  # type: ignore[union-attr]
-        done, rows = normalize(x, self.weight.detach(), bias, self.eps, self.zero_centered_gamma)
+        done = normalize(x, self.weight.detach(), bias, self.eps, self.zero_centered_gamma)
         if ctx.requires_grad:
-            ctx.save_for_backward(rows, done.mean, done.rstd)
+            ctx.save_for_backward(x, done.mean, done.rstd)
             ctx.shape, ctx.dtype = input_.shape, input_.dtype
         return done.y
 
@@ -71,9 +71,9 @@ class _Norm(NormParameters, Computation):
 
     def norm_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return dx in high precision, and the gradients of the parameters."""
-        rows, mean, rstd = ctx.saved_tensors
+        x, mean, rstd = ctx.saved_tensors
         weight = self.weight.detach()
-        dx, dw, db = normalize_backward(plain(grad_output), rows, weight, mean, rstd, self.zero_centered_gamma)
+        dx, dw, db = normalize_backward(plain(grad_output), x, weight, mean, rstd, self.zero_centered_gamma)
         return dx.reshape(ctx.shape).to(ctx.dtype), [dw, db] if self._has_bias else [dw]
 
 
