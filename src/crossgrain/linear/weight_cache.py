@@ -7,6 +7,7 @@ copy is used only for the parameters that it was made from. Otherwise the caller
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from ..tensor import QuantizedTensorStorage
 class _Entry(NamedTuple):
     copy: QuantizedTensorStorage
     made_from: list[weakref.ref[Tensor]]
+    versions: list[int]  # how often the parameters had been written to
 
     def serves(self, parameters: Sequence[Tensor], columnwise: bool) -> bool:
         if len(parameters) != len(self.made_from):
@@ -28,6 +30,20 @@ class _Entry(NamedTuple):
         if any(ref() is not parameter for ref, parameter in zip(self.made_from, parameters, strict=True)):
             return False
         return self.copy.plane(ROWWISE) is not None and not (columnwise and self.copy.plane(COLUMNWISE) is None)
+
+    def check_current(self, name: str, parameters: Sequence[Tensor]) -> None:
+        """Warn if a parameter was written to after the copy was made."""
+        if _versions(parameters) != self.versions:
+            warnings.warn(
+                f"{name} was changed after its quantized copy was made, but is_first_microbatch=False says to use the "
+                "copy: this pass computes with the old numbers. Pass is_first_microbatch=True in the first call after "
+                "each optimizer step, or None to quantize the weight in every call.",
+                stacklevel=2,
+            )
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
 class WeightCache:
@@ -41,6 +57,7 @@ class WeightCache:
         name: str,
         parameters: Sequence[Tensor],
         *,
+        layer: str,
         refresh: bool,
         columnwise: bool,
         make: Callable[[bool], QuantizedTensorStorage],
@@ -53,6 +70,7 @@ class WeightCache:
         Args:
             name: name of the weight.
             parameters: the parameters of which the weight consists.
+            layer: name of the layer, for messages.
             refresh: make the copy again.
             columnwise: whether the columnwise plane is needed.
             make: makes the copy; its argument says whether to make the columnwise plane.
@@ -62,7 +80,10 @@ class WeightCache:
             columnwise = columnwise or (entry is not None and entry.copy.plane(COLUMNWISE) is not None)
             with torch.inference_mode(False), torch.no_grad():  # a copy made for inference may be used for training
                 copy = make(columnwise)
-            entry = self._entries[name] = _Entry(copy, [weakref.ref(parameter) for parameter in parameters])
+            made_from = [weakref.ref(parameter) for parameter in parameters]
+            entry = self._entries[name] = _Entry(copy, made_from, _versions(parameters))
+        else:
+            entry.check_current(f"{layer}: {name}", parameters)
         return entry.copy
 
     def copies(self) -> dict[str, QuantizedTensorStorage]:

@@ -407,6 +407,7 @@ class LinearModule(QuantizedModule):
             return cache.get(
                 name,
                 parameters,
+                layer=self.layer,
                 refresh=bool(this.is_first_microbatch),
                 columnwise=columnwise,
                 make=lambda columnwise: quantizer.storing(rowwise=True, columnwise=columnwise).quantize(
