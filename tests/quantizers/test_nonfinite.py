@@ -202,7 +202,7 @@ def test_only_the_group_with_the_number_is_marked(make):
         for plain in quantizer.plain_quantizers():
             plain.nonfinite = "propagate"
     first, _, last = quantize_groups(rows, sizes, quantizers)
-    alone = copy.copy(quantizers[2]).quantize(rows[64:])
+    alone = quantizers[2].copy().quantize(rows[64:])
     assert all(first.dequantize(direction=plane.direction).isfinite().all() for plane in first.planes())
     for plane in last.planes():
         decoded = last.dequantize(direction=plane.direction)

@@ -42,6 +42,7 @@ from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
 _NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "nonfinite", "subject"))
+_OF_ITS_LAYER = frozenset(("_memo", "nonfinite", "subject"))  # not saved: a layer gives them to its quantizers again
 _MOST_LAYOUTS = 256  # a quantizer caches what it computed for so many shapes, so that many shapes do not fill memory
 
 
@@ -553,7 +554,7 @@ class Quantizer(AmaxReduction):
         return tuple(getattr(self, name) for name in fields)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "_memo"}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_ITS_LAYER}
         if state.get("amax_reduction_group") is not None:  # process groups cannot be pickled
             state["amax_reduction_group"] = None
             state["with_amax_reduction"] = False  # otherwise group None would mean all ranks
