@@ -24,6 +24,12 @@ QUANTIZERS: dict[str, Callable[[], cg.Quantizer]] = {
 }
 
 
+def dtype_of(quantizer: cg.Quantizer, x: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype of what a quantizer makes of a tensor of dtype ``x``: only an identity may have one of its own."""
+    own = quantizer.dtype if isinstance(quantizer, cg.IdentityQuantizer) else None
+    return x if own is None else own
+
+
 def buffers_of(tensor: cg.QuantizedTensorStorage) -> dict[str, torch.Tensor]:
     """Copies of all buffers by name."""
     return {name: buffer.clone() for name, buffer in tensor._buffers()}

@@ -19,8 +19,10 @@ def test_keeps_the_input_itself(x):
 def test_casts_only_if_asked(x):
     q = cg.IdentityQuantizer(dtype=torch.float16)(x)
     assert q._hp_data.dtype == torch.float16
-    assert q.dtype == x.dtype
-    assert torch.equal(q.dequantize(), x.half().to(x.dtype))
+    assert q.dtype == q.dequantize().dtype == torch.float16
+    assert torch.equal(q.dequantize(), x.half())
+    assert cg.IdentityQuantizer(dtype=torch.float16).make_empty((4, 4), dtype=torch.float32).dtype == torch.float16
+    assert cg.IdentityQuantizer(dtype=torch.float16).quantize(x, dtype=x.dtype).dtype == x.dtype
 
 
 def test_has_both_usages_always(x):

@@ -7,7 +7,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain import COLUMNWISE
 
-from ..common.quantizers import QUANTIZERS, assert_same_bytes, buffers_of
+from ..common.quantizers import QUANTIZERS, assert_same_bytes, buffers_of, dtype_of
 
 BLOCK_NAMES = [fmt.name for fmt in cg.formats.formats() if fmt.block is not None]
 
@@ -311,6 +311,8 @@ def test_in_place_operations_that_change_the_shape_are_refused(x):
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("variant", [{}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"])
 def test_optimizers_keep_the_parameter_and_write_it(quantizer, x, make, variant):
+    if dtype_of(quantizer) == torch.bfloat16 and make is torch.optim.SGD and "fused" in variant:
+        pytest.skip("torch's own fused SGD does nothing to bfloat16 on a CPU")
     weight = nn.Parameter(quantizer(x.float()))
     before = weight.dequantize().detach().clone()
     optimizer = make([weight], lr=0.5, **variant)

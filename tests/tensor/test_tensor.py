@@ -9,7 +9,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
 
-from ..common.quantizers import assert_same_bytes, buffers_of
+from ..common.quantizers import assert_same_bytes, buffers_of, dtype_of
 
 DIRECTIONS = [ROWWISE, COLUMNWISE]
 
@@ -186,7 +186,7 @@ def test_a_saved_tensor_that_was_overwritten_is_noticed(quantizer, x):
 def test_reading_does_not_put_buffers_into_the_graph(quantizer, x):
     p = nn.Parameter(quantizer(x.float()))
     p.dequantize()
-    nn.functional.linear(torch.randn(2, 256), p)
+    nn.functional.linear(torch.randn(2, 256, dtype=dtype_of(quantizer)), p)
     assert not any(buffer.requires_grad for _, buffer in p._buffers())
     assert not p.detach().dequantize().requires_grad
 
@@ -235,7 +235,7 @@ def test_a_transposed_copy_of_an_alias_goes_stale_too(x):
 
 def test_gradients_pass_straight_through(quantizer):
     a = torch.randn(128, 128, requires_grad=True)
-    weights = torch.randn(128, 128)
+    weights = torch.randn(128, 128).to(dtype_of(quantizer)).float()
     (quantizer(a).dequantize() * weights).sum().backward()
     assert torch.equal(a.grad, weights)
 
@@ -254,12 +254,12 @@ def test_an_internal_result_carries_no_graph(quantizer):
 
 
 def test_parameters_get_high_precision_gradients(quantizer, x):
-    layer = nn.Linear(256, 128)
+    layer = nn.Linear(256, 128).to(dtype_of(quantizer))
     layer.weight = nn.Parameter(quantizer(x.float()))
-    inp = torch.randn(8, 256)
+    inp = torch.randn(8, 256, dtype=dtype_of(quantizer))
     layer(inp).sum().backward()
     assert type(layer.weight.grad) is torch.Tensor
-    assert torch.equal(layer.weight.grad, torch.ones(8, 128).t() @ inp)
+    assert torch.equal(layer.weight.grad, torch.ones_like(layer(inp)).t() @ inp)
 
 
 # ---- saving for backward -----------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_assigning_plain_data_of_another_shape_and_dtype_makes_new_buffers(quant
     q.data = other
     torch.set_rng_state(seed)
     assert isinstance(q, nn.Parameter) and type(q.data) is type(before)
-    assert (q.shape, q.dtype) == (other.shape, torch.float32)
+    assert (q.shape, q.dtype) == (other.shape, dtype_of(quantizer))
     assert_same_bytes(q, quantizer(other))
     assert all(torch.equal(buffer, value) for buffer, value in zip(old, kept, strict=True))
 

@@ -155,7 +155,7 @@ class IdentityQuantizer(Quantizer):
     """Keeps tensors in high precision: the result holds the (detached) input.
 
     Args:
-        dtype: cast the input to this dtype; None to keep it as it is.
+        dtype: cast the input to this dtype, which is then that of the result; None to keep it as it is.
         rowwise: accepted; both directions are always available.
         columnwise: see rowwise.
     """
@@ -173,7 +173,7 @@ class IdentityQuantizer(Quantizer):
     def quantize_impl(self, tensor: Tensor) -> Any:
         tensor = self._checked(tensor, list(Direction))
         kept = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
-        return self._wrapped(kept, tensor.dtype)
+        return self._wrapped(kept, kept.dtype)
 
     def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
         self._as_plain(matrix)
@@ -219,7 +219,7 @@ class IdentityQuantizer(Quantizer):
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
         kept = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=device, pin_memory=pin_memory)
-        return self._wrapped(kept, dtype)
+        return self._wrapped(kept, kept.dtype)
 
     def _wrapped(self, kept: Tensor, dtype: torch.dtype) -> Any:
         if self.internal:
