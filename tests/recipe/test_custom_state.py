@@ -181,10 +181,9 @@ def test_making_quantizers_again_keeps_the_histories():
     [
         lambda role: SHORT,
         lambda role: SHORT if role != ROLES[0] else mxfp8(),
-        lambda role: DelayedScalingRequest(amax_history_len=8) if role else mxfp8(),
         lambda role: hybrid(SHORT, SHORT) if role == ROLES[0] else mxfp8(),
     ],
-    ids=["count", "slots", "length", "directions"],
+    ids=["count", "slots", "directions"],
 )
 def test_other_histories_start_anew(factory):
     old = state_of(lambda role: SHORT if role else mxfp8())
@@ -195,6 +194,17 @@ def test_other_histories_start_anew(factory):
     new.make_quantizers()
     assert new.scale.data_ptr() != old.scale.data_ptr()
     assert set(new.scale.tolist()) == {1.0}
+
+
+def test_histories_of_another_length_are_taken_over():
+    old = state_of(lambda role: SHORT if role else mxfp8())
+    old.make_quantizers()
+    old.scale.fill_(9.0)
+    new = state_of(lambda role: DelayedScalingRequest(amax_history_len=8) if role else mxfp8())
+    new.inherit_state_from(old)
+    new.make_quantizers()
+    assert set(new.scale.tolist()) == {9.0}
+    assert len(new.delayed.amax_history) == 8
 
 
 def test_nothing_to_inherit():

@@ -110,17 +110,44 @@ def test_inheriting_shares_the_buffers():
     "other",
     [
         lambda: state_of(count=2),
-        lambda: state_of(DelayedScaling(amax_history_len=5)),
         lambda: state_of(mode="backward"),
         lambda: RecipeState.create(MXFP8BlockScaling(), mode="forward", num_quantizers=3),
     ],
-    ids=["count", "length", "mode", "kind"],
+    ids=["count", "mode", "kind"],
 )
 def test_incompatible_states_are_not_inherited(other):
     state = state_of()
     scale = state.scale
     assert not state.inherit_state_from(other())
     assert state.scale is scale
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_a_history_of_another_length_is_cut_or_extended(length):
+    """As Transformer Engine does: the first rows stay, rows of zeros are added, and the scale does not change."""
+    old = state_of()
+    old.amax_history.copy_(torch.arange(12.0).view(4, 3))
+    old.scale.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    new = state_of(DelayedScaling(amax_history_len=length))
+    assert new.inherit_state_from(old)
+    kept = old.amax_history[:length]
+    assert torch.equal(new.amax_history, torch.cat((kept, torch.zeros(length - len(kept), 3))))
+    assert new.scale.tolist() == [1.0, 2.0, 3.0]
+    assert new.make_quantizers()[1].scale.item() == 2.0
+
+
+@pytest.mark.parametrize("layer", [lambda: cg.Linear(32, 32), lambda: cg.ops.BasicLinear(32, 32)], ids=["module", "op"])
+def test_layers_keep_scales_when_the_length_changes(layer):
+    layer = layer()
+    for length in (4, 2, 8):
+        before = {mode: state.scale.clone() for mode, state in layer._built.states.items()}
+        with cg.autocast(recipe=DelayedScaling(amax_history_len=length)):
+            y = layer(torch.randn(32, 32, requires_grad=True))
+            for mode, scale in before.items():
+                assert torch.equal(layer._built.states[mode].scale, scale)
+                assert (scale[:1] != 1).all()
+        y.sum().backward()
+        assert all(len(state.amax_history) == length for state in layer._built.states.values())
 
 
 def test_another_fp8_type_is_not_inherited():

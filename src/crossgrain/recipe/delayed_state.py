@@ -63,9 +63,10 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
         return Float8Quantizer(self.scale[column], self.amax_history[0, column], self.dtype)
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Share the buffers of ``other``, if they are for the same tensors, FP8 type and length of the history.
+        """Share the buffers of ``other``, if they are for the same tensors and FP8 type.
 
-        Buffers on another device are copied.
+        Buffers on another device are copied. A history of another length is copied too: it loses its last rows, or gets
+        rows of zeros; the scale stays as it is.
 
         Returns:
             Whether the buffers were taken over.
@@ -77,10 +78,15 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
             and self.columns == other.columns
             and self.dtype is other.dtype
             and (self.device == other.device or other.device.type != "meta")
-            and self.amax_history.shape == other.amax_history.shape
         )
         if same:
-            self.scale, self.amax_history = other.scale.to(self.device), other.amax_history.to(self.device)
+            self.scale = other.scale.to(self.device)
+            if self.amax_history.shape == other.amax_history.shape:
+                self.amax_history = other.amax_history.to(self.device)
+            else:
+                rows = min(len(self.amax_history), len(other.amax_history))
+                with torch.no_grad():
+                    self.amax_history[:rows].copy_(other.amax_history[:rows])
         return same
 
     def end_step(self, reduced_amax: Tensor | None = None) -> None:
