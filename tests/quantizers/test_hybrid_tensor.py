@@ -70,7 +70,6 @@ def test_storages_have_storages_as_children(h, x):
         "columnwise_storage",
         "quantizer",
         "fake_dtype",
-        "alias_of",
     }
     assert_same_bytes(rebuilt, storage)
     assert_same_bytes(storage.view(2, 64, 256).view(128, 256), storage)

@@ -438,7 +438,11 @@ def test_make_like_shares_buffers(quantizer, x):
 def test_metadata_rebuilds_the_storage(quantizer, x):
     quantizer.internal = True
     storage = quantizer(x.clone())
-    assert_same_bytes(type(storage)(**storage.get_metadata()), storage)
+    rebuilt = type(storage)(**storage.get_metadata())
+    assert_same_bytes(rebuilt, storage)
+    assert not any(value is storage for value in storage.get_metadata().values())
+    if not isinstance(storage, cg.HybridQuantizedTensorStorage):
+        assert rebuilt._epochs is storage._epochs, "it is an alias, and shares the record of writes"
 
 
 def test_clear_frees_the_codes(quantizer, x):

@@ -35,7 +35,6 @@ class Float8TensorStorage(FP8Storage):
         COLUMNWISE: PlaneBuffers("_transpose", "_scale_inv"),
     }
     _shares_scale = True
-    _strict_decodes_rowwise_only = True
 
     _data: Tensor | None
     _transpose: Tensor | None
@@ -67,7 +66,7 @@ class Float8TensorStorage(FP8Storage):
             self._transpose = None  # bytes that are not valid are freed
 
     def get_metadata(self) -> dict[str, Any]:
-        return {
+        metadata = {
             "data": self._data,
             "fp8_scale_inv": self._scale_inv,
             "fp8_dtype": self._fp8_dtype,
@@ -75,8 +74,8 @@ class Float8TensorStorage(FP8Storage):
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "formats": self._formats,
-            "alias_of": self,
         }
+        return self._lending(metadata)
 
     # One buffer may be used for both directions. The methods below handle that.
 

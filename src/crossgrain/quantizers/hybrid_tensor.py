@@ -170,13 +170,13 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         return data if len(data) == 2 else data[0]
 
     def get_metadata(self) -> dict[str, Any]:
-        return {
+        metadata = {
             "rowwise_storage": self.rowwise_sub_storage,  # raises if it is stale: a new hybrid would not know
             "columnwise_storage": self.columnwise_sub_storage,
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
-            "alias_of": self,
         }
+        return self._lending(metadata)
 
     # ---- child by child ------------------------------------------------------------------------
 

@@ -40,12 +40,12 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         self._init_common(dict.fromkeys(Direction, IDENTITY), quantizer, fake_dtype, shape, (hp_data,))
 
     def get_metadata(self) -> dict[str, Any]:
-        return {
+        metadata = {
             "hp_data": self._hp_data,
             "fake_dtype": self._dtype,
             "quantizer": self._quantizer,
-            "alias_of": self,
         }
+        return self._lending(metadata)
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         return (self._hp_data, None) if rowwise_data and columnwise_data else self._hp_data

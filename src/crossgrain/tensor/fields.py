@@ -58,13 +58,8 @@ class DataAndScaleStorage(QuantizedTensorStorage):
     def _common_metadata(self) -> dict[str, Any]:
         """The constructor arguments that all these formats have."""
         buffers = {name.removeprefix("_"): getattr(self, name) for name in self._buffer_names}
-        return {
-            **buffers,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "formats": self._formats,
-            "alias_of": self,
-        }
+        metadata = {"quantizer": self._quantizer, "fake_dtype": self._dtype, "formats": self._formats}
+        return self._lending({**buffers, **metadata})
 
 
 class DataScaleAndAmaxStorage(DataAndScaleStorage):

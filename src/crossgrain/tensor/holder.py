@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import Format
 from ..planes import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
@@ -58,6 +60,8 @@ class Epoch:
         self.init_value: Any = None
 
 
+_lenders = WeakTensorKeyDictionary()  # for buffers that `get_metadata` has returned: of whom, by class of storage
+
 Cuts = tuple[tuple[int, int, int], ...]  # slices, in their order: dimension, start, stop
 
 
@@ -68,9 +72,8 @@ class PlaneHolder:
     (`_init_fields`) and `get_metadata`.
 
     Args:
-        *args: arguments of the format's class.
-        alias_of: another object that may have the same buffers. If it has, both share the record of writes.
-        **kwargs: arguments of the format's class.
+        *args: arguments of the format's class, as `get_metadata` returns them.
+        **kwargs: the same. If another object has lent its buffers by `get_metadata`, both share the record of writes.
     """
 
     _buffer_names: ClassVar[tuple[str, ...]] = ()  # in the order in which they are saved for backward
@@ -90,12 +93,28 @@ class PlaneHolder:
     _shard: Any = None  # of a parameter that FSDP2 gathered: the shard of this rank
     _made_of_zeros: bool = False  # FSDP2 fills its first rows, so a slice of them may end inside a block
 
-    def __init__(self, *args: Any, alias_of: PlaneHolder | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._init_fields(*args, **kwargs)
-        if alias_of is not None and self._shares_buffers_with(alias_of):
+        lender = self._lender()
+        if lender is not None:
             if kwargs.get("shape") is None:
-                self._shape = alias_of._shape
-            self._join(alias_of)
+                self._shape = lender._shape
+            self._join(lender)
+
+    def _lending(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Note that the buffers are lent, so that an object that is made of them is known to be an alias."""
+        for _, buffer in self._buffers():
+            _lenders.setdefault(buffer, {})[self._storage_class()] = weakref.ref(self)
+        return metadata
+
+    def _lender(self) -> PlaneHolder | None:
+        """The object of this kind whose `get_metadata` gave a buffer of this one; None if there is none (any more)."""
+        for _, buffer in self._buffers():
+            ref = _lenders.get(buffer, {}).get(self._storage_class())
+            lender: PlaneHolder | None = None if ref is None else ref()
+            if lender is not None and lender is not self and self._shares_buffers_with(lender):
+                return lender
+        return None
 
     def _init_fields(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError

@@ -33,7 +33,6 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         device: the device; by default that of the buffers.
         stride: strides of the tensor, for formats that can be strided.
         storage_offset: offset of the tensor, for formats that can be strided.
-        alias_of: another tensor that may have the same buffers; both share the record of writes then.
         **storage: buffers and options of the storage class.
     """
 
@@ -57,7 +56,6 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         device: torch.device | str | None = None,
         stride: Sequence[int] | None = None,
         storage_offset: int = 0,
-        alias_of: QuantizedTensorStorage | None = None,
         **storage: Any,
     ) -> QuantizedTensor:
         if device is None:
