@@ -127,11 +127,6 @@ def _finish(target: Target | None) -> None:
         write_tensor_scale(target)
 
 
-def _largest(bits: Sequence[int]) -> int:
-    """The largest of what the threads or groups return. There is none if there are no rows."""
-    return int(max(bits, default=0))
-
-
 def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode a rowwise plane."""
     (target,) = chosen
@@ -144,7 +139,7 @@ def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
             first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.keys, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
-    bits = _largest(run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen))
+    bits = max(run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen), default=0)
     _finish(target)
     return bits
 
@@ -164,7 +159,7 @@ def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         )  # fmt: skip
 
     tiles = -(-at.height // transposed.HEIGHT)
-    bits = _largest(run_kernel(transposed.encode_columns, arguments, tiles, x.numel(), chosen))
+    bits = max(run_kernel(transposed.encode_columns, arguments, tiles, x.numel(), chosen), default=0)
     _finish(target)
     return bits
 
@@ -178,7 +173,7 @@ def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     def arguments(first: Ints, last: Ints) -> Arguments:
         return (at.x, at.codes, factor, first, last, tag_of_input(x), element, YES)
 
-    bits = _largest(run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel(), chosen))
+    bits = max(run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel(), chosen), default=0)
     write_tensor_scale(target)
     return bits
 
@@ -202,7 +197,7 @@ def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
             *run.place, first, last, width, strip, scratch, *run.keys, tag_of_input(x), element, *run.tags,
         )  # fmt: skip
 
-    bits = _largest(run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen))
+    bits = max(run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen), default=0)
     _finish(row)
     return bits
 
@@ -237,7 +232,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
             plane.format.block != (1, 16), tag_of_input(x), *tags, *run.tags,
         )  # fmt: skip
 
-    bits = _largest(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen))
+    bits = max(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen), default=0)
     if bits > INFINITY_BITS:
         return REFUSED
     _finish(column)
@@ -264,7 +259,7 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         )  # fmt: skip
 
     by_rows = nvfp4_rows.tile_rows if is_nvfp4_tile_rows(target) else nvfp4_rows.block_rows
-    bits = _largest(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel(), chosen))
+    bits = max(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel(), chosen), default=0)
     if bits > INFINITY_BITS:
         return REFUSED
     _finish(target)
@@ -293,7 +288,7 @@ def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> int:
             first, last, width, ROWWISE in places, COLUMNWISE in places, tag_of_input(x), tag_of_plane(plane),
         )  # fmt: skip
 
-    return _largest(run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel(), chosen))
+    return max(run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel(), chosen), default=0)
 
 
 def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
@@ -326,7 +321,7 @@ def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> int:
             tag_of_input(x), tag_of_plane(first.plane), yes_or_no(encoding.power_of_two),
         )  # fmt: skip
 
-    bits = _largest(run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel(), chosen))
+    bits = max(run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel(), chosen), default=0)
     if fmt.block is None:
         for target in group:
             write_tensor_scale(target)

@@ -152,7 +152,8 @@ def run_kernel(
             return kernel(dispatcher, *given)(*given)
 
         return run_ranges(work, count, elements)
-    return [result for part in run_groups(dispatcher, arguments, count, elements, keep) for result in part.results]
+    parts = run_groups(dispatcher, arguments, count, elements, keep)
+    return [result for part in parts for result in part.results.tolist()]
 
 
 class PartOfGroups(NamedTuple):
