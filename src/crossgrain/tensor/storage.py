@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..runtime.settings import settings
-from .holder import Epoch, PlaneHolder
+from .holder import PlaneHolder, copied_epochs
 from .row_shards import assign_gathered, extract_shard, shard_field_names
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class QuantizedTensorStorage(PlaneHolder):
         for name in self._buffer_names:
             setattr(self, name, None)
         # Autograd checks the buffers from here on, or they come back as copies: later writes to them do not count here.
-        self._epochs = {direction: Epoch(epoch.number) for direction, epoch in self._epochs.items()}
+        self._epochs = copied_epochs(self._epochs)
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
