@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..runtime.settings import settings
 from .holder import PlaneHolder, copied_epochs
@@ -122,7 +123,7 @@ class QuantizedTensorStorage(PlaneHolder):
         src = self._apart(src)
         pairs, rest = [], []
         for plane in self.planes():
-            theirs = src.plane(plane.direction) or src._derivable(plane.direction)
+            theirs = src._plane_for(plane.direction, plane.format)
             if theirs is not None and theirs.format == plane.format and theirs.shape == plane.shape:
                 pairs.append((plane, theirs))
             else:
@@ -205,6 +206,19 @@ class QuantizedTensorStorage(PlaneHolder):
         if source is None or not same_codes_in_both(source.format, self._formats[direction]):
             return None
         return kernels.transposed_plane(source, self._plane_tensor_shape(), self._stores_transposed(direction))
+
+    def _plane_for(self, direction: Direction, fmt: Format) -> Plane | None:
+        """The plane of ``direction``, in any format; if it is missing, made from the other one if that is exact.
+
+        Args:
+            direction: the direction.
+            fmt: the format in which a missing plane is made.
+        """
+        own = self.plane(direction)
+        source = self.plane(direction.other) if own is None else None
+        if source is None or not same_codes_in_both(source.format, fmt):
+            return own
+        return kernels.transposed_plane(source, source.shape, direction is COLUMNWISE and fmt.transposes)
 
     def _synthesise(self, direction: Direction) -> Plane:
         """The missing plane of ``direction``, with the numbers and scales of the other. Raises if it is impossible."""
