@@ -390,6 +390,15 @@ def test_data_can_be_assigned(h, x):
     assert unchanged(q, before)
 
 
+@pytest.mark.parametrize("rows", [64, 128])
+def test_data_cannot_be_assigned_where_no_plane_could_take_it(x, rows):
+    q = hybrid_of("mxfp8", "nvfp4")(x)
+    q.update_usage(rowwise_usage=False, columnwise_usage=False)
+    with pytest.raises(RuntimeError, match="has no planes, so a tensor that is assigned to its data would be lost"):
+        q.data = x[:rows].clone()
+    assert q.shape == x.shape
+
+
 # ---- writing, saving -----------------------------------------------------------------------------------
 
 

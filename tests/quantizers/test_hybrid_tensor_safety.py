@@ -373,3 +373,14 @@ def test_threads_share_a_quantizer(x):
         thread.join()
     for q, values in zip(results, inputs, strict=True):
         assert_same_bytes(q, h(values))
+
+
+def test_an_operation_on_a_list_that_one_tensor_refuses_writes_none(x):
+    """Columns that are made from rows need whole blocks of rows, which this slice does not have."""
+    made = hybrid_of("mxfp8", "mxfp4", "rowwise_dequantized")(x)
+    made.update_usage(rowwise_usage=False)
+    part, other = made[:, :16], cg.quantize(x, "mxfp8")
+    before = buffers_of(other)
+    with pytest.raises(ValueError, match=r"cannot quantize a tensor of shape \[128, 16\] rowwise as mxfp8"):
+        torch._foreach_mul_([other, part], 0.5)
+    assert unchanged(other, before)

@@ -110,7 +110,7 @@ def _restore_tensor(tensor: Any) -> Restore:
         buffers = [*(buffer for _, buffer in tensor._buffers()), *_quantizer_tensors(tensor._quantizer)]
     values = [buffer.clone() for buffer in buffers]
     records = [(part, part._epochs, dict(part._formats)) for part in parts]
-    marks = [(mark, mark.number, mark.init_value) for part in parts for mark in part._write_marks()]
+    marks = [(mark, mark.number, mark.tensor.number, mark.init_value) for part in parts for mark in part._write_marks()]
     initial = {name: value for name, value in vars(tensor).items() if name.endswith("_high_precision_init_val")}
 
     def restore() -> None:
@@ -119,8 +119,8 @@ def _restore_tensor(tensor: Any) -> Restore:
         for part, epochs, formats in records:
             part._epochs = epochs
             part._formats.update(formats)
-        for mark, number, init_value in marks:
-            mark.number, mark.init_value = number, init_value
+        for mark, number, last, init_value in marks:
+            mark.number, mark.tensor.number, mark.init_value = number, last, init_value
         vars(tensor).update(initial)
 
     return restore

@@ -46,7 +46,7 @@ def leave_for_processing(weight: QuantizedTensor, manual: bool) -> None:
     if _transposed_columns(weight) is None:
         return
     if manual:
-        weight._epochs[ROWWISE].number = next_write_number()
+        weight._epochs[ROWWISE].note(next_write_number())
     else:
         weight.update_usage(columnwise_usage=False)
 

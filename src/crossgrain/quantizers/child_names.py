@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..planes import COLUMNWISE, ROWWISE, Direction
-from ..tensor.holder import Epoch
+from ..tensor.holder import copied_epochs
 
 _CODES = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
 
@@ -37,7 +37,7 @@ class _OfChild:
         """Record a write of one child: the other child becomes stale, or this one is no longer behind it."""
         children, behind = tensor._children(), tensor._is_stale(self._direction)
         number = children[self._direction.other]._last_write() if behind else None
-        child._epochs = {direction: Epoch(mark.number) for direction, mark in child._epochs.items()}  # in new memory
+        child._epochs = copied_epochs(child._epochs)  # in new memory
         child._mark_written(number)
 
     def _child(self, tensor: Any) -> Any:

@@ -347,7 +347,12 @@ class HybridQuantizer(Quantizer):
             storage.quantize_(src)  # through to its buffer, which aliases share
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
-        self._check_children_writable(dst._children())  # type: ignore[attr-defined]
+        children = dst._children()  # type: ignore[attr-defined]
+        self._check_children_writable(children)
+        if self.derives_columns and list(children) == [COLUMNWISE]:  # they are made from rows, which must be possible
+            row = self._quantizer_of(ROWWISE)
+            if not row.custom:
+                row._check_shape(children[COLUMNWISE]._plane_tensor_shape(), [ROWWISE])
 
     def _check_children_writable(self, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
         for direction, storage in children.items():

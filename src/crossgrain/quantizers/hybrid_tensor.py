@@ -370,7 +370,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         src._check_fresh()
         src = self._apart(src)
         mine = self._children()
-        pairs = {direction: _matching_planes(child, _part(src, direction)) for direction, child in mine.items()}
+        pairs = {direction: self._matching_planes(direction, src) for direction in mine}
         fitting = {direction: child for direction, child in mine.items() if pairs[direction]}
         rest = {direction: child for direction, child in mine.items() if direction not in fitting}
         if not fitting or (rest and not self._get_quantizer()._can_write_alone(rest)):  # type: ignore[attr-defined]
@@ -383,6 +383,25 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
             for direction, child in fitting.items():
                 child._copy_planes(pairs[direction])
         return True
+
+    def _matching_planes(self, direction: Direction, src: QuantizedTensorStorage) -> list[tuple[Plane, Plane]]:
+        """Pairs of planes of the child and of ``src`` whose bytes can be copied; empty if a plane has no partner.
+
+        A direction that ``src`` does not have is made from its other one if that is exact, unless columns are defined
+        to be made from decoded rows.
+        """
+        theirs = _part(src, direction)
+        derives = direction is COLUMNWISE and self._quantizer is not None and self._quantizer.derives_columns
+        missing = not src.get_usages()[direction.value] and not derives
+        pairs = []
+        for plane in self._children()[direction].planes():
+            other = None if theirs is None else theirs.plane(plane.direction)
+            if other is None and missing:
+                other = src._plane_for(plane.direction, plane.format)
+            if other is None or _layout(other) != _layout(plane):
+                return []
+            pairs.append((plane, other))
+        return pairs
 
     def _apart_from(self, src: Tensor) -> Tensor:
         """``src``, or a copy if writing to a child would change it."""
@@ -533,17 +552,6 @@ def _shallow(child: QuantizedTensorStorage) -> QuantizedTensorStorage:
 def _part(src: QuantizedTensorStorage, direction: Direction) -> QuantizedTensorStorage | None:
     """What has a direction of ``src``: the child of a hybrid, otherwise ``src`` itself."""
     return src._children().get(direction) if isinstance(src, HybridQuantizedTensorStorage) else src
-
-
-def _matching_planes(mine: QuantizedTensorStorage, theirs: QuantizedTensorStorage | None) -> list[tuple[Plane, Plane]]:
-    """Pairs of planes whose bytes can be copied; empty if there is not one for every plane of ``mine``."""
-    pairs = []
-    for plane in mine.planes():
-        other = None if theirs is None else theirs.plane(plane.direction)
-        if other is None or _layout(other) != _layout(plane):
-            return []
-        pairs.append((plane, other))
-    return pairs
 
 
 def _layout(plane: Plane) -> tuple[Any, ...]:

@@ -251,7 +251,7 @@ def _copy_(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> T
     if not isinstance(dst, QuantizedTensor):
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
-    if isinstance(src, QuantizedTensor) and rounded_again(dst, src) is not None and is_loading():
+    if isinstance(src, QuantizedTensor) and is_loading() and rounded_again(dst, src) is not None:
         check_formats({"a tensor of the state dict": dst}, {"a tensor of the state dict": src})
     if isinstance(src, QuantizedTensor) and src.shape == dst.shape and dst._copy_bytes_from(src):
         hand_on_init_value(src, dst)

@@ -43,21 +43,49 @@ def next_write_number() -> int:
     return next(_write_numbers)
 
 
+class LastWrite:
+    """The number of the last write to any plane of a tensor, through any object that is or was an alias of it."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+
 class Epoch:
     """A record of writes to a plane. All objects with the same buffers share it.
 
     Attributes:
         number: number of the last write.
+        tensor: the last write to any plane of the tensor. The plane is stale if that is a later one.
         received: number of the last write with bytes from another rank; 0 if there was none.
         init_value: the `InitValue` that the plane was made from, if it is preserved.
     """
 
-    __slots__ = ("__weakref__", "init_value", "number", "received")
+    __slots__ = ("__weakref__", "init_value", "number", "received", "tensor")
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, tensor: LastWrite | None = None) -> None:
         self.number = number
+        self.tensor = LastWrite(number) if tensor is None else tensor
         self.received = 0
         self.init_value: Any = None
+
+    def note(self, number: int) -> None:
+        """Record a write."""
+        self.number = number
+        self.tensor.number = max(number, self.tensor.number)
+
+
+def new_epochs() -> dict[Direction, Epoch]:
+    """The records of a tensor that shares its buffers with no other."""
+    tensor = LastWrite()
+    return {direction: Epoch(0, tensor) for direction in Direction}
+
+
+def copied_epochs(epochs: Mapping[Direction, Epoch]) -> dict[Direction, Epoch]:
+    """Records with the same numbers, which later writes to ``epochs`` do not change."""
+    tensor = LastWrite(max((epoch.tensor.number for epoch in epochs.values()), default=0))
+    return {direction: Epoch(epoch.number, tensor) for direction, epoch in epochs.items()}
 
 
 _lenders = WeakTensorKeyDictionary()  # for buffers that `get_metadata` has returned: of whom, by class of storage
@@ -135,7 +163,7 @@ class PlaneHolder:
         self._shape = torch.Size(self._inferred_shape() if shape is None else shape)
         self._matrix = matrix_shape(self._shape)
         self._cut_axes = ()
-        self._epochs = {direction: Epoch() for direction in Direction}
+        self._epochs = new_epochs()
 
     def _shares_buffers_with(self, other: PlaneHolder) -> bool:
         theirs = [id(buffer) for _, buffer in other._buffers()]
@@ -201,7 +229,8 @@ class PlaneHolder:
         return Plane(fmt, direction, self._matrix, data, scale, amax, transposed, self._is_stale(direction))
 
     def _is_stale(self, direction: Direction) -> bool:
-        return self._epochs[direction].number < self._epochs[direction.other].number
+        epoch = self._epochs[direction]
+        return epoch.number < epoch.tensor.number
 
     def _check_fresh(self) -> None:
         """Raise if a plane is stale, or if its memory was freed."""
@@ -267,7 +296,7 @@ class PlaneHolder:
             setattr(self, name, value)
         self._formats = dict(state["_formats"])
         self._shape = torch.Size(state["_shape"])
-        self._epochs = {direction: Epoch() for direction in Direction}
+        self._epochs = new_epochs()
 
     def _stores_transposed(self, direction: Direction) -> bool:
         return direction is COLUMNWISE and self._formats[direction].transposes
@@ -282,7 +311,8 @@ class PlaneHolder:
 
     def _adopt_plane(self, plane: Plane) -> None:
         """Add a plane in new buffers that holds the same numbers as the other plane."""
-        self._epochs = {**self._epochs, plane.direction: Epoch(self._last_write())}
+        tensor = self._epochs[plane.direction].tensor
+        self._epochs = {**self._epochs, plane.direction: Epoch(tensor.number, tensor)}
         self._set_plane(plane.direction, plane)
 
     def _write_marks(self) -> list[Epoch]:
@@ -295,8 +325,8 @@ class PlaneHolder:
     def _mark_written(self, number: int | None = None) -> None:
         """Record that all planes of this object were just written.
 
-        In aliases, a plane that this object does not have becomes stale. Autograd is told that the buffers changed, so
-        that it notices if they were saved for backward.
+        A plane that this object does not have becomes stale in all aliases that have it. Autograd is told that the
+        buffers changed, so that it notices if they were saved for backward.
 
         Args:
             number: number of the write, if it is part of a larger one.
@@ -305,13 +335,15 @@ class PlaneHolder:
         self._made_of_zeros = False
         if not self._plane_buffers:
             for epoch in self._whole_epochs().values():
-                epoch.number = number
+                epoch.note(number)
             return
         epochs = dict(self._epochs)
         stale = {direction: self._is_stale(direction) for direction in Direction}
         for direction, names in self._plane_buffers.items():
+            tensor = epochs[direction].tensor
+            tensor.number = max(number, tensor.number)
             if getattr(self, names.data) is None:
-                epochs[direction] = Epoch(number)  # not shared: a plane that is added later belongs to this write
+                epochs[direction] = Epoch(number, tensor)  # a plane that is added later belongs to this write
             elif not (self._cut_axes and stale[direction]):  # writing a slice does not make the whole plane valid
                 epochs[direction].number = number
         self._epochs = epochs
@@ -368,7 +400,7 @@ class PlaneHolder:
         new._shape = shape
         new._matrix = self._matrix if matrix is None else matrix
         new._cut_axes = self._cut_axes if cut_axes is None else cut_axes
-        new._epochs = {direction: Epoch() for direction in Direction} if fresh else self._epochs
+        new._epochs = new_epochs() if fresh else self._epochs
         if self._shard is not None and not fresh:
             new._shard = self._shard
         return new

@@ -55,7 +55,7 @@ def rounded_again(dst: QuantizedTensorStorage, src: QuantizedTensorStorage) -> D
             continue
         if direction is COLUMNWISE and _makes_columns_from_rows(dst) and ROWWISE in held:
             continue  # its columns are always made by rounding the decoded rows
-        plane = src.plane(direction) or src._derivable(direction)
+        plane = src._plane_for(direction, fmt)
         if plane is None or plane.format != fmt:
             return direction
     return None

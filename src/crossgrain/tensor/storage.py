@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..runtime.settings import settings
-from .holder import Epoch, PlaneHolder
+from .holder import PlaneHolder, copied_epochs
 from .row_shards import assign_gathered, extract_shard, shard_field_names
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class QuantizedTensorStorage(PlaneHolder):
         src = self._apart(src)
         pairs, rest = [], []
         for plane in self.planes():
-            theirs = src.plane(plane.direction) or src._derivable(plane.direction)
+            theirs = src._plane_for(plane.direction, plane.format)
             if theirs is not None and theirs.format == plane.format and theirs.shape == plane.shape:
                 pairs.append((plane, theirs))
             else:
@@ -206,6 +207,19 @@ class QuantizedTensorStorage(PlaneHolder):
             return None
         return kernels.transposed_plane(source, self._plane_tensor_shape(), self._stores_transposed(direction))
 
+    def _plane_for(self, direction: Direction, fmt: Format) -> Plane | None:
+        """The plane of ``direction``, in any format; if it is missing, made from the other one if that is exact.
+
+        Args:
+            direction: the direction.
+            fmt: the format in which a missing plane is made.
+        """
+        own = self.plane(direction)
+        source = self.plane(direction.other) if own is None else None
+        if source is None or not same_codes_in_both(source.format, fmt):
+            return own
+        return kernels.transposed_plane(source, source.shape, direction is COLUMNWISE and fmt.transposes)
+
     def _synthesise(self, direction: Direction) -> Plane:
         """The missing plane of ``direction``, with the numbers and scales of the other. Raises if it is impossible."""
         refused = settings.strict and not self._strict_synthesises(direction)
@@ -231,7 +245,7 @@ class QuantizedTensorStorage(PlaneHolder):
         for name in self._buffer_names:
             setattr(self, name, None)
         # Autograd checks the buffers from here on, or they come back as copies: later writes to them do not count here.
-        self._epochs = {direction: Epoch(epoch.number) for direction, epoch in self._epochs.items()}
+        self._epochs = copied_epochs(self._epochs)
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ from ..runtime.devices import resolved_device
 from ..runtime.torch_patches import lists_of_tensors
 from . import dispatch, sharding
 from .autograd import DequantizeFunction
-from .holder import Epoch
+from .holder import new_epochs
 from .storage import QuantizedTensorStorage
 
 
@@ -201,6 +201,11 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         return cast(QuantizedTensor, quantizer.quantize(value))
 
     def _check_assignable(self, value: Tensor) -> None:
+        if not any(self.get_usages().values()):
+            raise RuntimeError(
+                f"this {type(self).__name__} of shape {list(self.shape)} has no planes, so a tensor that is assigned "
+                "to its data would be lost"
+            )
         if value._base is not None and value._base.numel() > value.numel():
             raise RuntimeError(
                 f"the data of a {type(self).__name__} of shape {list(self.shape)} cannot be a piece of a larger tensor "
@@ -349,7 +354,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         for name, value in context.items():
             setattr(new, name, value)
         new._shape = torch.Size(outer_size)
-        new._epochs = {direction: Epoch() for direction in new._formats}
+        new._epochs = new_epochs()
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
