@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import signal
-import sys
 import threading
 import time
 from queue import SimpleQueue
@@ -15,6 +14,8 @@ import pytest
 import torch
 
 from crossgrain.kernels.cpu import decoders, runtime
+
+from ...common.interrupts import interrupted_at
 
 
 class Interrupted(Exception):
@@ -101,24 +102,6 @@ def test_threads_hold_on_to_the_memory_of_a_kernel():
     assert Memory.gone
 
 
-def raise_at_instruction(number):
-    """Raise in this thread before the instruction of that number, counted over all functions of ``runtime``."""
-    left = number
-
-    def trace(frame, event, argument):
-        nonlocal left
-        if frame.f_code.co_filename != runtime.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left < 0:
-                raise Interrupted  # which ends tracing
-        return trace
-
-    sys.settrace(trace)
-
-
 @pytest.mark.parametrize("helpers", ["started", "new"])
 def test_an_exception_at_any_instruction_leaves_nobody_at_work(two_threads, monkeypatch, helpers):
     at_work = []
@@ -140,14 +123,8 @@ def test_an_exception_at_any_instruction_leaves_nobody_at_work(two_threads, monk
     while not finished:
         if helpers == "new":
             runtime._started.clear()
-        try:
-            raise_at_instruction(number)
-            run()
-            finished = True
-        except Interrupted:
-            assert at_work == [], f"interrupted at instruction {number}"
-        finally:
-            sys.settrace(None)
+        finished = not interrupted_at(number, runtime, run)
+        assert at_work == [], f"interrupted at instruction {number}"
         assert run() == [(0, 2), (2, 4)], f"after an interrupt at instruction {number}"
         number += 1
     assert number > 100, "all of it was counted"
