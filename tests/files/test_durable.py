@@ -182,6 +182,17 @@ def test_remains_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {mine.name, elsewhere.name, init.name}
 
 
+def test_an_attempt_that_left_its_directory_behind_does_not_block_the_next(tmp_path, monkeypatch):
+    """A second interrupt may come while the first one's remains are being removed."""
+    with monkeypatch.context() as patched:
+        patched.setattr(durable.shutil, "rmtree", lambda *arguments, **options: None)
+        with pytest.raises(KeyboardInterrupt), durable.whole_directory(tmp_path / "step-1") as left:
+            raise KeyboardInterrupt
+    with durable.whole_directory(tmp_path / "step-1") as temporary:
+        (temporary / "file").write_text("new")
+    assert left.is_dir() and (tmp_path / "step-1" / "file").read_text() == "new"
+
+
 # ---- the kill test -----------------------------------------------------------------------------------
 
 KILLS = 50

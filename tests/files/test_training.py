@@ -1,5 +1,7 @@
 """Training checkpoints: a run that is resumed is the run that was not interrupted, bit for bit."""
 
+import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -399,3 +401,21 @@ def test_a_file_that_was_sealed_again_with_other_bytes_is_damaged(tmp_path):
         rewrite(path, lambda _, manifest=manifest: json.dumps(manifest).encode())
         with pytest.raises(files.DamagedFileError):
             files.load_checkpoint(path, model=model)
+
+
+def test_an_interrupt_while_torch_completes_a_file_does_not_end_the_process(tmp_path, monkeypatch):
+    """torch completes the file when its own object is freed. It aborts the process if that fails."""
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(torch.serialization._open_zipfile_writer_buffer, "__exit__", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            files.save_checkpoint(tmp_path, 1, model=nn.Linear(2, 2))
+        gc.collect()
+        os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert os.listdir(tmp_path) == []

@@ -1,6 +1,7 @@
 """torch's optimizers on quantized parameters: right through masters, loud without."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import crossgrain as cg
 from crossgrain import recipe as recipes
 from crossgrain.optim import FusedAdam, FusedSGD, with_masters
 
+from ..common.interrupts import interrupted_at
 from ..common.optimizer_steps import gradient, quantized_parameter, run_steps, small_model, weight_value
 from ..common.quantizers import PAIRS, QUANTIZERS, assert_same_bytes, hybrid_of
+from ..common.saved_models import assert_same_contents, contents
 
 RECIPE = recipes.MXFP8BlockScaling()
 
@@ -304,3 +307,32 @@ def test_updates_that_are_kept_are_not_complained_about(recwarn):
     activation = QUANTIZERS["mxfp8"]()(weight_value())
     activation.add_(1e-6)
     assert not recwarn
+
+
+def test_a_step_that_is_interrupted_anywhere_can_be_repaired():
+    """Also while parameters are put back in place of their masters, and also by going on."""
+    params = [quantized_parameter(cg.quantizer_for("mxfp8"), shape=(32, 32)), nn.Parameter(torch.randn(4))]
+    optimizer = with_masters(torch.optim.SGD, params, lr=0.1, momentum=0.9)
+    run_steps(optimizer, params, 1)
+    before = copy.deepcopy((params, optimizer.state_dict()))
+
+    def restore():
+        with torch.no_grad():
+            for param, value in zip(params, before[0], strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(copy.deepcopy(before[1]))
+
+    run_steps(optimizer, params, 1)
+    expected, number, hit = contents([params, optimizer]), 0, True
+    assert optimizer.param_groups[0]["params"][0] is params[0]
+    while hit:
+        restore()
+        hit = interrupted_at(
+            number, sys.modules["crossgrain.optim.with_masters"], lambda: run_steps(optimizer, params, 1)
+        )
+        assert "master_param" in optimizer.state_dict()["state"][0], f"the master is gone at instruction {number}"
+        restore()
+        run_steps(optimizer, params, 1)
+        assert_same_contents(contents([params, optimizer]), expected)
+        number += 7
+    assert number > 500, "all of it was counted"

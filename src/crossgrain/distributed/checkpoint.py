@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as async_sa
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ..files.bound import RecipeChoice, recipe_text
-from ..files.durable import publish_directory, temporary_beside
+from ..files.durable import new_directory_beside, publish_directory
 from ..files.manifest import check_files, write_manifest
 from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
 from ..files.training import INIT_VALUES, Checkpoint, check_request, manifest_of
@@ -261,9 +261,7 @@ def _preserved(value: Any) -> dict[str, Tensor]:
 
 def _begun(root: Path, step: int) -> tuple[Path, Path]:
     destination = path_of_new_step(root, step)
-    temporary = temporary_beside(destination)
-    temporary.mkdir()
-    return temporary, destination
+    return new_directory_beside(destination), destination
 
 
 # ---- loading ---------------------------------------------------------------------------------------------

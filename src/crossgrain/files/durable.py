@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 _TEMPORARY = ".writing-"
@@ -44,13 +45,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Like `whole_file`, for a directory. ``path`` must not exist yet: a directory cannot be replaced atomically."""
     path = Path(path)
-    temporary = temporary_beside(path)
+    temporary = new_directory_beside(path)
     try:
-        temporary.mkdir()
         yield temporary
         publish_directory(temporary, path)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # also of rmtree itself, if it is interrupted
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -73,8 +74,8 @@ def make_directory(path: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Remove a directory. It is renamed first, so nobody sees it partly empty under its own name."""
-    temporary = temporary_beside(path)
-    os.rename(path, temporary)
+    temporary = new_directory_beside(path)
+    os.rename(path, temporary)  # over an empty directory
     shutil.rmtree(temporary)
 
 
@@ -89,6 +90,21 @@ def remove_remains(directory: Path) -> None:
 def temporary_beside(path: Path) -> Path:
     """A temporary name next to ``path`` that contains the host and the process that writes it."""
     return path.with_name(f"{_TEMPORARY}{_host()}-{os.getpid()}-{_token()}-{path.name}")
+
+
+def new_directory_beside(path: Path) -> Path:
+    """Create a directory with a temporary name next to ``path``.
+
+    An attempt that was interrupted while it cleaned up has left a directory, and one in the background may still be
+    writing to it. So it is left alone, and this one gets a number.
+    """
+    first = temporary_beside(path)
+    for attempt in count():
+        temporary = first.with_name(f"{first.name}-{attempt}" if attempt else first.name)
+        with suppress(FileExistsError):
+            temporary.mkdir()
+            break
+    return temporary
 
 
 @cache

@@ -15,7 +15,8 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -231,32 +232,17 @@ def _preserve(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
             keep_high_precision_init_val(param, values[name])
 
 
-class _Writer:
-    """A file for torch.save that remembers why a write failed: torch's own error does not say."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _write(path: Path, content: Any) -> None:
     with open(path, "wb") as file:
-        writer = _Writer(file)
+        sink: Any = SimpleNamespace(write=file.write, flush=file.flush)
         try:
-            torch.save(content, writer)  # type: ignore[arg-type]
-        except RuntimeError:
-            if writer.error is not None:
-                raise writer.error from None
+            torch.save(content, sink)
+        except BaseException as error:
+            # If it was interrupted, torch writes the end of the file when its own object is freed, perhaps much later,
+            # and aborts the process if that raises. So from now on everything is accepted, and goes nowhere.
+            sink.write = len
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None  # torch's own error does not say why a write failed
             raise
     try:
         torch.load(path, weights_only=True, mmap=True)  # looks at the structure and leaves the numbers on the disk

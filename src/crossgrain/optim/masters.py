@@ -25,13 +25,13 @@ def take_master(param: Tensor) -> Tensor:
     It is made from the preserved initial value, which is then dropped, or else from the decoded parameter. For a
     sharded parameter it is that of this rank's shard.
     """
-    value: Tensor | None = None
-    if is_quantized(param):
-        value = preserved_value(param)
-        clear_preserved_value(param)
+    value = preserved_value(param) if is_quantized(param) else None
     if value is None:
         value = as_plain(param)
-    return value.to(device=param.device, dtype=torch.float32, copy=True).contiguous()
+    master = value.to(device=param.device, dtype=torch.float32, copy=True).contiguous()
+    if is_quantized(param):
+        clear_preserved_value(param)  # not before there is a master
+    return master
 
 
 def is_quantized(param: Tensor) -> bool:

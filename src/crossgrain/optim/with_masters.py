@@ -58,8 +58,11 @@ def _blank_with_masters(optimizer: type[Optimizer]) -> Optimizer:
 class _WithMasters(Optimizer):
     """The base class that adds masters to a torch optimizer, before it in the order of base classes."""
 
+    _in_place: list[Pair]  # parameters in whose place their masters are, while a step runs
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        self._put_back()
         check_in_use(self.param_groups)
         with self._masters_in_place() as pairs:
             _hand_gradients(pairs)
@@ -71,12 +74,18 @@ class _WithMasters(Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class is made on demand, so a pickle names the one it was made from.
+        self._put_back()
         return _blank_with_masters, (_made_from(type(self)),), self.__getstate__()
 
     def _wants_master(self, param: Tensor) -> bool:
         if not is_quantized(param) and param.dtype == torch.float32:
             return False
         return param.requires_grad or param.grad is not None or param in self.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict, with masters in the states of their parameters."""
+        self._put_back()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict. A parameter whose state has no master gets one from its values in the next step.
@@ -119,25 +128,38 @@ class _WithMasters(Optimizer):
         ``make`` returns the master of a parameter that has none; by default it is made from the parameter.
         """
         make = make or _master_of
-        pairs = []
-        for param in [param for group in self.param_groups for param in group["params"]]:
-            if self._wants_master(param):
-                state = self.state.pop(param, {})
-                master = state.pop(MASTER, None)  # optimizers take an empty state for the first step
-                if master is None:
-                    master = make(param)
-                    state = _in_float32(state, param)  # some optimizers make it along with themselves
-                if state:
-                    self.state[master] = state
-                pairs.append((param, master))
-        self._exchange(pairs)
+        self._put_back()  # what an interrupted step has left
+        pairs = self._in_place
         try:
+            for param in [param for group in self.param_groups for param in group["params"]]:
+                if self._wants_master(param):
+                    state = self.state.get(param, {})
+                    if MASTER not in state:  # some optimizers make a state along with themselves
+                        state = self.state[param] = {**_in_float32(state, param), MASTER: make(param)}
+                    master, own = state[MASTER], _without_master(state)
+                    pairs.append((param, master))
+                    if own:  # optimizers take an empty state for the first step
+                        self.state[master] = own
+                    self.state[param] = {MASTER: master}
+            self._exchange(pairs)
             yield pairs
         finally:
-            self._exchange([(master, param) for param, master in pairs])
-            for param, master in pairs:
-                master.grad = None
-                self.state[param] = {**self.state.pop(master, {}), MASTER: master}
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the parameters in place of their masters, with the states of these.
+
+        An interrupt may come at any time, so each master is kept by somebody at any time, and doing it again completes
+        what was begun.
+        """
+        pairs = self.__dict__.get("_in_place", [])
+        self._exchange([(master, param) for param, master in pairs])
+        for param, master in pairs:
+            master.grad = None
+            if master in self.state or MASTER not in self.state.get(param, {}):
+                self.state[param] = {**self.state.get(master, {}), MASTER: master}
+            self.state.pop(master, None)
+        self._in_place = []
 
     def _exchange(self, pairs: Sequence[Pair]) -> None:
         """Replace the first of each pair by the second in all groups."""

@@ -1,12 +1,16 @@
 """Compiling and running kernels under bad conditions: damaged caches, shutdown, forks."""
 
+import _thread
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
+import weakref
 from pathlib import Path
+from queue import SimpleQueue
 
 import numba.core.config
 import pytest
@@ -164,17 +168,40 @@ print(tags.TagType("x").name)
 # ---- threads -----------------------------------------------------------------------------------------
 
 
-class _Closed:
-    """A pool at shutdown."""
-
-    def submit(self, *arguments):
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-
 def test_without_helpers_the_caller_does_all_ranges(monkeypatch):
     monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "4")
-    monkeypatch.setattr(runtime, "_pool", lambda workers: _Closed())
+    monkeypatch.setattr(runtime, "_helpers", lambda wanted: 0)
     assert runtime.run_ranges(lambda first, last: (first, last), 10, 1 << 30) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+
+
+def test_where_no_thread_can_be_started_there_are_no_helpers(monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(runtime, "_started", [])
+    monkeypatch.setattr(runtime._thread, "start_new_thread", refuse)
+    assert runtime._helpers(3) == 0
+
+
+def test_a_thread_that_waits_for_work_owns_nothing(monkeypatch):
+    """What a caller has let go is freed, although the thread that worked on it lives on."""
+    monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "2")
+    monkeypatch.setattr(runtime, "_jobs", SimpleQueue())
+    monkeypatch.setattr(runtime, "_started", [])
+    both = threading.Barrier(2)  # so that the helper takes a range too
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    gone = weakref.ref(memory)
+    runtime.run_ranges(lambda first, last, keep=memory: both.wait(), 2, 1 << 30)
+    del memory
+    idle = threading.Event()
+    runtime._jobs.put(idle.set)  # which the only helper begins when it has let go of the job before
+    assert idle.wait(60)
+    assert gone() is None
+    runtime._jobs.put(_thread.exit)
 
 
 def test_an_error_of_a_helper_reaches_the_caller(monkeypatch):

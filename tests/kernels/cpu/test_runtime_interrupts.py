@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 import time
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
 
-from crossgrain.kernels.cpu import runtime
+from crossgrain.kernels.cpu import decoders, runtime
+
+from ...common.interrupts import interrupted_at
 
 
 class Interrupted(Exception):
@@ -60,8 +67,9 @@ def test_an_interrupt_waits_for_the_helpers_that_write(two_threads, alarms, agai
 
 
 def test_a_helper_that_has_not_begun_takes_nothing_after_an_error(two_threads, monkeypatch):
-    taken, helpers = [], []
-    monkeypatch.setattr(runtime, "_submit", lambda work, count: helpers.append(work) or [])
+    taken, late = [], SimpleQueue()
+    monkeypatch.setattr(runtime, "_jobs", late)  # which no thread looks at
+    monkeypatch.setattr(runtime, "_helpers", lambda wanted: wanted)
 
     def work(first, last):
         taken.append(first)
@@ -69,7 +77,7 @@ def test_a_helper_that_has_not_begun_takes_nothing_after_an_error(two_threads, m
 
     with pytest.raises(ZeroDivisionError):
         runtime.run_ranges(work, 4, 1 << 20)
-    helpers[0]()  # the pool starts it now
+    late.get_nowait()()  # a thread takes it now
     assert taken == [0]
 
 
@@ -92,3 +100,78 @@ def test_threads_hold_on_to_the_memory_of_a_kernel():
     assert not Memory.gone
     held.clear()
     assert Memory.gone
+
+
+@pytest.mark.parametrize("helpers", ["started", "new"])
+def test_an_exception_at_any_instruction_leaves_nobody_at_work(two_threads, monkeypatch, helpers):
+    at_work = []
+    queue = SimpleQueue()
+    monkeypatch.setattr(runtime, "_jobs", queue)
+    monkeypatch.setattr(runtime, "_started", [])
+
+    def work(first, last):
+        at_work.append(first)
+        time.sleep(0.0005)
+        at_work.remove(first)
+        return first, last
+
+    def run():
+        return runtime.run_ranges(work, 4, 1 << 20)
+
+    assert run() == [(0, 2), (2, 4)]
+    number, finished = 0, False
+    while not finished:
+        if helpers == "new":
+            runtime._started.clear()
+        finished = not interrupted_at(number, runtime, run)
+        assert at_work == [], f"interrupted at instruction {number}"
+        assert run() == [(0, 2), (2, 4)], f"after an interrupt at instruction {number}"
+        number += 1
+    assert number > 100, "all of it was counted"
+    for _ in range(number):
+        queue.put(_thread.exit)
+
+
+def test_the_compiler_is_never_interrupted(alarms, monkeypatch):
+    """Its lock would stay with the main thread, and helpers that need it would wait for ever."""
+    monkeypatch.setattr(runtime, "_compiled", {})
+    in_main_thread = []
+
+    class Dispatcher:
+        overloads: ClassVar = {(): SimpleNamespace(entry_point=lambda: "called")}
+
+        def compile(self, signature):
+            time.sleep(0.05)
+            in_main_thread.append(threading.current_thread() is threading.main_thread())
+
+    dispatcher = Dispatcher()
+    alarms(0.01)
+    with pytest.raises(Interrupted):
+        runtime.kernel(dispatcher)
+    assert runtime.kernel(dispatcher)() == "called"
+    assert in_main_thread and not any(in_main_thread), "the compile that nobody waited for was completed, too"
+
+
+def test_an_error_of_the_compiler_reaches_the_caller(monkeypatch):
+    monkeypatch.setattr(runtime, "_compiled", {})
+
+    class Dispatcher:
+        def compile(self, signature):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        runtime.kernel(Dispatcher())
+
+
+def test_a_table_of_scratch_memory_is_there_only_when_it_is_complete(monkeypatch):
+    """Decoding would take what it finds in the table for numbers, and give garbage from then on."""
+    tables = decoders._Tables()
+
+    def interrupted(*arguments, **options):
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoders.torch, "arange", interrupted)
+        with pytest.raises(Interrupted):
+            tables.mine()
+    assert torch.equal(tables.mine().view(torch.uint8)[1024:], torch.arange(256, dtype=torch.uint8))

@@ -89,8 +89,9 @@ class _Tables(threading.local):
     def mine(self) -> Tensor:
         if self.table is None:
             with torch.inference_mode(False):
-                self.table = torch.empty(320, dtype=torch.float32, device="cpu")
-                self.table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8, device="cpu")
+                table = torch.empty(320, dtype=torch.float32, device="cpu")
+                table.view(torch.uint8)[1024:] = torch.arange(256, dtype=torch.uint8, device="cpu")
+            self.table = table  # only now, when it is complete: an interrupt may come at any time
         return self.table
 
 

@@ -6,12 +6,16 @@ second OpenMP runtime beside torch's, any number of callers can run at once, and
 
 from __future__ import annotations
 
+import _thread
+import atexit
+import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +29,6 @@ from .tags import Tag, TagType
 _ELEMENTS_PER_THREAD = 1 << 18  # with fewer numbers, another thread costs more time than it saves
 
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
@@ -36,11 +39,41 @@ def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
     key = (dispatcher, *[argument.name for argument in arguments if type(argument) is Tag])
     entry = _compiled.get(key)
     if entry is None:
-        with global_compiler_lock:
-            signature = tuple(map(_numba_type, arguments))
-            dispatcher.compile(signature)
-            entry = _compiled[key] = dispatcher.overloads[signature].entry_point
+        _undisturbed(partial(_compile, key, arguments))
+        entry = _compiled[key]
     return entry
+
+
+def _compile(key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
+    dispatcher, signature = key[0], tuple(map(_numba_type, arguments))
+    with global_compiler_lock:
+        dispatcher.compile(signature)
+        _compiled[key] = dispatcher.overloads[signature].entry_point
+
+
+def _undisturbed(work: Callable[[], None]) -> None:
+    """Run ``work`` on a thread that no signal interrupts: handlers run in the main thread, which only waits.
+
+    An exception inside the compiler could leave its lock held or its tables half filled. The work is completed even
+    if the wait for it is interrupted.
+    """
+    exposed = threading.get_ident() == threading.main_thread().ident
+    if not exposed or _at_exit.is_set() or global_compiler_lock.is_locked():
+        return work()
+    outcome: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+            outcome.put(None)
+        except BaseException as error:
+            outcome.put(error)
+
+    _thread.start_new_thread(run, ())
+    error = outcome.get()
+    if error is not None:
+        raise error
+    return None
 
 
 class Compiled(NamedTuple):
@@ -76,14 +109,18 @@ def thread_count(elements: int) -> int:
 
 
 def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> list[Any]:
-    """Run ``work(first, last)`` for ``range(count)``, divided into one range per thread. Returns the results."""
+    """Run ``work(first, last)`` for ``range(count)``, divided into one range per thread. Returns the results.
+
+    Nobody is still at work when it returns or raises, whatever is raised in this thread: whoever handles an interrupt
+    may free or reuse the memory that is being written.
+    """
     threads = 1 if elements < 2 * _ELEMENTS_PER_THREAD else min(thread_count(elements), count)
     if threads <= 1:
         return [work(0, count)]
     ranges = deque(enumerate(pairwise(count * i // threads for i in range(threads + 1))))
     results: list[Any] = [None] * threads
-    gates = [threading.RLock() for _ in range(threads - 1)]  # each held by a helper while it may be writing
-    unused = deque(gates)
+    errors: list[BaseException] = []
+    gate = new_gate()
 
     def take_ranges() -> None:
         while True:
@@ -94,39 +131,39 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
             results[i] = work(first, last)
 
     def help_out() -> None:
-        gate = unused.popleft()
-        if gate.acquire(blocking=False):  # else it is over, and the caller holds the gate
-            try:
-                take_ranges()
-            finally:
-                gate.release()
+        if enter(gate) != 0:  # it is over
+            return
+        try:
+            take_ranges()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            leave(gate)
 
     try:
-        helpers = _submit(help_out, threads - 1)
+        for _ in range(_helpers(threads - 1)):
+            _jobs.put(help_out)
         take_ranges()
-        for helper in helpers:
-            if not helper.cancel():  # a thread that has not started has nothing to do
-                helper.result()
-    except BaseException:  # also an interrupt: whoever handles it may free the memory that helpers write to
-        ranges.clear()
-        for gate in gates:
-            _pass(gate)
+        close(gate)
+    except BaseException:
+        close(gate)  # must be the first call: before it, no signal's handler runs
         raise
+    if errors:
+        raise errors.pop()
     return results
 
 
-def _pass(gate: Any) -> None:
-    """Wait for the helper that holds the gate, whatever interrupts the waiting: an interrupt is on its way up already.
+# Helpers are inside a gate while they work. The caller closes it: that waits for all who are inside, and keeps others
+# out. It is a lock of the operating system, shared by helpers, because waiting for a lock of Python ends as soon as a
+# signal's handler raises. Closing it twice does nothing.
+_system = ctypes.CDLL(None)
+enter, leave, close = (getattr(_system, f"pthread_rwlock_{name}") for name in ("tryrdlock", "unlock", "wrlock"))
 
-    All time is spent inside ``acquire``, where another one is caught. Memory does not depend on it: helpers own what
-    they write to (`run_kernel`).
-    """
-    while True:
-        try:
-            gate.acquire()
-            return
-        except BaseException:
-            continue
+
+def new_gate() -> Any:
+    gate = ctypes.create_string_buffer(256)  # at least the size of pthread_rwlock_t
+    _system.pthread_rwlock_init(gate, None)
+    return gate
 
 
 Arguments = tuple[Any, ...]  # of a kernel: numbers or arrays of them, then tags
@@ -200,28 +237,40 @@ def _kind(value: Any) -> str:
     return {bool: "b", float: "f", int: "i"}[type(value)]
 
 
-def _submit(work: Callable[[], None], workers: int) -> list[Future[None]]:
-    """Run ``work`` on other threads. There are none while the interpreter shuts down."""
-    helpers: list[Future[None]] = []
+# Helpers are threads that take jobs from a queue, for all callers. Each step of starting them and of handing them a job
+# is one call of C, so that an exception between two steps breaks nothing; and nobody waits for a job to begin.
+_jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_started: list[int] = []
+_at_exit = threading.Event()
+
+
+def _helpers(wanted: int) -> int:
+    """The number of helpers, after more were started if there are fewer than ``wanted``; at most that many."""
+    if _at_exit.is_set():
+        return 0
     try:
-        for _ in range(workers):
-            helpers.append(_pool(workers).submit(work))
-    except RuntimeError:
+        while len(_started) < wanted:
+            _started.append(_thread.start_new_thread(_serve, (_jobs,)))
+    except RuntimeError:  # there can be no more threads
         pass
-    return helpers
+    return min(len(_started), wanted)
 
 
-def _pool(workers: int) -> ThreadPoolExecutor:
-    key = (os.getpid(), workers)  # threads do not survive a fork
-    pool = _pools.get(key)
-    if pool is None:
-        pool = _pools.setdefault(key, _new_pool(workers))
-    return pool
+def _serve(jobs: SimpleQueue[Callable[[], None]]) -> None:
+    torch.set_flush_denormal(False)  # a thread inherits it from the thread that starts it, and would keep it
+    while True:
+        jobs.get()()  # not kept in a variable: a job owns tensors
 
 
-def _new_pool(workers: int) -> ThreadPoolExecutor:
-    # A thread inherits flush-to-zero from the thread that starts it, and would keep it.
-    return ThreadPoolExecutor(workers, "crossgrain", initializer=lambda: torch.set_flush_denormal(False))
+def _forget_helpers() -> None:
+    """In the child of a fork, where they are not."""
+    global _jobs
+    _jobs = SimpleQueue()
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_forget_helpers)
+atexit.register(_at_exit.set)  # while the interpreter shuts down, threads end wherever they are
 
 
 # In the child of a fork, the lock of the compiler must not be held by a thread that does not exist there.
