@@ -205,6 +205,88 @@ def test_one_channel_for_many_readers_and_the_caller() -> None:
     assert torch.equal(x.grad, torch.full((3,), 13.0))
 
 
+class _Looks(ops.BasicOperation):
+    """Adds its extra input, and notes whether it would get a gradient."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, ctxs, input_, *, basic_op_extra_inputs, **kwargs):  # type: ignore[no-untyped-def]
+        ((extra,),) = basic_op_extra_inputs
+        self.gets_gradient = extra.requires_grad
+        return input_ + extra, [()]
+
+    def fuser_backward(self, ctxs, grad_output, *, basic_op_grad_extra_outputs):  # type: ignore[no-untyped-def]
+        return grad_output, [()], [(grad_output if self.gets_gradient else None,)]
+
+
+def test_a_tensor_of_a_channel_says_whether_it_gets_a_gradient() -> None:
+    make, looks = ops.MakeExtraOutput(), _Looks()
+    make.set_extra_output_channel(0, "x", output_to_caller=False)
+    looks.set_extra_input_channel(0, "x")
+    model = ops.Sequential(ops.Identity(), make, looks)
+    x = torch.randn(3, requires_grad=True)
+    model(x).sum().backward()
+    assert looks.gets_gradient
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    plain = torch.randn(3)
+    model(plain)
+    assert not looks.gets_gradient
+    assert not plain.requires_grad
+
+
+class _MakeAndAdd(ops.FusedOperation):
+    """Both ends of a channel in one operation: y = x + x."""
+
+    leaves_out = True
+
+    def fuser_forward(self, ctxs, input_, *, basic_op_extra_inputs, **kwargs):  # type: ignore[no-untyped-def]
+        assert basic_op_extra_inputs == [(), (None,)]
+        return input_ + input_, [(None if self.leaves_out else input_,), ()]
+
+    def fuser_backward(self, ctxs, grad_output, *, basic_op_grad_extra_outputs):  # type: ignore[no-untyped-def]
+        ((from_outside,), _) = basic_op_grad_extra_outputs
+        dx = 2 * grad_output if from_outside is None else 2 * grad_output + from_outside
+        return dx, [(), ()], [(), (grad_output,)]  # the gradient of the extra input is in dx already
+
+
+def _fuse(found, *, recipe):  # type: ignore[no-untyped-def]
+    for i in range(len(found) - 1):
+        if isinstance(found[i], ops.MakeExtraOutput) and isinstance(found[i + 1], ops.AddExtraInput):
+            return [*found[:i], _MakeAndAdd([found[i], found[i + 1]]), *found[i + 2 :]]
+    return found
+
+
+@pytest.mark.parametrize("passes", ["both", "forward", "backward"])
+def test_a_fused_operation_with_both_ends_of_a_channel_passes_it_on_by_itself(passes, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    name = {"both": "forward_backward", "forward": "forward", "backward": "backward"}[passes]
+    monkeypatch.setattr(ops.OperationFuser, f"{name}_fusion_functions", [_fuse])
+    make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    make.set_extra_output_channel(0, "x", output_to_caller=False)
+    add.set_extra_input_channel(0, "x")
+    x = torch.randn(3, requires_grad=True)
+    y = ops.Sequential(make, add)(x)
+    assert torch.equal(y, x + x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_what_is_needed_outside_of_a_fusion_cannot_be_left_out(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(ops.OperationFuser, "forward_backward_fusion_functions", [_fuse])
+    make, add, later = ops.MakeExtraOutput(), ops.AddExtraInput(), ops.AddExtraInput()
+    add.set_extra_input_channel(0, "x")
+    make.set_extra_output_channel(0, "x", output_to_caller=True)
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="extra output 0 of operation 0 is public, but _MakeAndAdd returned None"):
+        ops.Sequential(make, add)(x)
+    make.set_extra_output_channel(0, "x", output_to_caller=False)
+    later.set_extra_input_channel(0, "x")
+    with pytest.raises(RuntimeError, match="outside its forward fusion, but _MakeAndAdd returned None"):
+        ops.Sequential(make, add, later)(x)
+    monkeypatch.setattr(_MakeAndAdd, "leaves_out", False)
+    ops.Sequential(make, add, later)(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+
+
 def test_wrong_channels_are_refused() -> None:
     add, make = ops.AddExtraInput(), ops.MakeExtraOutput()
     add.set_extra_input_channel(0, "x")

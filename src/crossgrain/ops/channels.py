@@ -18,12 +18,17 @@ class Port(NamedTuple):
 
 
 class Wiring:
-    """The extra inputs and outputs of all basic operations of a sequence."""
+    """The extra inputs and outputs of all basic operations of a sequence.
+
+    A fused operation that consists of both the writer and a reader of a channel passes the tensor on by itself: it gets
+    None for the extra input, may return None for the extra output, and adds up the gradients.
+    """
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self.inputs = [[_input_port(op, i) for i in range(op.num_extra_inputs)] for op in ops]
         self.outputs = [[_output_port(op, i) for i in range(op.num_extra_outputs)] for op in ops]
         self._check(ops)
+        self._writers = {port.channel: i for i, ports in enumerate(self.outputs) for port in ports if port.channel}
         self.num_public_inputs = sum(port.public for ports in self.inputs for port in ports)
 
     def _check(self, ops: Sequence[BasicOperation]) -> None:
@@ -43,6 +48,29 @@ class Wiring:
                         "earlier operation of the sequence writes to it already"
                     )
                 known |= {port.channel} if port.channel is not None else set()
+
+    def passes_inside(self, port: Port, indices: Sequence[int]) -> bool:
+        """Whether the writer of a port's channel is one of the operations ``indices``, which are fused."""
+        return port.channel is not None and self._writers[port.channel] in indices
+
+    def check_left_out(self, name: str, index: int, output: int, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if an extra output that a fused operation has left out is needed outside of it.
+
+        Args:
+            name: class of the fused operation.
+            index: position of the basic operation.
+            output: number of its extra output.
+            indices: positions of the basic operations that are fused.
+        """
+        port = self.outputs[index][output]
+        readers = [i for i, ports in enumerate(self.inputs) if port.channel in [each.channel for each in ports]]
+        if port.public:
+            raise RuntimeError(f"extra output {output} of operation {index} is public, but {name} returned None for it")
+        if any(reader not in indices for reader in readers):
+            raise RuntimeError(
+                f"extra output {output} of operation {index} is read by an operation outside its forward fusion, but "
+                f"{name} returned None for it"
+            )
 
     def public_inputs(self, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """The extra inputs of the caller, for each operation; None for those that come from a channel."""

@@ -208,7 +208,7 @@ class _Run:
             x, extra_outputs = op.fuser_forward(
                 [self.contexts[i] for i in indices],
                 x,
-                basic_op_extra_inputs=[_filled(self.wiring.inputs[i], extras[i], channels) for i in indices],
+                basic_op_extra_inputs=[self._filled(i, extras[i], channels, indices) for i in indices],
                 prev_op_grad_output_quantizer=None if before is None else before.get_grad_output_quantizer(),
                 next_op_input_quantizer=None if after is None else after.get_input_quantizer(),
                 basic_op_kwargs=[self.kwargs[i] for i in indices],
@@ -216,9 +216,30 @@ class _Run:
             for index, outputs in zip(indices, extra_outputs, strict=True):
                 ports = self.wiring.outputs[index]
                 _check_count(op, "extra outputs", len(outputs), len(ports))
-                channels |= {port.channel: out for port, out in zip(ports, outputs, strict=True) if port.channel}
-                seen += [out for port, out in zip(ports, outputs, strict=True) if port.public]
+                returned: Sequence[Any] = outputs
+                for number, (port, out) in enumerate(zip(ports, returned, strict=True)):
+                    if out is None:
+                        self.wiring.check_left_out(type(op).__name__, index, number, indices)
+                        continue
+                    if port.channel is not None:
+                        channels[port.channel] = self._handed_over(out, index)
+                    seen += [out] if port.public else []
         return (x, *seen)
+
+    def _filled(
+        self, index: int, given: list[Tensor | None], channels: dict[str, Tensor], indices: list[int]
+    ) -> tuple[Any, ...]:
+        """The extra inputs of an operation, from the caller or from channels; None for what passes inside of it."""
+        ports = zip(self.wiring.inputs[index], given, strict=True)
+        return tuple(
+            extra if port.channel is None or self.wiring.passes_inside(port, indices) else channels[port.channel]
+            for port, extra in ports
+        )
+
+    def _handed_over(self, tensor: Tensor, index: int) -> Tensor:
+        """What readers of a channel get: a tensor that says whether it gets a gradient."""
+        needs = index >= self.first and tensor.is_floating_point()
+        return tensor.detach().requires_grad_() if needs and not tensor.requires_grad else tensor
 
     def backward(self, dy: Tensor, grad_extras: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the input, of all parameters and of the caller's extra inputs."""
@@ -244,7 +265,8 @@ class _Run:
                 _check_count(op, "extra-input gradients", len(of_inputs), len(self.wiring.inputs[index]))
                 grad_params[index], grad_inputs[index] = of_params, of_inputs
                 for port, grad in zip(self.wiring.inputs[index], of_inputs, strict=True):
-                    if port.channel is not None and grad is not None:
+                    inside = self.wiring.passes_inside(port, indices)
+                    if port.channel is not None and grad is not None and not inside:
                         known = channels.get(port.channel)
                         channels[port.channel] = grad if known is None else known + grad
         of_caller = [
@@ -259,11 +281,6 @@ class _Run:
         """Notify all operations first, because the gradient of one may be quantized by the operation after it."""
         for note in self.backward_notes:
             note()
-
-
-def _filled(ports: list[Port], given: list[Tensor | None], channels: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    filled = [channels[port.channel] if port.channel else extra for port, extra in zip(ports, given, strict=True)]
-    return tuple(tensor for tensor in filled if tensor is not None)
 
 
 def _summed(ports: list[Port], given: list[Tensor | None], channels: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
