@@ -91,3 +91,17 @@ def test_a_shard_without_a_mesh_is_the_whole(pair):
     for _ in range(2):  # the buffers are the caller's
         assert shard.fsdp_post_all_gather(buffers, gather, shard.dtype, out=whole)[0] is whole
         assert_same_bytes(whole, shard)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8_block_2d", "identity"])
+def test_shards_that_somebody_gathers_without_a_mesh(name, capability):
+    """The bytes of two ranks, one after the other, are the tensor with the rows of both."""
+    with cg.settings.override(compute_capability=capability):
+        whole = cg.quantize(torch.randn(256, 64), name)
+        shards = whole.split(128)
+        sent = [shard.fsdp_pre_all_gather(mesh=None) for shard in shards]
+        for shard, (_, gather) in zip(shards, sent, strict=True):
+            gathered = torch.cat([buffer for (buffer,), _ in sent])
+            found, _ = shard.fsdp_post_all_gather((gathered,), gather, shard.dtype)
+            assert_same_bytes(found, whole)

@@ -7,7 +7,7 @@ import torch
 
 import crossgrain as cg
 from crossgrain import DType
-from crossgrain.runtime.settings import settings
+from crossgrain.runtime.settings import Settings, settings
 
 
 def test_override_restores_also_after_an_error():
@@ -62,3 +62,26 @@ def test_importing_does_no_work():
 
     code = "import sys, crossgrain; assert not {'numba', 'matplotlib', 'rich', 'triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "found"),
+    [
+        (None, None, (10, 0)),
+        (None, (9, 0), (9, 0)),
+        ("12.0", (9, 0), (12, 0)),
+        ("9.0", None, (9, 0)),
+    ],
+)
+def test_the_gpu_generation_comes_from_the_environment_or_the_device(chosen, device, found, monkeypatch):
+    if chosen is not None:
+        monkeypatch.setenv("CROSSGRAIN_COMPUTE_CAPABILITY", chosen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device)
+    assert Settings().compute_capability == found
+
+
+def test_a_gpu_generation_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("CROSSGRAIN_COMPUTE_CAPABILITY", "hopper")
+    with pytest.raises(ValueError, match=r"CROSSGRAIN_COMPUTE_CAPABILITY must be of the form 10.0, got 'hopper'"):
+        _ = Settings().compute_capability

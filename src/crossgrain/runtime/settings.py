@@ -8,12 +8,30 @@ They hold for all threads, so that backward, which runs in other threads, has th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
+
+
+def default_compute_capability() -> tuple[int, int]:
+    """The GPU generation whose rules apply if nobody says another one.
+
+    Raises:
+        ValueError: CROSSGRAIN_COMPUTE_CAPABILITY is not of the form "10.0".
+    """
+    chosen = os.environ.get("CROSSGRAIN_COMPUTE_CAPABILITY")
+    if chosen:
+        major, _, minor = chosen.partition(".")
+        if not (major.isdigit() and minor.isdigit()):
+            raise ValueError(f"CROSSGRAIN_COMPUTE_CAPABILITY must be of the form 10.0, got {chosen!r}")
+        return int(major), int(minor)
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability()
+    return 10, 0
 
 
 @dataclass
@@ -22,9 +40,10 @@ class Settings:
 
     Attributes:
         strict: refuse what Transformer Engine refuses, with its exceptions, even if crossgrain can do it.
-        compute_capability: the GPU generation whose rules apply. From (10, 0) on, per-tensor FP8 has one buffer for
-            both directions; below, it has a transposed copy for the columnwise direction. It also decides which recipe
-            is the default, and in strict mode which recipes are available.
+        compute_capability: the GPU generation whose rules apply: that of CROSSGRAIN_COMPUTE_CAPABILITY ("9.0") if this
+            environment variable is set, else that of the GPU if there is one, else (10, 0). From (10, 0) on, per-tensor
+            FP8 has one buffer for both directions; below, it has a transposed copy for the columnwise direction. It
+            also decides which recipe is the default, and in strict mode which recipes are available.
         non_tn_fp8_gemm: whether per-tensor FP8 has one buffer for both directions; None to follow
             ``compute_capability``.
         gemm_operand_dtype: torch.float32 or torch.bfloat16: the dtype to which GEMMs decode their operands. bfloat16
@@ -37,11 +56,17 @@ class Settings:
     """
 
     strict: bool = False
-    compute_capability: tuple[int, int] = (10, 0)
+    compute_capability: tuple[int, int] = field(init=False)  # found when it is first read: asking a GPU starts CUDA
     non_tn_fp8_gemm: bool | None = None
     gemm_operand_dtype: torch.dtype | None = None
     requantize_on_load: bool = False
     nonfinite: Literal["propagate", "raise", "saturate"] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "compute_capability":
+            raise AttributeError(f"there is no setting {name!r}; available: {', '.join(_names())}")
+        self.compute_capability = found = default_compute_capability()
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "nonfinite" and value not in (None, "propagate", "raise", "saturate"):
@@ -64,9 +89,9 @@ class Settings:
         Raises:
             TypeError: there is no such option.
         """
-        unknown = values.keys() - vars(self).keys()
+        unknown = values.keys() - set(_names())
         if unknown:
-            raise TypeError(f"no such setting: {', '.join(sorted(unknown))}; available: {', '.join(vars(self))}")
+            raise TypeError(f"no such setting: {', '.join(sorted(unknown))}; available: {', '.join(_names())}")
         before = {name: getattr(self, name) for name in values}
         try:
             for name, value in values.items():
@@ -77,11 +102,15 @@ class Settings:
                 setattr(self, name, value)
 
 
+def _names() -> list[str]:
+    return [each.name for each in fields(Settings)]
+
+
 settings = Settings()
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """The GPU generation whose rules apply: ``settings.compute_capability``, not that of the device."""
+    """The GPU generation whose rules apply: ``settings.compute_capability``."""
     return settings.compute_capability
 
 

@@ -75,7 +75,7 @@ def post_all_gather(
 
     Args:
         shard: the shard of this rank.
-        gathered: the bytes of all shards.
+        gathered: the bytes of all shards [ranks, bytes].
         gather: the second result of `pre_all_gather`.
         dtype: nominal dtype of the tensor.
         out: the tensor of an earlier call; None to make one.
@@ -83,6 +83,11 @@ def post_all_gather(
     Returns:
         The whole tensor, and its buffers.
     """
+    if gather.alone and gathered.shape[0] > 1:  # without a mesh, the caller knows the ranks: they have equal shards
+        (_, count), *_ = gather.shipment.rows
+        rows = rows_of_chunks([count] * gathered.shape[0])
+        shipment = gather.shipment._replace(shape=(rows[-1][1], *gather.shipment.shape[1:]), rows=rows)
+        gather = gather._replace(shipment=shipment)
     if out is None:
         with torch.inference_mode(False):  # a weight that is first gathered for inference may be trained later
             whole = shard._empty_like(gather.shipment.shape, dtype)
