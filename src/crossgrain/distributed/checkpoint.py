@@ -6,6 +6,8 @@ A checkpoint that was saved by some number of ranks can be loaded by any other n
     pending = checkpoint.async_save("run", step, model=model, optimizer=optimizer)
     done = checkpoint.load("run", model=model, optimizer=optimizer)
 
+Programs that call torch.distributed.checkpoint themselves use `ModelState` and `OptimizerState`.
+
 Every rank must call these functions. A checkpoint is a directory ``step-00000042`` in torch's own layout, with a
 manifest of checksums. An interrupted save never leaves an incomplete checkpoint under its final name.
 """
@@ -36,10 +38,14 @@ from ..files.training import INIT_VALUES, Checkpoint, check_request, manifest_of
 from ..files.undo import all_or_nothing
 from ..tensor import QuantizedTensor
 from ..tensor.init_values import keep_high_precision_init_val, preserved_value
-from ..tensor.sharding import is_sharded, local_part, sharded_like
+from ..tensor.sharding import local_part, sharded_like
 from .agreement import check_agreement, on_first_rank, raise_together
 from .random_states import RANDOM, expect_random_state, take_random_state
+from .state_layout import layout_of, plain_layout, shards_stand_alone
 from .state_tree import Tensors, put_together, taken_apart
+from .stateful import ModelState, OptimizerState
+
+__all__ = ["ModelState", "OptimizerState", "PendingCheckpoint", "async_save", "load", "save"]
 
 _EXTRAS = "extras"
 
@@ -178,7 +184,7 @@ def load(
         # Optimizers look at parameters, so these come first.
         for name, value in sorted(objects.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             if isinstance(value, nn.Module):
-                _shards_stand_alone(value)
+                shards_stand_alone(value)
                 value.load_state_dict(states[name], strict=strict)
             else:
                 value.load_state_dict(states[name])
@@ -286,28 +292,8 @@ def _layout_of(name: str, objects: Mapping[str, Any]) -> Callable[[tuple[Any, ..
     value = objects.get(name.removeprefix(INIT_VALUES))
     if name.startswith(INIT_VALUES):
         parameters = dict(value.named_parameters()) if isinstance(value, nn.Module) else {}
-        return lambda path: _plain_layout(parameters.get(path[1])) if len(path) == 2 else None
-    if isinstance(value, nn.Module):
-        state = value.state_dict()
-        return lambda path: state.get(path[1]) if len(path) == 2 else None
-    if isinstance(value, torch.optim.Optimizer):
-        params = dict(enumerate(param for group in value.param_groups for param in group["params"]))
-        return lambda path: _plain_layout(params.get(path[2])) if path[1] == "state" else None
-    return lambda path: None
-
-
-def _plain_layout(param: Any) -> Any:
-    """A plain tensor that is sharded like ``param``: optimizer states of quantized parameters are not quantized."""
-    if param is None or not isinstance(local_part(param), QuantizedTensor):
-        return param
-    return torch.zeros_like(param)
-
-
-def _shards_stand_alone(model: nn.Module) -> None:
-    """Let shards that were cut from a whole tensor have their own scales, which the checkpoint then replaces."""
-    for param in model.parameters():
-        if is_sharded(param) and isinstance(local_part(param), QuantizedTensor):
-            local_part(param)._stand_alone()
+        return lambda path: plain_layout(parameters.get(path[1])) if len(path) == 2 else None
+    return layout_of(value)
 
 
 @contextmanager
