@@ -162,7 +162,7 @@ class QuantizedTensorStorage(PlaneHolder):
         raise RuntimeError(
             f"{type(self).__name__}: the {plane.direction.value} plane of this slice of shape {list(self._shape)} "
             f"shares its per-tensor {plane.format.name} scale with the tensor that it is a slice of; writing to it "
-            "would change the scale under the rest. Clone the slice, or write the whole tensor. To load a checkpoint of "
+            "would change the scale under the rest. Clone the slice, or write the whole tensor. To load checkpoints of "
             "torch.distributed.checkpoint on other ranks, use crossgrain.distributed.checkpoint.ModelState."
         )
 
