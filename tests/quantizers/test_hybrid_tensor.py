@@ -484,3 +484,16 @@ def test_clear_frees_both(h, x):
     q.clear()
     q.clear()
     assert q.get_usages() == {"rowwise": False, "columnwise": False}
+
+
+def test_data_tensors_are_those_of_both_children(x):
+    q = hybrid_of("mxfp8", "nvfp4")(x)
+    rows, columns = q.rowwise_sub_storage, q.columnwise_sub_storage
+    assert len(q.get_data_tensors()) == 4
+    pairs = zip(q.get_data_tensors(), (*rows.get_data_tensors(), *columns.get_data_tensors()), strict=True)
+    assert all(mine is theirs for mine, theirs in pairs)
+    assert q.get_data_tensors(columnwise_data=False) is rows.plane(ROWWISE).data
+    assert q.get_data_tensors(rowwise_data=False) is columns.plane(COLUMNWISE).data
+    q.update_usage(columnwise_usage=False)
+    assert len(q.get_data_tensors()) == 2
+    assert q.get_data_tensors(rowwise_data=False) is None

@@ -162,12 +162,13 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
                 yield f"{direction.value}{name}", buffer
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The codes of both children, two entries for each; or the codes of one direction."""
         if not (rowwise_data or columnwise_data):
             raise ValueError("get_data_tensors: rowwise_data and columnwise_data cannot both be False")
-        wanted = {ROWWISE: rowwise_data, COLUMNWISE: columnwise_data}
-        planes = [self.plane(direction) for direction in Direction if wanted[direction]]
-        data = tuple(None if plane is None else plane.data for plane in planes)
-        return data if len(data) == 2 else data[0]
+        if rowwise_data and columnwise_data:
+            return tuple(data for child in self._children().values() for data in child.get_data_tensors())
+        plane = self.plane(ROWWISE if rowwise_data else COLUMNWISE)
+        return None if plane is None else plane.data
 
     def get_metadata(self) -> dict[str, Any]:
         metadata = {
