@@ -28,6 +28,7 @@ class SingleLinear(LinearModule):
     in_features: int
     out_features: int
     _splits: dict[str, int]  # rows by the prefix of the parameter's name
+    _role_name: str | None = None  # the last part of the name in roles, if Transformer Engine has another one there
 
     def _make_linear(
         self,
@@ -66,13 +67,12 @@ class SingleLinear(LinearModule):
         return [f"{split}bias" for split in self._splits]
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        name = self.name or ""
-        roles: list[QuantizerRole | None] = (
-            [QuantizerRole("linear", "input", name), QuantizerRole("linear", "weight", name), self._output_role]
-            if fwd
-            else [QuantizerRole("linear", "grad_output", name), self._grad_input_role]
-        )
-        return self._counted(roles, num_quantizers)
+        path = name = self.name or ""
+        if path and self._role_name is not None:
+            name = f"{path.rpartition('.')[0]}.{self._role_name}".lstrip(".")
+        tensors = ("input", "weight") if fwd else ("grad_output",)
+        operands = [QuantizerRole("linear", tensor, name, path) for tensor in tensors]
+        return self._counted([*operands, self._output_role if fwd else self._grad_input_role], num_quantizers)
 
     def _slot_counts(self) -> Mapping[Mode, int]:
         return {"forward": 3, "backward": 2}

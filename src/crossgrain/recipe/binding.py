@@ -70,7 +70,7 @@ def _layers_of_roles(path: str, module: nn.Module) -> list[Layer]:
     layers = []
     for role in roles or ():
         if isinstance(role, QuantizerRole) and role.module_type:
-            inner = role.name[len(own_name) :] if role.name.startswith(own_name) else ""
+            inner = role.layer[len(own_name) :] if role.layer.startswith(own_name) else ""
             layers.append(Layer(f"{path}.{inner.lstrip('.')}".strip("."), role.module_type))
     return layers
 

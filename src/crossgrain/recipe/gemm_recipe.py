@@ -404,11 +404,11 @@ def _tensor_of(role: QuantizerRole | None) -> tuple[str | None, str, str]:
     if role is None:
         return None, "", ""
     if role.module_type == "dpa":
-        return (role.tensor_type if role.tensor_type in ATTENTION else None), "dpa", role.name
+        return (role.tensor_type if role.tensor_type in ATTENTION else None), "dpa", role.layer
     if role.tensor_type in TENSORS:
-        return role.tensor_type, role.module_type, role.name
+        return role.tensor_type, role.module_type, role.layer
     # Outputs of an attention core are recognised by the ending of their name.
     for end, tensor in _HINTS.items():
-        if role.name.endswith(end) and not role.module_type:
-            return tensor, "dpa", role.name.removesuffix(end).removesuffix(".")
-    return None, role.module_type, role.name
+        if role.layer.endswith(end) and not role.module_type:
+            return tensor, "dpa", role.layer.removesuffix(end).removesuffix(".")
+    return None, role.module_type, role.layer

@@ -139,9 +139,9 @@ class RecipeState:
         """
         for slot, quantizer in enumerate(quantizers):
             role = self._slot_role(slot)
-            policy = self.recipe.nonfinite_of(role.name, role.module_type)
+            policy = self.recipe.nonfinite_of(role.layer, role.module_type)
             for plain in quantizer.plain_quantizers():
-                plain.subject = f"{role.name or layer}, {role.tensor_type or self._slot_tensor_type(slot)}"
+                plain.subject = f"{role.layer or layer}, {role.tensor_type or self._slot_tensor_type(slot)}"
                 if "nonfinite" not in vars(plain):
                     plain.nonfinite = otherwise if policy is None else policy
 

@@ -36,7 +36,7 @@ def warn_of_unused(step: Step, recipe: Recipe, stacklevel: int) -> None:
         unmatched = [label for label in _unmatched(recipe, roles) if label not in warned]
         warned.update(unmatched)
         if unmatched:
-            ran = sorted({role.name or "(no name)" for role in roles})
+            ran = sorted({role.layer or "(no name)" for role in roles})
             shown = ", ".join(ran[:5]) + (f" and {len(ran) - 5} more" if len(ran) > 5 else "")
             warnings.warn(
                 f"no layer that ran inside this autocast is matched by {', '.join(unmatched)}, so the rule has had no "
@@ -52,6 +52,6 @@ def _unmatched(recipe: GemmRecipe, roles: set[QuantizerRole]) -> list[str]:
     for index, rule in enumerate(recipe.rules):
         matcher = rule.matcher
         singles = [Glob((pattern,)) for pattern in matcher.patterns] if isinstance(matcher, Glob) else [matcher]
-        if any(not any(single.matches(role.name, role.module_type) for role in roles) for single in singles):
+        if any(not any(single.matches(role.layer, role.module_type) for role in roles) for single in singles):
             found.append(recipe.rule_label(index))
     return found

@@ -180,3 +180,39 @@ def test_errors():
         layer(window=3)
     with cg.quantized_model_init(recipe="mxfp8"), pytest.raises(NotImplementedError, match="split"):
         layer(params_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"input_layernorm": True}, {"layernorm_linear_qkv", "proj"}),
+        ({}, {"linear_qkv", "proj"}),
+        ({"attention_type": "cross", "input_layernorm": True}, {"layernorm_linear_q", "linear_kv", "proj"}),
+        ({"attention_type": "cross"}, {"linear_q", "linear_kv", "proj"}),
+    ],
+)
+@pytest.mark.parametrize("named", ["by hand", "by path"])
+def test_factories_see_the_names_of_transformer_engine_and_rules_those_of_the_model(options, names, named):
+    seen = set()
+
+    def factory(role):
+        if role is not None and role.module_type == "linear":
+            seen.add(role.name)
+        return cg.MXFP8Quantizer(cg.DType.kFloat8E4M3)
+
+    layer = cg.MultiheadAttention(64, 4, name="tl2.attn" if named == "by hand" else None, **options)
+    model = torch.nn.ModuleDict({"tl2": torch.nn.ModuleDict({"attn": layer})})
+    cg.name_layers(model)
+    x = torch.randn(32, 2, 64)
+    more = {"encoder_output": x} if "attention_type" in options else {}
+    with cg.autocast(recipe=cg.recipe.CustomRecipe(qfactory=factory)):
+        layer(x, **more)
+    assert seen == {f"tl2.attn.{name}" for name in names}
+    assert cg.recipe.QuantizerRole("linear", "input", "tl2.attn.proj") in layer.proj._roles("forward")
+    paths = [name for name, module in model.named_modules() if isinstance(module, (cg.Linear, cg.LayerNormLinear))]
+    recipe = cg.recipe.GemmRecipe.load(f"all: nvfp4; {paths[0]}: mxfp8").for_model(model)
+    assert {row.layer for row in recipe.explain(model).rows if row.format == "mxfp8"} == {paths[0]}
+    with cg.autocast(recipe=recipe):
+        layer(x, **more)
+    first = model.get_submodule(paths[0])
+    assert isinstance(first.quantizers["scaling_fwd"][0], cg.MXFP8Quantizer)

@@ -23,6 +23,16 @@ from .rope import apply_rotary_pos_emb
 RotaryAngles = Tensor | tuple[Tensor, Tensor]
 
 
+# What Transformer Engine calls the projections in roles, by the names that they have in state dicts.
+_ROLE_NAMES = {
+    "layernorm_qkv": "layernorm_linear_qkv",
+    "qkv": "linear_qkv",
+    "layernorm_query": "layernorm_linear_q",
+    "query_layer": "linear_q",
+    "key_value": "linear_kv",
+}
+
+
 class MultiheadAttention(nn.Module):
     """Self attention, or cross attention on the output of an encoder.
 
@@ -223,7 +233,9 @@ class MultiheadAttention(nn.Module):
         """A projection to all ``sizes`` together, with separate weights unless they are fused."""
         split = None if self.fuse_qkv_params else sizes
         total = sum(sizes.values())
-        return cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
+        made: Any = cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
+        made._role_name = _ROLE_NAMES[name]
+        return made
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group of the ranks that share the heads."""
