@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...linear.parallel import resolved_group
 from ..base import QuantizedModule
 from ..layernorm_linear import LayerNormLinear
-from ..linear import Linear
+from ..linear import Linear, SingleLinear
 from ..linear_module import InitMethod
 from ..norm import Normalization
 from .dot_product import DotProductAttention, MaskTensor
@@ -229,11 +229,13 @@ class MultiheadAttention(nn.Module):
         else:
             self.add_module(name, self._projection(LayerNormLinear, name, sizes, {**options, **norm}))
 
-    def _projection(self, cls: type[nn.Module], name: str, sizes: dict[str, int], options: dict[str, Any]) -> nn.Module:
+    def _projection(
+        self, cls: Callable[..., SingleLinear], name: str, sizes: dict[str, int], options: dict[str, Any]
+    ) -> SingleLinear:
         """A projection to all ``sizes`` together, with separate weights unless they are fused."""
         split = None if self.fuse_qkv_params else sizes
         total = sum(sizes.values())
-        made: Any = cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
+        made = cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
         made._role_name = _ROLE_NAMES[name]
         return made
 
