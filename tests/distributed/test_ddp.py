@@ -156,3 +156,25 @@ def test_models_with_other_planes_are_refused_on_all_ranks(tmp_path):
     for kind, text in run(_different_planes, 2, tmp_path):
         assert kind == "RuntimeError"
         assert "different ranks have different planes" in text
+
+
+def _unreduced(rank):
+    found = []
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        layer = cg.Linear(64, 64, **{option: True})
+        layer.weight.main_grad = torch.zeros(64, 64)
+        model = nn.Sequential(layer, nn.Linear(64, 64))
+        found.append(error_of(lambda model=model: DistributedDataParallel(model)(torch.randn(32, 64))))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+        found.append(error_of(lambda model=model: DistributedDataParallel(model)(torch.randn(32, 64))))
+    return found
+
+
+def test_weight_gradients_that_ddp_would_not_reduce_are_refused(tmp_path):
+    """Unless DDP was told to leave the weight alone."""
+    (found,) = run(_unreduced, 1, tmp_path)
+    for error in found[::2]:
+        assert error is not None
+        assert error[0] == "RuntimeError"
+        assert "replicated by DistributedDataParallel" in error[1]
+    assert found[1::2] == [None, None]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..formats.dtypes import HIGH_PRECISION
 from ..planes import PlaneSource
@@ -151,4 +152,12 @@ def check_takes_gradient(weight: Tensor, layer: str) -> None:
             f"{layer}: the weight is sharded by FSDP2, which reduces the gradients that autograd computes. A weight "
             "gradient that is delayed (delay_wgrad_compute) or added to main_grad (fuse_wgrad_accumulation) would not "
             "reach the other ranks; switch that option off for this layer."
+        )
+    replicas = DistributedDataParallel._get_active_ddp_module()
+    if replicas is not None and any(parameter is weight for parameter in replicas._module_parameters):
+        raise RuntimeError(
+            f"{layer}: the weight is replicated by DistributedDataParallel, which reduces the gradients that autograd "
+            "computes. A weight gradient that is delayed (delay_wgrad_compute) or added to main_grad "
+            "(fuse_wgrad_accumulation) would not be reduced, and ranks would drift apart; switch that option off for "
+            "this layer."
         )

@@ -167,6 +167,8 @@ def _cut(tensor: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedT
 
 
 def _knowing_cuts(new: QuantizedTensor, tensor: QuantizedTensor, *cuts: tuple[int, int, int]) -> QuantizedTensor:
+    if tensor._is_param or tensor._of_param:
+        new._of_param = True
     if tensor._cuts or cuts:
         new._cuts = (*tensor._cuts, *cuts)
         new._begins_at = tensor._begins_at

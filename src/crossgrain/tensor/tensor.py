@@ -45,6 +45,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     view = Tensor.view  # type: ignore[assignment]
 
     _is_param: bool = False  # torch sets it on parameters
+    _of_param: bool = False  # a view or a detached alias of a parameter, such as `parameter.data`
 
     @staticmethod
     def __new__(

@@ -25,9 +25,9 @@ def is_update(func: Any) -> bool:
 
 
 def rounds_updates(tensor: QuantizedTensor) -> bool:
-    """Whether updates of ``tensor`` can be lost: it is a quantized parameter that is rounded to the nearest number."""
+    """Whether updates of ``tensor`` can be lost: it is a quantized parameter, or an alias, rounded to nearest."""
     planes = tensor.planes()
-    if not tensor._is_param or not planes or planes[0].format.is_identity:
+    if not (tensor._is_param or tensor._of_param) or not planes or planes[0].format.is_identity:
         return False
     return not tensor._get_quantizer().encoding(planes[0].direction).stochastic
 
