@@ -49,7 +49,7 @@ def projected(mha, module, x, wanted):
     ]
 
 
-def multihead(mha, x, allowed, encoder_output=None, change_heads=lambda q, k: (q, k)):
+def multihead(mha, x, allowed, encoder_output=None, change_heads=lambda q, k: (q, k), sink=None):
     """The output without the last bias, and the normalized input."""
     normalized = x
     if encoder_output is None:
@@ -64,7 +64,7 @@ def multihead(mha, x, allowed, encoder_output=None, change_heads=lambda q, k: (q
         (q,) = projected(mha, module, normalized, "q")
         k, v = projected(mha, mha.key_value, encoder_output, "kv")
     q, k = change_heads(q, k)
-    return F.linear(batched(q, k, v, allowed), mha.proj.weight), normalized
+    return F.linear(batched(q, k, v, allowed, sink=sink), mha.proj.weight), normalized
 
 
 def mlp(module, x):

@@ -225,12 +225,13 @@ def test_offload_context_and_random_states():
 
 
 def test_options_that_have_one_value_here_are_taken_and_others_refused():
-    layer = te.TransformerLayer(32, 32, 2, softmax_type="vanilla", hidden_dropout=0.0, attention_dropout=0.0)
+    layer = te.TransformerLayer(32, 32, 2, softmax_type="learnable", hidden_dropout=0.0, attention_dropout=0.0)
     assert layer(torch.randn(4, 2, 32)).shape == (4, 2, 32)
+    assert layer.self_attention.core_attention.softmax_offset.shape == (2,)
     for make in (lambda **o: te.TransformerLayer(32, 32, 2, **o), lambda **o: te.MultiheadAttention(32, 2, **o)):
         make(softmax_type="vanilla")
-        with pytest.raises(NotImplementedError, match="only softmax_type='vanilla' is supported, got 'learnable'"):
-            make(softmax_type="learnable")
+        with pytest.raises(ValueError, match="softmax_type must be one of vanilla, off-by-one, learnable, got 'sink'"):
+            make(softmax_type="sink")
     x = torch.randn(4, 8)
     gathered, handle = te.distributed.gather_along_first_dim(x, None, False, None, None, False)
     assert torch.equal(gathered, x) and handle is None

@@ -183,7 +183,7 @@ def test_recomputation_is_bitwise_the_same(tracked):
     "options, error, words",
     [
         ({"cp_group": object()}, NotImplementedError, "cp_group"),
-        ({"softmax_type": "learnable"}, NotImplementedError, "softmax_type"),
+        ({"softmax_type": "learned"}, ValueError, "softmax_type must be one of"),
         ({"tp_size": 3}, ValueError, "tp_size"),
         ({"attn_mask_type": "casual"}, ValueError, "attn_mask_type must be one of"),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be one of"),

@@ -23,8 +23,12 @@ def inputs(d=8):
     return [x.detach().transpose(1, 2).requires_grad_() for x in sequences(2, 5, 7, d=d, dtype=torch.float32)]
 
 
-def by_hand(q, k, v, do, allowed, quantizers):
-    """The six GEMMs in float64, on what each plane decodes to."""
+def attend(*arguments):
+    return quantized_attention(*arguments).output
+
+
+def by_hand(q, k, v, do, allowed, quantizers, sink=None):
+    """The six GEMMs in float64, on what each plane decodes to; with a sink [heads], its gradient is the last result."""
 
     def both(x, name):
         made = quantized_heads(x.float(), quantizers[name], rowwise=True, columnwise=True)
@@ -39,16 +43,20 @@ def by_hand(q, k, v, do, allowed, quantizers):
     scale = q.shape[-1] ** -0.5
     (q_row, q_column), (k_row, k_column), (v_row, v_column) = both(q, "q"), both(k, "k"), both(v, "v")
     scores = q_row @ shared(k_row).transpose(-1, -2) * scale
-    s = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
+    extra = 0 if sink is None else sink.exp()[:, None, None]
+    sums = (scores.exp() * allowed).sum(-1, keepdim=True) + extra
+    s = scores.exp() * allowed / sums
     s_row, s_column = both(s, "s")
     do_row, do_column = both(do, "do")
     dp = do_row @ shared(v_row).transpose(-1, -2)
     dp_row, dp_column = both(s * (dp - (dp * s).sum(-1, keepdim=True)), "dp")
+    dsink = () if sink is None else (-(extra / sums * (dp * s).sum(-1, keepdim=True)).sum((0, 2, 3)),)
     return (
         s_row @ shared(v_column),
         dp_row @ shared(k_column) * scale,
         summed(dp_column.transpose(-1, -2) @ q_column.double()) * scale,
         summed(s_column.transpose(-1, -2) @ do_column),
+        *dsink,
     )
 
 
@@ -64,18 +72,22 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("make", HYBRIDS.values(), ids=HYBRIDS)
-@pytest.mark.parametrize("d", [8, 32])
-def test_each_gemm_reads_its_planes(make, d):
+@pytest.mark.parametrize("d, sink", [(8, False), (32, False), (32, True)], ids=["8", "32", "32-sink"])
+def test_each_gemm_reads_its_planes(make, d, sink):
     """fp32 against float64 sums differ by 1e-6, which moves a few operands to a neighbouring code: of FP4 those
     are a sixth apart, so one in a hundred such steps is the most that may be seen."""
     q, k, v = inputs(d)
     allowed = may_look(5, 7, causal=True, bottom_right=True)
     quantizers = {name: make() for name in TENSORS}
-    o = quantized_attention(q, k, v, allowed, AttentionCall(AttentionQuantizers(**quantizers), scale=d**-0.5))
+    sinks = [torch.randn(4).requires_grad_()] if sink else []
+    call = AttentionCall(AttentionQuantizers(**quantizers), scale=d**-0.5)
+    o = attend(q, k, v, allowed, call, *(x.view(1, -1, 1, 1) for x in sinks))
     do = torch.randn_like(o)
-    mine = (o, *gradients(o, do, q, k, v))
-    exact = by_hand(*(x.detach().double() for x in (q, k, v)), do.double(), allowed, quantizers)
-    for name, a, b in zip(("o", "dq", "dk", "dv"), mine, exact, strict=True):
+    mine = (o, *gradients(o, do, q, k, v, *sinks))
+    exact = by_hand(
+        *(x.detach().double() for x in (q, k, v)), do.double(), allowed, quantizers, *(x.double() for x in sinks)
+    )
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dsink")[: 4 + sink], mine, exact, strict=True):
         error = (a.double() - b).norm() / b.norm()
         assert error < 1e-2, f"{name}: {error}"
         assert ((a.double() - b).abs() < 1e-5).float().mean() > 0.8, name
@@ -87,7 +99,7 @@ def test_identity_is_attention_in_high_precision():
     call = AttentionCall(AttentionQuantizers(*(cg.IdentityQuantizer() for _ in TENSORS)), scale=8**-0.5)
     allowed = may_look(5, 7, causal=True)
     allowed[3] = False
-    y = quantized_attention(*(x.transpose(1, 2) for x in (q, k, v)), allowed, call).transpose(1, 2).flatten(2)
+    y = attend(*(x.transpose(1, 2) for x in (q, k, v)), allowed, call).transpose(1, 2).flatten(2)
     exact = batched(*(x.double() for x in (q, k, v)), [allowed] * 2)
     dy = torch.randn_like(y)
     torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-6)
@@ -100,20 +112,17 @@ def test_dropout_in_quantized_attention():
     q, k, v = inputs()
     call = AttentionCall(AttentionQuantizers(*(cg.IdentityQuantizer() for _ in TENSORS)), scale=0.3, dropout=0.5)
 
-    def attend(v):
+    def dropped(q, v):
         torch.manual_seed(5)
-        return quantized_attention(q, k, v, None, call)
+        return attend(q, k, v, None, call)
 
     do = torch.randn(2, 4, 5, 8)
-    dq, dv = gradients(attend(v), do, q, v)
+    dq, dv = gradients(dropped(q, v), do, q, v)
     other = torch.randn_like(v)
-    torch.testing.assert_close((attend(other) * do).sum(), (other * dv).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((dropped(q, other) * do).sum(), (other * dv).sum(), rtol=1e-4, atol=1e-4)
     step = torch.randn_like(q) * 1e-2
     with torch.no_grad():
-        torch.manual_seed(5)
-        up = quantized_attention(q + step, k, v, None, call)
-        torch.manual_seed(5)
-        down = quantized_attention(q - step, k, v, None, call)
+        up, down = dropped(q + step, v), dropped(q - step, v)
     torch.testing.assert_close(((up - down) * do).sum() / 2, (dq * step).sum(), rtol=1e-2, atol=1e-4)
 
 
@@ -121,10 +130,10 @@ def test_gradients_do_not_depend_on_which_others_are_wanted():
     q, k, v = inputs(32)
     do = torch.randn(2, 4, 5, 32)
     call = AttentionCall(AttentionQuantizers(*(hybrid_of("mxfp8", "nvfp4") for _ in TENSORS)), scale=0.2)
-    whole = gradients(quantized_attention(q, k, v, None, call), do, q, k, v)
+    whole = gradients(attend(q, k, v, None, call), do, q, k, v)
     for wanted in ((0,), (1,), (2,), (0, 1), (1, 2)):
         some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
-        mine = gradients(quantized_attention(*some, None, call), do, *(some[i] for i in wanted))
+        mine = gradients(attend(*some, None, call), do, *(some[i] for i in wanted))
         assert all(torch.equal(a, whole[i]) for i, a in zip(wanted, mine, strict=True))
 
 

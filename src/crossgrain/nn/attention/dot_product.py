@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...linear.parallel import resolved_group, share
+from ...linear.parallel import resolved_group, set_tensor_model_parallel_attributes, share
 from ...planes import Direction
 from ...quantizers.base import Quantizer
 from ...quantizers.hybrid import HybridQuantizer
 from ...quantizers.identity import IdentityQuantizer
 from ...recipe import QuantizerRole, Recipe
+from ...runtime.devices import resolved_device
 from ...runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
 from ...tensor import QuantizedTensor
 from ..base import QuantizedModule
@@ -23,8 +24,10 @@ from ..module_interface import Built, Mode
 from ..recomputed_part import recomputed
 from .kv_cache import InferenceParams
 from .layout import FORMATS, Layout, without_padding
-from .masks import Mask, Window, allowed_pairs, decoding_mask, make_mask
+from .masks import Window, allowed_pairs, decoding_mask, make_mask
+from .plain_attention import Attended, PlainCall, plain_attention
 from .quantized_attention import AttentionCall, AttentionQuantizers, quantized_attention
+from .softmax import SOFTMAX_TYPES
 
 MaskTensor = Tensor | tuple[Tensor, Tensor]
 
@@ -59,8 +62,9 @@ class DotProductAttention(QuantizedModule):
         cp_stream: accepted; it has no effect.
         cp_comm_type: accepted; it has no effect.
         softmax_scale: factor of the scores; by default ``1 / sqrt(channels)``.
-        softmax_type: only "vanilla" is supported.
-        return_max_logit: not supported; must be False.
+        softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator of the softmax, "learnable" the exponential of
+            the parameter ``softmax_offset`` [heads], which starts at 0.
+        return_max_logit: return a pair of the output and the largest score of each head, [heads].
         name: name of the layer, for recipes and messages.
     """
 
@@ -90,10 +94,12 @@ class DotProductAttention(QuantizedModule):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self._refuse(cp_group=cp_group, return_max_logit=return_max_logit)
+        self._refuse(cp_group=cp_group)
         self.tp_group, tp_size = resolved_group(self.layer, tp_group, tp_size)
-        if softmax_type != "vanilla":
-            raise NotImplementedError(f"{self.layer}: only softmax_type='vanilla' is supported, got {softmax_type!r}")
+        if softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(
+                f"{self.layer}: softmax_type must be one of {', '.join(SOFTMAX_TYPES)}, got {softmax_type!r}"
+            )
         if attention_type not in ("self", "cross"):
             raise ValueError(f"{self.layer}: attention_type must be 'self' or 'cross', got {attention_type!r}")
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -116,6 +122,34 @@ class DotProductAttention(QuantizedModule):
         self.layer_number = 1 if layer_number is None else layer_number
         self.softmax_scale = 1 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
         self.get_rng_state_tracker = get_rng_state_tracker
+        self.return_max_logit = return_max_logit
+        self.softmax_type = softmax_type
+        self.softmax_offset: nn.Parameter | None
+        self.register_parameter(
+            "softmax_offset", self._new_offset(tp_size > 1) if softmax_type == "learnable" else None
+        )
+
+    def _new_offset(self, shared: bool) -> nn.Parameter:
+        offset = nn.Parameter(torch.zeros(self.num_attention_heads, device=resolved_device(None)))
+        if shared:
+            set_tensor_model_parallel_attributes(offset, True, 0, 1)
+        return offset
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Set the offset of the softmax to 0. On the meta device, it gets memory on the default device."""
+        if defer_init or self.softmax_offset is None:
+            return
+        if self.softmax_offset.is_meta:
+            self.softmax_offset = self._new_offset(hasattr(self.softmax_offset, "tensor_model_parallel"))
+        nn.init.zeros_(self.softmax_offset)
+
+    def _sink(self, device: torch.device) -> Tensor | None:
+        """The score of the sink by head, [1, heads, 1, 1]; None if there is none."""
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is None:
+            return torch.zeros(1, self.num_attention_heads, 1, 1, device=device)
+        return self.softmax_offset.view(1, -1, 1, 1)
 
     def _refuse(self, **options: Any) -> None:
         for name, value in options.items():
@@ -190,7 +224,7 @@ class DotProductAttention(QuantizedModule):
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = None,
         num_splits: int | None = 1,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute attention. Queries at padding, and queries that may see no key, give 0.
 
         Options that are None have the value given to the constructor.
@@ -223,7 +257,8 @@ class DotProductAttention(QuantizedModule):
             num_splits: accepted; it has no effect.
 
         Returns:
-            [sequence, batch, heads · channels], or in the order of ``qkv_format``.
+            [sequence, batch, heads · channels], or in the order of ``qkv_format``; with ``return_max_logit``, a pair of
+            it and the largest score of each head, [heads].
         """
         self._refuse(core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, fp8_output=fp8_output)
         if core_attention_bias_type != "no_bias":
@@ -276,16 +311,20 @@ class DotProductAttention(QuantizedModule):
                 excluded=excluded,
                 device=q.device,
             )
-        return sides[0].heads_last(self._attend(q, k, v, mask, allowed, checkpoint_core_attention), query)
+        call = PlainCall(
+            mask, allowed, self.softmax_scale, self._dropout(), self._sink(q.device), self.return_max_logit
+        )
+        attended = self._attend(q, k, v, call, checkpoint_core_attention)
+        output = sides[0].heads_last(attended.output, query)
+        return output if attended.max_logit is None else (output, attended.max_logit)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, recompute: bool) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool) -> Attended:
         """Compute attention on [batch, heads, sequence, channels]."""
         if torch.compiler.is_compiling():
             if not recompute and _constant_is_plain(self):
-                return _plain_attention(q, k, v, mask, allowed, self._dropout(), self.softmax_scale)
-            attended: Tensor = _untraced_attend(self, q, k, v, mask, allowed, recompute)
-            return attended
-        return self._attend_eagerly(q, k, v, mask, allowed, recompute)
+                return plain_attention(q, k, v, call)
+            return Attended(*_untraced_attend(self, q, k, v, call, recompute))
+        return self._attend_eagerly(q, k, v, call, recompute)
 
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
@@ -296,29 +335,27 @@ class DotProductAttention(QuantizedModule):
         tracked = self.get_rng_state_tracker is not None and self._dropout() > 0.0
         return not tracked and (recipe is None or not (recipe.fp8_dpa or recipe.fp8_mha))
 
-    def _attend_eagerly(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, recompute: bool
-    ) -> Tensor:
+    def _attend_eagerly(self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool) -> Attended:
         recipe = self._recipe_in_force()
         if recipe is not None and not (recipe.fp8_dpa or recipe.fp8_mha):
             recipe = None
         built = self._prepare(recipe)
-        dropout = self._dropout()
-        tracker = self.get_rng_state_tracker() if self.get_rng_state_tracker is not None and dropout else None
+        tracker = self.get_rng_state_tracker() if self.get_rng_state_tracker is not None and call.dropout else None
         quantizers = None if recipe is None else built.details
         if recipe is None or quantizers is None:
 
-            def attend() -> Tensor:
-                return _plain_attention(q, k, v, mask, allowed, dropout, self.softmax_scale)
+            def attend() -> Attended:
+                return plain_attention(q, k, v, call)
         else:
-            call = self._call(recipe, built, dropout)
-            if mask.is_plain_causal:
-                allowed = allowed_pairs(mask, q.shape[2], k.shape[2], device=q.device)
+            quantized = self._quantized_call(recipe, built, call)
+            allowed = call.allowed
+            if call.mask.is_plain_causal:
+                allowed = allowed_pairs(call.mask, q.shape[2], k.shape[2], device=q.device)
 
-            def attend() -> Tensor:
-                return quantized_attention(q, k, v, allowed, call)
+            def attend() -> Attended:
+                return quantized_attention(q, k, v, allowed, quantized, call.sink)
 
-        def compute() -> Tensor:
+        def compute() -> Attended:
             fork: AbstractContextManager[Any] = nullcontext() if tracker is None else tracker.fork()
             with fork:
                 return attend()
@@ -329,11 +366,12 @@ class DotProductAttention(QuantizedModule):
                 return recomputed(compute, state=state, tracker=tracker)
             return compute()
 
-    def _call(self, recipe: Recipe, built: Built, dropout: float) -> AttentionCall:
+    def _quantized_call(self, recipe: Recipe, built: Built, call: PlainCall) -> AttentionCall:
         return AttentionCall(
             quantizers=built.details,
-            scale=self.softmax_scale,
-            dropout=dropout,
+            scale=call.scale,
+            dropout=call.dropout,
+            wants_max=call.wants_max,
             backward_override=recipe.backward_override,
             calibrating=self._only_calibrates(),
             on_backward=self._backward_noted(built) if torch.is_grad_enabled() else None,
@@ -388,22 +426,8 @@ def _constant_is_plain(attention: DotProductAttention) -> bool:
 
 
 @eager_only("crossgrain: attention that is quantized or recomputed in backward runs in eager mode")
-def _untraced_attend(attention: DotProductAttention, *arguments: Any) -> Tensor:
+def _untraced_attend(attention: DotProductAttention, *arguments: Any) -> Attended:
     return attention._attend_eagerly(*arguments)
-
-
-def _plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, allowed: Tensor | None, dropout: float, scale: float
-) -> Tensor:
-    attend = torch.nn.functional.scaled_dot_product_attention
-    gqa = q.shape[1] != k.shape[1]
-    if allowed is None:
-        return attend(q, k, v, dropout_p=dropout, is_causal=mask.is_plain_causal, scale=scale, enable_gqa=gqa)
-    allowed = allowed.view((1,) * (4 - allowed.dim()) + tuple(allowed.shape))
-    # A softmax over nothing is NaN in some kernels: such queries look at everything, and their result is dropped.
-    sees_nothing = ~allowed.any(-1, keepdim=True)
-    out = attend(q, k, v, attn_mask=allowed | sees_nothing, dropout_p=dropout, scale=scale, enable_gqa=gqa)
-    return out.masked_fill(sees_nothing, 0)
 
 
 def _keeps_numbers(quantizer: Quantizer | None) -> bool:

@@ -91,3 +91,13 @@ def without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
 def _before(lengths: Tensor, size: int) -> Tensor:
     """A tensor [batch, size] that is True at the first ``lengths`` places."""
     return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+def to_groups(x: Tensor, groups: int) -> Tensor:
+    """Reshape [batch, heads, R, C] to [batch, groups, heads/groups · R, C]: heads that share keys form one matrix."""
+    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+
+
+def to_heads(x: Tensor, like: torch.Size) -> Tensor:
+    """Reshape back to the heads and queries of the shape ``like``."""
+    return x.reshape(*like[:3], x.shape[-1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linear.parallel import resolved_group
+from ...runtime.devices import resolved_device
 from ..base import QuantizedModule
 from ..layernorm_linear import LayerNormLinear
 from ..linear import Linear, SingleLinear
@@ -78,7 +79,7 @@ class MultiheadAttention(nn.Module):
         seq_length: accepted; it has no effect.
         micro_batch_size: accepted; it has no effect.
         rotary_pos_interleaved: see `RotaryPositionEmbedding`.
-        softmax_type: only "vanilla" is supported.
+        softmax_type: see `DotProductAttention`.
         **gpu_options: options of GPU communication; they must be off.
     """
 
@@ -152,23 +153,24 @@ class MultiheadAttention(nn.Module):
         self.qkv_format = qkv_format
         self.qk_norm_before_rope = qk_norm_before_rope
         self.rotary_pos_interleaved = rotary_pos_interleaved
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            self.hidden_size_per_attention_head,
-            num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            get_rng_state_tracker=get_rng_state_tracker,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
-            name=self._name_of("core_attention"),
-        )
+        with resolved_device(device):  # the core has no option for it
+            self.core_attention = DotProductAttention(
+                num_attention_heads,
+                self.hidden_size_per_attention_head,
+                num_gqa_groups=num_gqa_groups,
+                attention_dropout=attention_dropout,
+                qkv_format=qkv_format,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+                bottom_right_diagonal=bottom_right_diagonal,
+                get_rng_state_tracker=get_rng_state_tracker,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                layer_number=layer_number,
+                attention_type=attention_type,
+                softmax_type=softmax_type,
+                name=self._name_of("core_attention"),
+            )
         shared: dict[str, Any] = {
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,

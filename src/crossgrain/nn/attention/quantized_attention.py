@@ -27,6 +27,9 @@ from ...quantizers.base import Quantizer
 from ...recipe.base import BackwardOverride
 from ...runtime.derivatives import differentiable_once
 from .heads import decoded_heads, quantized_heads
+from .layout import to_groups, to_heads
+from .plain_attention import Attended
+from .softmax import largest_by_head, softmax
 
 
 class AttentionQuantizers(NamedTuple):
@@ -44,11 +47,15 @@ class AttentionQuantizers(NamedTuple):
 
 @dataclass
 class AttentionCall:
-    """Everything about one call except its tensors. With ``calibrating``, tensors are only measured, not quantized."""
+    """Everything about one call except its tensors. With ``calibrating``, tensors are only measured, not quantized.
+
+    With ``wants_max``, the largest score of each head is a second result.
+    """
 
     quantizers: AttentionQuantizers
     scale: float
     dropout: float = 0.0
+    wants_max: bool = False
     backward_override: BackwardOverride = None
     calibrating: bool = False
     on_backward: Callable[[], None] | None = None
@@ -58,80 +65,108 @@ class Needs(NamedTuple):
     dq: bool
     dk: bool
     dv: bool
+    dsink: bool
+
+    @property
+    def scores(self) -> bool:
+        """Whether backward computes the gradient of the scores."""
+        return self.dq or self.dk or self.dsink
 
 
-def quantized_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: AttentionCall) -> Tensor:
+def quantized_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: AttentionCall, sink: Tensor | None = None
+) -> Attended:
     """Compute attention of q [batch, heads, queries, channels] on k and v [batch, groups, keys, channels].
 
-    ``allowed`` is True where a query may see a key. Queries that may see none give 0.
+    ``allowed`` is True where a query may see a key. Queries that may see none give 0. ``sink`` [1, heads, 1, 1] is the
+    score of the sink by head; it is in high precision.
     """
     grad = torch.is_grad_enabled()
-    needs = Needs(grad and q.requires_grad, grad and k.requires_grad, grad and v.requires_grad)
-    result: Tensor = QuantizedAttention.apply(q, k, v, allowed, call, needs)
-    return result
+    needs = Needs(*(grad and x is not None and x.requires_grad for x in (q, k, v, sink)))
+    return Attended(*QuantizedAttention.apply(q, k, v, sink, allowed, call, needs))
 
 
 class QuantizedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: AttentionCall, needs: Needs
-    ) -> Tensor:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        allowed: Tensor | None,
+        call: AttentionCall,
+        needs: Needs,
+    ) -> tuple[Tensor, Tensor | None]:
         by = call.quantizers
         groups = k.shape[1]
         q_used = _Used(q, by.q, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dk)
         k_used = _Used(k, by.k, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dq)
-        v_used = _Used(v, by.v, call, forward=COLUMNWISE, backward=ROWWISE, saved=needs.dq or needs.dk)
-        scores = _to_groups(q_used.forward, groups) @ k_used.forward.transpose(-1, -2)
-        s = _softmax(_to_heads(scores, q.shape) * call.scale, allowed)
+        v_used = _Used(v, by.v, call, forward=COLUMNWISE, backward=ROWWISE, saved=needs.scores)
+        scores = to_groups(q_used.forward, groups) @ k_used.forward.transpose(-1, -2)
+        scores = to_heads(scores, q.shape) * call.scale
+        s, sink_part = softmax(scores, allowed, sink)
+        max_logit = largest_by_head(scores, allowed) if call.wants_max else None
         keep = None
         p = s
         if call.dropout > 0:
             keep = torch.rand_like(s) >= call.dropout
             p = s * keep / (1 - call.dropout)
         p_used = _Used(p, by.s, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dv)
-        o = _to_heads(_to_groups(p_used.forward, groups) @ v_used.forward, q.shape).to(q.dtype)
+        o = to_heads(to_groups(p_used.forward, groups) @ v_used.forward, q.shape).to(q.dtype)
         if by.output is not None:
             o = _rounded(o, by.output, call)
 
         operands = [used.saved for used in (q_used, k_used, v_used, p_used)]
         buffers, ctx.notes = zip(*(buffers_and_note(operand) for operand in operands), strict=True)
-        ctx.save_for_backward(s if needs.dq or needs.dk else None, keep, *(b for three in buffers for b in three))
+        ctx.save_for_backward(
+            s if needs.scores else None,
+            sink_part if needs.dsink else None,
+            keep,
+            *(b for three in buffers for b in three),
+        )
         ctx.call, ctx.needs = call, needs
         ctx.inputs = [(x.shape, x.dtype) for x in (q, k, v)]
-        return o
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+        return o, max_logit
 
     @staticmethod
     @differentiable_once("quantized attention")
-    def backward(ctx: Any, do: Tensor) -> Any:
+    def backward(ctx: Any, do: Tensor, _: Tensor | None) -> Any:
         call, needs, (q_like, k_like, v_like) = ctx.call, ctx.needs, ctx.inputs
         by, groups = call.quantizers, k_like[0][1]
-        s, keep, *buffers = ctx.saved_tensors
+        s, sink_part, keep, *buffers = ctx.saved_tensors
         q, k, v, p = (
             restored_operand(tuple(buffers[i * BUFFERS_PER_OPERAND : (i + 1) * BUFFERS_PER_OPERAND]), note)
             for i, note in enumerate(ctx.notes)
         )
         if call.on_backward is not None:
             call.on_backward()
-        do_row, do_column = _gradient(do, by.do, call, rowwise=needs.dq or needs.dk, columnwise=needs.dv)
-        dq = dk = dv = None
+        do_row, do_column = _gradient(do, by.do, call, rowwise=needs.scores, columnwise=needs.dv)
+        dq = dk = dv = dsink = None
         if needs.dv:
             shape = torch.Size((*q_like[0][:3], k_like[0][2]))
-            dv = _to_groups(decoded_heads(p, shape), groups).transpose(-1, -2) @ _to_groups(do_column, groups)
-        if needs.dq or needs.dk:
+            dv = to_groups(decoded_heads(p, shape), groups).transpose(-1, -2) @ to_groups(do_column, groups)
+        if needs.scores:
             v_row = decoded_heads(v, v_like[0])
-            dp = _to_heads(_to_groups(do_row, groups) @ v_row.transpose(-1, -2), q_like[0])
+            dp = to_heads(to_groups(do_row, groups) @ v_row.transpose(-1, -2), q_like[0])
             if keep is not None:
                 dp = dp * keep / (1 - call.dropout)
-            ds = s * (dp - (dp * s).sum(-1, keepdim=True))
-            ds_row, ds_column = _gradient(ds, by.dp, call, rowwise=needs.dq, columnwise=needs.dk)
+            mean = (dp * s).sum(-1, keepdim=True)
+            ds = s * (dp - mean)
+            if needs.dsink:
+                dsink = -(sink_part * mean).sum((0, 2), keepdim=True)
+            if needs.dq or needs.dk:
+                ds_row, ds_column = _gradient(ds, by.dp, call, rowwise=needs.dq, columnwise=needs.dk)
             if needs.dq:
                 k_column = decoded_heads(k, k_like[0])
-                dq = _to_heads(_to_groups(ds_row, groups) @ k_column, q_like[0]) * call.scale
+                dq = to_heads(to_groups(ds_row, groups) @ k_column, q_like[0]) * call.scale
             if needs.dk:
-                q_column = _to_groups(decoded_heads(q, q_like[0]), groups)
-                dk = _to_groups(ds_column, groups).transpose(-1, -2) @ q_column * call.scale
+                q_column = to_groups(decoded_heads(q, q_like[0]), groups)
+                dk = to_groups(ds_column, groups).transpose(-1, -2) @ q_column * call.scale
         made = [(dq, q_like), (dk, k_like), (dv, v_like)]
-        return *(None if x is None else _leaving(x.to(like[1]), call) for x, like in made), None, None, None
+        return *(None if x is None else _leaving(x.to(like[1]), call) for x, like in made), dsink, None, None, None
 
 
 class _Used:
@@ -197,20 +232,3 @@ def _leaving(gradient: Tensor, call: AttentionCall) -> Tensor:
     if by.grad_input is None or call.backward_override is not None:
         return gradient
     return _rounded(gradient, by.grad_input, call)
-
-
-def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Softmax of each row, with 0 where a query may not see a key."""
-    if allowed is None:
-        return torch.softmax(scores, -1)
-    return torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1).masked_fill(~allowed, 0)
-
-
-def _to_groups(x: Tensor, groups: int) -> Tensor:
-    """Reshape [batch, heads, R, C] to [batch, groups, heads/groups · R, C]: heads that share keys form one matrix."""
-    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
-
-
-def _to_heads(x: Tensor, like: torch.Size) -> Tensor:
-    """Reshape back to the heads and queries of the shape ``like``."""
-    return x.reshape(*like[:3], x.shape[-1])
