@@ -1,4 +1,4 @@
-"""Fusions: which are made, and that they change no bit."""
+"""Fusions: which are made, and where they round."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import crossgrain as cg
 from crossgrain import ops
 from crossgrain.ops import fused
 from crossgrain.ops.fuser import OperationFuser
@@ -47,37 +48,10 @@ CASES: dict[str, tuple[Callable[[], Sequence[Any]], int, type, bool]] = {
         fused.ForwardLinearBiasActivation,
         False,
     ),
-    "linear_add": (lambda: [_linear(False), ops.AddExtraInput(in_place=True)], 1, fused.ForwardLinearBiasAdd, False),
-    "linear_bias_add": (lambda: [_linear(), ops.AddExtraInput(in_place=True)], 1, fused.ForwardLinearBiasAdd, False),
-    "linear_scale_add": (
-        lambda: [_linear(False), ops.ConstantScale(0.3), ops.AddExtraInput(in_place=True)],
-        1,
-        fused.ForwardLinearScaleAdd,
-        False,
-    ),
     "activation_bias": (
         lambda: [_linear(), ops.SReLU(), _linear()],
         0,
         fused.BackwardActivationBias,
-        True,
-    ),
-    "add_rmsnorm": (lambda: [_linear(), ops.MakeExtraOutput(), ops.RMSNorm(64)], 0, fused.BackwardAddRMSNorm, True),
-    "linear_backward_add": (
-        lambda: [_linear(), ops.MakeExtraOutput(), _linear()],
-        0,
-        fused.BackwardLinearAdd,
-        True,
-    ),
-    "linear_backward_add_in_place": (
-        lambda: [_linear(), ops.MakeExtraOutput(in_place=True), _linear()],
-        0,
-        fused.BackwardLinearAdd,
-        True,
-    ),
-    "linear_backward_scale": (
-        lambda: [_linear(), ops.ConstantScale(-0.7), _linear()],
-        0,
-        fused.BackwardLinearScale,
         True,
     ),
 }
@@ -95,6 +69,18 @@ def _run(block: ops.Sequential, extras: int, recipe: str | None, dtype: torch.dt
     grads = [torch.randn_like(out) for out in outputs]
     tensors = [x, *inputs, *block.parameters()]
     return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, tensors, grads)]
+
+
+def _quantized_alike(tensor: Tensor, recipe: str | None) -> tuple[Tensor, Tensor]:
+    """What the GEMMs read of a tensor in fp32, rowwise and columnwise."""
+    if recipe is None:
+        return tensor.float(), tensor.float()
+    quantizer = cg.MXFP8Quantizer(cg.DType.kFloat8E4M3)
+    made = []
+    for rowwise in (True, False):
+        quantizer.set_usage(rowwise=rowwise, columnwise=not rowwise)
+        made.append(quantizer(tensor).dequantize(dtype=torch.float32))
+    return made[0], made[1]
 
 
 def _kinds(placed: Any) -> list[type]:
@@ -116,6 +102,116 @@ def test_fused_is_unfused(case: str, recipe: str | None, dtype: torch.dtype, fus
     alone = _run(block, extras, recipe, dtype)
     assert _kinds(group._forward_ops) == _kinds(group._backward_ops) == [type(op) for op in group._basic_ops]
     assert_same(together, alone)
+
+
+ROUNDING = pytest.mark.parametrize("recipe", [None, "mxfp8"])
+
+
+@ROUNDING
+@pytest.mark.parametrize("case", ["add", "bias_add", "scale_add", "bias"])
+def test_a_fused_forward_rounds_once(case: str, recipe: str | None) -> None:
+    """The sum in fp32, of what the GEMM reads, rounded to bf16 at the end."""
+    linear, bias, add = ops.BasicLinear(64, 64), ops.Bias(64), ops.AddExtraInput(in_place=True)
+    torch.nn.init.normal_(bias.bias)
+    scale = 0.3 if case == "scale_add" else 1.0
+    after: dict[str, list[Any]] = {
+        "add": [add],
+        "bias_add": [bias, add],
+        "scale_add": [ops.ConstantScale(scale), add],
+        "bias": [bias],
+    }
+    block = ops.Sequential(linear, *after[case]).to(torch.bfloat16)
+    x, extra = (torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(2))
+    product = _quantized_alike(x, recipe)[0] @ _quantized_alike(linear.weight.detach(), recipe)[0].t()
+    wanted = product * scale + bias.bias.float() if "bias" in case else product * scale
+    wanted = (wanted + extra.float() if "add" in case else wanted).to(torch.bfloat16)
+    with torch.no_grad(), quantized(None if recipe is None else RECIPES[recipe]()):
+        y = block(x, *([extra] if "add" in case else []))
+    assert len(block._module_groups[0]._forward_ops) == 1
+    assert torch.equal(y, wanted)
+    if "add" in case:
+        assert y.data_ptr() == extra.data_ptr()
+
+
+@ROUNDING
+def test_backward_of_linear_and_scale_is_one_fusion_and_rounds_once(recipe: str | None) -> None:
+    linear = ops.BasicLinear(64, 64, dtype=torch.bfloat16)
+    block = ops.Sequential(linear, ops.ConstantScale(-0.7))
+    x, dy = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(32, 64, dtype=torch.bfloat16)
+    with quantized(None if recipe is None else RECIPES[recipe]()):
+        y = block(x)
+    assert _kinds(block._module_groups[0]._backward_ops) == [fused.BackwardLinearScale]
+    dx, dw = torch.autograd.grad(y, [x, linear.weight], dy)
+    dy_rows, dy_columns = _quantized_alike(dy, recipe)
+    w, kept = _quantized_alike(linear.weight.detach(), recipe)[1], _quantized_alike(x.detach(), recipe)[1]
+    assert torch.equal(dx, ((dy_rows @ w) * -0.7).to(torch.bfloat16))
+    assert torch.equal(dw, ((dy_columns.t() @ kept) * -0.7).to(torch.bfloat16))
+
+
+def test_the_scale_reaches_main_grad() -> None:
+    linear = ops.BasicLinear(64, 64, accumulate_into_main_grad=True)
+    linear.weight.main_grad = torch.ones(64, 64)
+    x, dy = torch.randn(32, 64), torch.randn(32, 64)
+    ops.Sequential(linear, ops.ConstantScale(0.5))(x).backward(dy)
+    assert torch.equal(linear.weight.main_grad, 1 + (dy.t() @ x) * 0.5)
+
+
+@ROUNDING
+def test_backward_of_branch_and_linear_rounds_once(recipe: str | None) -> None:
+    linear = ops.BasicLinear(64, 64, dtype=torch.bfloat16)
+    block = ops.Sequential(ops.Identity(), ops.MakeExtraOutput(in_place=True), linear)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    dy, branch = (torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(2))
+    with quantized(None if recipe is None else RECIPES[recipe]()):
+        outputs = block(x)
+    assert fused.BackwardLinearAdd in _kinds(block._module_groups[0]._backward_ops)
+    dgrad = _quantized_alike(dy, recipe)[0] @ _quantized_alike(linear.weight.detach(), recipe)[1]
+    wanted = (dgrad + branch.float()).to(torch.bfloat16)
+    (dx,) = torch.autograd.grad(outputs, [x], [dy, branch])
+    assert torch.equal(dx, wanted)
+
+
+def test_backward_of_branch_and_rmsnorm_rounds_once() -> None:
+    """The gradient of the norm alone in fp32, plus that of the branch, rounded at the end."""
+    block = ops.Sequential(ops.Identity(), ops.MakeExtraOutput(), ops.RMSNorm(64))
+    x, dy, branch = (torch.randn(32, 64).bfloat16() for _ in range(3))
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(block(x), [x], [dy, branch])
+    assert fused.BackwardAddRMSNorm in _kinds(block._module_groups[0]._backward_ops)
+    wide = x.detach().float().requires_grad_()
+    (of_norm,) = torch.autograd.grad(block[2](wide), [wide], [dy.float()])
+    assert torch.equal(dx, (of_norm + branch.float()).bfloat16())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_in_place_decides_which_branches_are_fused(in_place: bool) -> None:
+    """A sum in the memory of the branch is dgrad's; a norm makes memory of its own."""
+    for last, kind, wanted in (
+        (ops.BasicLinear(64, 64), fused.BackwardLinearAdd, in_place),
+        (ops.RMSNorm(64), fused.BackwardAddRMSNorm, not in_place),
+    ):
+        block = ops.Sequential(ops.Identity(), ops.MakeExtraOutput(in_place=in_place), last)
+        block(torch.randn(4, 64, requires_grad=True))
+        assert (kind in _kinds(block._module_groups[0]._backward_ops)) == wanted
+
+
+def test_products_that_ranks_sum_are_not_fused() -> None:
+    """The sum over ranks comes between the GEMM and the next operation."""
+    from crossgrain.ops.fused.backward import fuse_backward_linear_add, fuse_backward_linear_scale
+    from crossgrain.ops.fused.forward_linear import fuse_forward_linear_bias_add, fuse_forward_linear_scale_add
+
+    linear, scale, add = ops.BasicLinear(8, 8), ops.ConstantScale(2.0), ops.AddExtraInput(in_place=True)
+    branch = ops.MakeExtraOutput(in_place=True)
+    for mode, fuse, given in (
+        ("row", fuse_forward_linear_bias_add, [linear, add]),
+        ("row", fuse_forward_linear_scale_add, [linear, scale, add]),
+        ("column", fuse_backward_linear_add, [branch, linear]),
+        ("column", fuse_backward_linear_scale, [linear, scale]),
+    ):
+        linear.tensor_parallel_mode = None
+        assert len(fuse(given, recipe=None)) == 1
+        linear.tensor_parallel_mode = mode
+        assert fuse(given, recipe=None) == given
 
 
 def test_positions_of_fused_operations() -> None:
@@ -206,7 +302,7 @@ def test_a_fusion_that_loses_operations_is_refused(fusions: Callable[[bool], Non
 
 
 def test_an_operation_without_a_pass_says_so() -> None:
-    op = fused.BackwardLinearScale([ops.ConstantScale(1.0), ops.BasicLinear(8, 8)])
+    op = fused.BackwardLinearScale([ops.BasicLinear(8, 8), ops.ConstantScale(1.0)])
     with pytest.raises(NotImplementedError, match="BackwardLinearScale has no forward pass of its own"):
         op.fuser_forward(
             [],

@@ -80,7 +80,12 @@ class Activation:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which sums and nonlinear functions of ``x`` are computed."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return wide_dtype(x.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of ``dtype`` are added up: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def interleaved(x: Tensor, size: int) -> Tensor:

@@ -47,9 +47,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Norm
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dx in the dtype of x, and dw and db in that of the weight. RMSNorm (``mean`` is None) does not use db."""
+    """Compute dx in the dtype of x, and dw and db in that of the weight. RMSNorm (``mean`` is None) does not use db.
+
+    ``add`` is another gradient of x, which is added to dx before dx is rounded.
+    """
     wide, dy = x.to(rstd.dtype), dy.to(rstd.dtype)
     normalized = (wide if mean is None else wide - mean) * rstd
     d_normalized = dy * _factor(weight, wide, zero_centered)
@@ -59,7 +68,10 @@ def norm_backward(
     size = x.shape[-1]
     dw = (dy * normalized).reshape(-1, size).sum(0)
     db = dy.reshape(-1, size).sum(0)
-    return (dx * rstd).to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
+    dx = dx * rstd
+    if add is not None:
+        dx = dx + add.to(dx.dtype)
+    return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Normalized:
@@ -73,11 +85,18 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_c
 
 
 def normalize_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`norm_backward` for weights of any shape: dx has the shape of dy, dw and db have that of the weight."""
     rows = x.reshape(-1, weight.numel())
-    dx, dw, db = norm_backward(dy.reshape(rows.shape), rows, weight.reshape(-1), mean, rstd, zero_centered)
+    more = None if add is None else add.reshape(rows.shape)
+    dx, dw, db = norm_backward(dy.reshape(rows.shape), rows, weight.reshape(-1), mean, rstd, zero_centered, more)
     return dx.reshape(dy.shape), dw.reshape(weight.shape), db.reshape(weight.shape)
 
 

@@ -58,6 +58,10 @@ class LinearCall:
         on_backward: called before backward quantizes anything.
         weight_parts: the parameters of which W consists, if there are several.
         parallel: how ranks share the layer; None if they do not.
+        scale: multiplies y before it is rounded.
+        gradient_scale: multiplies dx and dW before they are rounded; set before backward.
+        wide_output: return y unrounded, in fp32 (fp64 for fp64 activations).
+        wide_gradient: the same for dx; set before backward.
         layer: name of the layer, for messages.
     """
 
@@ -79,6 +83,10 @@ class LinearCall:
     on_backward: Callable[[], None] | None = None
     weight_parts: Sequence[Tensor] | None = None
     parallel: TensorParallel | None = None
+    scale: float = 1.0
+    gradient_scale: float = 1.0
+    wide_output: bool = False
+    wide_gradient: bool = False
     layer: str = "Linear"
 
     @property
@@ -90,7 +98,8 @@ class LinearCall:
     def is_plain(self) -> bool:
         """Whether the layer is one of torch: it quantizes nothing, ranks do not share it, and autograd gets dW."""
         delivers = self.weight_parts is None and self.wgrad_queue is None and not self.accumulate_main_grad
-        return self.input is None and self.parallel is None and self.grad_input is None and delivers
+        fused = self.gradient_scale != 1.0 or self.wide_gradient
+        return self.input is None and self.parallel is None and self.grad_input is None and delivers and not fused
 
     def drop_identities(self, weight: Tensor) -> None:
         """Go without quantizers if all of them keep the numbers as they are: then gradients have gradients."""

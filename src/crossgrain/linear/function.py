@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from ..gemm.activations import compute_dtype
+from ..gemm.activations import compute_dtype, wide_dtype
 from ..quantizers.identity import IdentityQuantizer
 from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import telling_others
@@ -43,7 +43,8 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
         "fprop",
         x_rows,
         w_rows,
-        out_dtype=call.dtype,
+        out_dtype=wide_dtype(call.dtype) if call.wide_output else call.dtype,
+        alpha=call.scale,
         bias=None if sums else bias if padded is sizes else padded_vector(bias, padded.n),
         allow_mixed=call.allow_mixed,
     )
@@ -75,10 +76,14 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
 
     if needs.dx:
         w = saved_weight(saved.w, ctx)
-        dx = gemm("dgrad", dy_rows, w, out_dtype=call.dtype, allow_mixed=call.allow_mixed)[: sizes.m, : sizes.k]
+        dtype = wide_dtype(call.dtype) if call.wide_gradient else call.dtype
+        scale = call.gradient_scale
+        dx = gemm("dgrad", dy_rows, w, out_dtype=dtype, alpha=scale, allow_mixed=call.allow_mixed)
+        dx = dx[: sizes.m, : sizes.k]
         if call.parallel is not None and call.parallel.sums_input_gradient:
             dx = call.parallel.sum(dx, call.layer)
-        dx = dx.reshape(ctx.x_shape).to(ctx.x_dtype)
+        dx = dx.reshape(ctx.x_shape)
+        dx = dx if call.wide_gradient else dx.to(ctx.x_dtype)
         dx = dx if call.grad_input is None else call.grad_input(dx)
 
     if needs.dw:
@@ -93,6 +98,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
                 out_dtype=dtype,
                 out=out,
                 accumulate=out is not None,
+                alpha=call.gradient_scale,
                 allow_mixed=call.allow_mixed,
             )
             return made if padded == sizes else made[: sizes.n, : sizes.k]

@@ -78,13 +78,13 @@ def test_neighbours_quantize_for_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     seen: dict[str, Tensor] = {}
     forward, backward = ops.BasicLinear.gemm_forward, ops.BasicLinear.gemm_backward
 
-    def spy_forward(self, ctx, x):  # type: ignore[no-untyped-def]
+    def spy_forward(self, ctx, x, **kwargs):  # type: ignore[no-untyped-def]
         seen[f"{self.name} x"] = x
-        return forward(self, ctx, x)
+        return forward(self, ctx, x, **kwargs)
 
-    def spy_backward(self, ctx, dy):  # type: ignore[no-untyped-def]
+    def spy_backward(self, ctx, dy, **kwargs):  # type: ignore[no-untyped-def]
         seen[f"{self.name} dy"] = dy
-        return backward(self, ctx, dy)
+        return backward(self, ctx, dy, **kwargs)
 
     monkeypatch.setattr(ops.BasicLinear, "gemm_forward", spy_forward)
     monkeypatch.setattr(ops.BasicLinear, "gemm_backward", spy_backward)

@@ -243,12 +243,24 @@ class BasicLinear(Computation, LinearOperation):
     def _computed(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         return self.gemm_forward(ctx, input_)
 
-    def gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
-        """Return y in high precision, and save in ``ctx`` what backward needs."""
-        with nullcontext() if self.tensor_parallel_mode is None else telling_others(self.layer):
-            return self._gemm_forward(ctx, x)
+    def gemm_forward(
+        self, ctx: OperationContext, x: Tensor, *, bias: Bias | None = None, scale: float = 1.0, wide: bool = False
+    ) -> Tensor:
+        """Return y in high precision, and save in ``ctx`` what backward needs.
 
-    def _gemm_forward(self, ctx: OperationContext, x: Tensor) -> Tensor:
+        Args:
+            ctx: the context of this operation.
+            x: the input.
+            bias: the operation right after this one, if the GEMM is to add its bias.
+            scale: multiplies the product before it is rounded.
+            wide: return y unrounded, in fp32.
+        """
+        with nullcontext() if self.tensor_parallel_mode is None else telling_others(self.layer):
+            return self._gemm_forward(ctx, x, (bias,) if bias is not None else self._bias, scale, wide)
+
+    def _gemm_forward(
+        self, ctx: OperationContext, x: Tensor, biases: tuple[Bias, ...], scale: float, wide: bool
+    ) -> Tensor:
         check_input(x, self.weight, self.layer)
         operands = None
         if self._calibrates:
@@ -261,8 +273,9 @@ class BasicLinear(Computation, LinearOperation):
             operands = {name: parallel.quantizer(name, quantizer) for name, quantizer in operands.items()}
         call = self._call(x, self.weight, operands, NO_PADDING if operands is None else self._built.details)
         call.parallel = parallel
+        call.scale, call.wide_output = scale, wide
         needs = Needs(ctx.input_requires_grad, ctx.requires_grad and self.weight.requires_grad, False)
-        bias = self._bias[0].bias.detach() if self._bias else None
+        bias = biases[0].bias.detach() if biases else None
         y: Tensor = LinearFunction.forward(ctx, x, self.weight, bias, call, needs)
         return y
 
@@ -270,8 +283,18 @@ class BasicLinear(Computation, LinearOperation):
         dx, dw = self.gemm_backward(ctx, grad_output)
         return dx, [dw]
 
-    def gemm_backward(self, ctx: OperationContext, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return dx in high precision, and dW."""
+    def gemm_backward(
+        self, ctx: OperationContext, dy: Tensor, *, scale: float = 1.0, wide: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return dx in high precision, and dW.
+
+        Args:
+            ctx: the context of this operation.
+            dy: the gradient of the output.
+            scale: multiplies both before they are rounded.
+            wide: return dx unrounded, in fp32.
+        """
+        ctx.call.gradient_scale, ctx.call.wide_gradient = scale, wide
         dx, dw, *_ = LinearFunction.backward(ctx, dy)
         return dx, dw
 

@@ -69,11 +69,13 @@ class _Norm(NormParameters, Computation):
     def _gradients(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Gradients]:
         return self.norm_backward(ctx, grad_output)
 
-    def norm_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Return dx in high precision, and the gradients of the parameters."""
+    def norm_backward(
+        self, ctx: OperationContext, grad_output: Tensor, add: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return dx in high precision, and the gradients of the parameters. ``add`` is added to dx before rounding."""
         x, mean, rstd = ctx.saved_tensors
         weight = self.weight.detach()
-        dx, dw, db = normalize_backward(plain(grad_output), x, weight, mean, rstd, self.zero_centered_gamma)
+        dx, dw, db = normalize_backward(plain(grad_output), x, weight, mean, rstd, self.zero_centered_gamma, add)
         return dx.reshape(ctx.shape).to(ctx.dtype), [dw, db] if self._has_bias else [dw]
 
 

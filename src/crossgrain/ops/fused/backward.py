@@ -1,9 +1,9 @@
-"""Fused backward passes of neighbouring operations: a gradient is modified in place and quantized only once.
-
-Each fusion rounds where the single operations do, so results are the same, bit for bit.
-"""
+"""Fused backward passes of neighbouring operations: a gradient is rounded once, at the end, and quantized once."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from ..op import BackwardResult, BasicOperation, FusedOperation, FusibleOperatio
 
 
 class _BackwardPair(FusedOperation):
-    """Base class: two basic operations. The gradient of the second one is modified in place, and handed on once."""
+    """Base class: two basic operations, whose gradient is handed on once."""
 
     def fuser_backward(
         self,
@@ -30,17 +30,18 @@ class _BackwardPair(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> BackwardResult:
-        dx, *grads = self._gradients(basic_op_ctxs[1], grad_output, basic_op_grad_extra_outputs[0])
-        return handed_on(dx, basic_op_ctxs[0].grad_input_quantizer), grads, [(), ()]
+        dx, *grads = self._gradients(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs[0])
+        handed = None if dx is None else handed_on(dx, basic_op_ctxs[0].grad_input_quantizer)
+        return handed, grads, [(), ()]
 
     def _gradients(
-        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, Gradients, Gradients]:
+        self, ctxs: list[OperationContext], dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
         """Return the gradient of the input, and of the parameters of both operations.
 
         Args:
-            ctx: context of the second operation.
-            dy: gradient of its output.
+            ctxs: contexts of both operations.
+            dy: gradient of the output of the second one.
             branch_grads: gradients of the extra outputs of the first operation.
         """
         raise NotImplementedError
@@ -50,63 +51,51 @@ class BackwardActivationBias(_BackwardPair):
     """[Bias, activation]: computes the gradient of the activation, sums it for the bias and quantizes it for a GEMM."""
 
     def _gradients(
-        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+        self, ctxs: list[OperationContext], dy: Tensor, branch_grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, Gradients, Gradients]:
         bias, activation = self.basic_ops
         assert isinstance(bias, Bias) and isinstance(activation, ActivationOperation)
-        dx = activation.activation_backward(ctx, dy)
+        dx = activation.activation_backward(ctxs[1], dy)
         return dx, [bias.bias_gradient(dx)], []
 
 
 class BackwardAddRMSNorm(_BackwardPair):
-    """[MakeExtraOutput, RMSNorm]: adds the gradient of the branch to the gradient of the norm."""
+    """[MakeExtraOutput, RMSNorm]: adds the gradients of branch and norm before they are rounded."""
 
     def _gradients(
-        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+        self, ctxs: list[OperationContext], dy: Tensor, branch_grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, Gradients, Gradients]:
-        branch, norm = self.basic_ops
-        assert isinstance(branch, MakeExtraOutput) and isinstance(norm, RMSNorm)
-        dx, grads = norm.norm_backward(ctx, dy)
-        return _with_branch(branch, dx, branch_grads), [], grads
+        _, norm = self.basic_ops
+        assert isinstance(norm, RMSNorm)
+        (extra,) = branch_grads
+        dx, grads = norm.norm_backward(ctxs[1], dy, None if extra is None else plain(extra))
+        return dx, [], grads
 
 
 class BackwardLinearAdd(_BackwardPair):
-    """[MakeExtraOutput, BasicLinear]: adds the gradient of the branch to the result of dgrad."""
+    """[MakeExtraOutput, BasicLinear]: adds the gradient of the branch to dgrad before it rounds."""
 
     def _gradients(
-        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+        self, ctxs: list[OperationContext], dy: Tensor, branch_grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, Gradients, Gradients]:
         branch, linear = self.basic_ops
-        assert isinstance(branch, MakeExtraOutput)
-        dx, dw = _gemm_gradients(linear, ctx, dy)
-        return _with_branch(branch, dx, branch_grads), [], [dw]
+        assert isinstance(branch, MakeExtraOutput) and isinstance(linear, BasicLinear)
+        (extra,) = branch_grads
+        dx, dw = linear.gemm_backward(ctxs[1], dy, wide=extra is not None)
+        assert dx is not None  # the operation before needs it
+        return dx if extra is None else branch.summed(dx, extra).to(extra.dtype), [], [dw]
 
 
 class BackwardLinearScale(_BackwardPair):
-    """[ConstantScale, BasicLinear]: scales the result of dgrad in place."""
+    """[BasicLinear, ConstantScale]: both GEMMs scale their results before they round them."""
 
     def _gradients(
-        self, ctx: OperationContext, dy: Tensor, branch_grads: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, Gradients, Gradients]:
-        scale, linear = self.basic_ops
-        assert isinstance(scale, ConstantScale)
-        dx, dw = _gemm_gradients(linear, ctx, dy)
-        return dx.mul_(scale.scale), [], [dw]
-
-
-def _gemm_gradients(linear: BasicOperation, ctx: OperationContext, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    assert isinstance(linear, BasicLinear)
-    dx, dw = linear.gemm_backward(ctx, dy)
-    assert dx is not None  # the operation before needs it
-    return dx, dw
-
-
-def _with_branch(branch: MakeExtraOutput, dx: Tensor, grads: tuple[Tensor | None, ...]) -> Tensor:
-    """Return dx plus the gradient of the branch. Nobody else uses the memory of dx, so it may be changed."""
-    (extra,) = grads
-    if extra is None or branch.in_place or extra.dtype != dx.dtype:
-        return branch.summed(dx, extra)
-    return dx.add_(plain(extra))
+        self, ctxs: list[OperationContext], dy: Tensor, branch_grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, Gradients, Gradients]:
+        linear, scale = self.basic_ops
+        assert isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale)
+        dx, dw = linear.gemm_backward(ctxs[0], dy, scale=scale.scale)
+        return dx, [dw], []
 
 
 def fuse_backward_activation_bias(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
@@ -115,15 +104,23 @@ def fuse_backward_activation_bias(ops: list[FusibleOperation], *, recipe: Recipe
 
 
 def fuse_backward_add_rmsnorm(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
-    return _fused(ops, MakeExtraOutput, RMSNorm, BackwardAddRMSNorm)
+    return _fused(ops, MakeExtraOutput, RMSNorm, BackwardAddRMSNorm, lambda branch, _: not branch.in_place)
 
 
 def fuse_backward_linear_add(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
-    return _fused(ops, MakeExtraOutput, BasicLinear, BackwardLinearAdd)
+    def fits(branch: MakeExtraOutput, linear: BasicLinear) -> bool:
+        return branch.in_place and _sums_no_gradient(linear)
+
+    return _fused(ops, MakeExtraOutput, BasicLinear, BackwardLinearAdd, fits)
 
 
 def fuse_backward_linear_scale(ops: list[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
-    return _fused(ops, ConstantScale, BasicLinear, BackwardLinearScale)
+    return _fused(ops, BasicLinear, ConstantScale, BackwardLinearScale, lambda linear, _: _sums_no_gradient(linear))
+
+
+def _sums_no_gradient(linear: BasicLinear) -> bool:
+    """Whether dgrad is complete after its GEMM: no sum over ranks comes between it and the next operation."""
+    return linear.tensor_parallel_mode != "column"
 
 
 def _fused(
@@ -131,10 +128,11 @@ def _fused(
     first: type[BasicOperation],
     second: type[BasicOperation],
     fused: type[FusedOperation],
+    fits: Callable[[Any, Any], bool] = lambda first, second: True,
 ) -> list[FusibleOperation]:
     def replacement(window: list[FusibleOperation]) -> FusedOperation | None:
         a, b = window
-        if not (isinstance(a, first) and isinstance(b, second)):
+        if not (isinstance(a, first) and isinstance(b, second) and fits(a, b)):
             return None
         return fused([a, b])
 

@@ -1,6 +1,6 @@
-"""Fused forward passes of a linear operation and those after it: they modify the result of the GEMM in place.
+"""Fused forward passes of a linear operation and those after it: the GEMM does their work before it rounds.
 
-Each fusion rounds where the single operations do, so results are the same, bit for bit.
+The GEMM adds the bias, scales, and adds to an extra input in fp32. The result is rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..op import BasicOperation, ForwardResult, FusedOperation, FusibleOperation
 
 
 class _ForwardLinear(FusedOperation):
-    """Base class: a `BasicLinear` and the operations after it, which modify its result in place."""
+    """Base class: a `BasicLinear` and the operations after it."""
 
     def fuser_forward(
         self,
@@ -33,26 +33,18 @@ class _ForwardLinear(FusedOperation):
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: list[Kwargs],
     ) -> ForwardResult:
-        linear = self.basic_ops[0]
+        linear, *middle = self.basic_ops
+        last = self.basic_ops[-1]
         assert isinstance(linear, BasicLinear)
-        y = linear.gemm_forward(basic_op_ctxs[0], input_)
-        rest = zip(self.basic_ops[1:], basic_op_ctxs[1:], basic_op_extra_inputs[1:], strict=True)
-        for op, ctx, extras in rest:
-            y = _continued(op, ctx, y, extras)
+        bias = next((op for op in middle if isinstance(op, Bias)), None)
+        scale = next((op.scale for op in middle if isinstance(op, ConstantScale)), 1.0)
+        wide = isinstance(last, AddExtraInput)
+        y = linear.gemm_forward(basic_op_ctxs[0], input_, bias=bias, scale=scale, wide=wide)
+        if isinstance(last, AddExtraInput):
+            y = last.added(y, basic_op_extra_inputs[-1][0])
+        elif isinstance(last, ActivationOperation):
+            y = last.activation_forward(basic_op_ctxs[-1], y)
         return handed_on(y, next_op_input_quantizer), [()] * len(self.basic_ops)
-
-
-def _continued(op: BasicOperation, ctx: OperationContext, y: Tensor, extras: tuple[Tensor, ...]) -> Tensor:
-    """Apply ``op`` to y. Nobody else uses the memory of y, so it may be changed."""
-    if isinstance(op, Bias):
-        return y if op.added_by_gemm else y.add_(op.bias.detach().to(y.dtype))
-    if isinstance(op, ConstantScale):
-        return y.mul_(op.scale)
-    if isinstance(op, AddExtraInput):
-        return op.added(y, extras[0])
-    if isinstance(op, ActivationOperation):
-        return op.activation_forward(ctx, y)
-    raise TypeError(f"{type(op).__name__} cannot be fused with a linear operation")
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
@@ -90,9 +82,14 @@ def _fused(
 ) -> list[FusibleOperation]:
     def replacement(window: list[FusibleOperation]) -> FusedOperation | None:
         fits = all(isinstance(op, kind) for op, kind in zip(window, kinds, strict=True))
-        last = window[-1]
-        if not fits or (isinstance(last, AddExtraInput) and not last.in_place):
+        if not fits or not _may_add(window[0], window[-1]):
             return None
         return fused([op for op in window if isinstance(op, BasicOperation)])
 
     return fuse_windows(ops, len(kinds), replacement)
+
+
+def _may_add(linear: FusibleOperation, last: FusibleOperation) -> bool:
+    """Whether ``last`` adds in place, if it adds at all, to a product that needs no sum over ranks first."""
+    assert isinstance(linear, BasicLinear)
+    return not isinstance(last, AddExtraInput) or (last.in_place and linear.tensor_parallel_mode != "row")
