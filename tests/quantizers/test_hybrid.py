@@ -335,7 +335,7 @@ def test_requests_wait_to_be_resolved(x):
         cg.HybridQuantizer(rowwise_quantizer=request, columnwise_quantizer=request).resolved(
             dict.fromkeys(DIRECTIONS, made)
         )
-    with cg.settings.override(strict=True), pytest.raises(TypeError, match="got QuantizerRequest"):
+    with cg.settings.override(strict=True), pytest.raises(TypeError, match="nested QuantizerRequest"):
         cg.HybridQuantizer(rowwise_quantizer=request, columnwise_quantizer=cg.NVFP4Quantizer())
 
 

@@ -23,6 +23,7 @@ from ..formats import IDENTITY, Format
 from ..kernels.reference.hadamard import unrotate
 from ..planes import ROWWISE, Direction, Plane, matrix_shape
 from ..runtime.settings import settings
+from ..runtime.strict import refuse_if_strict
 from .operands import GEMMS, check_operands
 
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -121,7 +122,11 @@ def gemm(
 def _check_pair(which: str, a: Format, b: Format) -> None:
     """Raise if the two operands cannot be multiplied without decoding. Errors are not cached."""
     (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
-    check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
+    try:
+        check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
+    except ValueError as error:
+        refuse_if_strict("operands of different formats", str(error))
+        raise
 
 
 def _operand_plane(which: str, operand: Plane | Tensor, name: str, direction: Direction) -> Plane:

@@ -34,6 +34,7 @@ from ..recipe import (
     this_pass,
 )
 from ..recipe.updates import Step
+from ..runtime.settings import settings
 from ..runtime.torch_patches.checkpoint_frames import in_backward, unseen_by_policies
 from ..tensor import QuantizedTensor
 from .field_names import FieldNames
@@ -202,7 +203,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         backward: bool = True,
     ) -> None:
         """Raise if the two operands of a GEMM have formats that cannot be multiplied."""
-        if recipe.allow_mixed:
+        if recipe.allow_mixed or settings.strict:  # in strict mode the GEMM raises, as in Transformer Engine
             return
         gemms = GEMMS if backward and recipe.backward_override is None else {"fprop": GEMMS["fprop"]}
         for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):

@@ -20,6 +20,7 @@ from ..nn.base import QuantizedModule
 from ..nn.module_interface import SLOTS, Mode
 from ..quantizers.base import Quantizer
 from ..recipe import QuantizerRole, Recipe
+from ..runtime.strict import refuse_if_strict
 from .context import OperationContext
 
 __all__ = [
@@ -121,6 +122,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
         super().__init__(name)
         self._recipe: Recipe | None = None
         self._extra_input_channels: dict[int, str] = {}
+        self._in_sequence = False  # whether a Sequential has put it into a group
         self._extra_output_channels: dict[int, tuple[str, bool]] = {}
 
     def as_basic_ops(self) -> list[BasicOperation]:
@@ -191,6 +193,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             channel: name of the channel, which an earlier operation writes to.
         """
         self._check_index("input", index, self.num_extra_inputs)
+        self._refuse_rebinding_if_strict(channel)
         self._extra_input_channels[index] = channel
 
     def set_extra_output_channel(self, index: int, channel: str, *, output_to_caller: bool = True) -> None:
@@ -202,7 +205,16 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             output_to_caller: return the extra output to the caller too.
         """
         self._check_index("output", index, self.num_extra_outputs)
+        self._refuse_rebinding_if_strict(channel)
         self._extra_output_channels[index] = (channel, output_to_caller)
+
+    def _refuse_rebinding_if_strict(self, channel: str) -> None:
+        if self._in_sequence:
+            refuse_if_strict(
+                "channels of a sequence in use",
+                f"{type(self).__name__} cannot be connected to the channel {channel!r}, because its channels were "
+                "captured by an OperationFuser",
+            )
 
     def _check_index(self, kind: str, index: int, count: int) -> None:
         if not 0 <= index < count:

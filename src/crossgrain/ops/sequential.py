@@ -160,6 +160,9 @@ def _grouped(modules: tuple[nn.Module, ...]) -> list[OperationFuser | nn.Module]
             continue
         if neighbours:
             groups.append(OperationFuser(neighbours))
+            for op in neighbours:
+                for basic in op.as_basic_ops():
+                    basic._in_sequence = True
             neighbours = []
         if module is not None:
             groups.append(module)

@@ -25,6 +25,7 @@ from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
 from ..runtime.collectives import maximise_, maximised, without_group
 from ..runtime.random_numbers import draw_seed
 from ..runtime.settings import settings
+from ..runtime.strict import refuse_if_strict
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.init_values import clear_preserved_value
 from ..tensor.sharding import exchanged
@@ -233,18 +234,28 @@ def _check_weight(weight: QuantizedTensor, where: str) -> None:
             f"{where}: a {type(weight).__name__} has no planes of crossgrain's formats, so no master can be written to "
             "it"
         )
-    if settings.strict and isinstance(weight, HybridQuantizedTensorStorage):
-        _refuse_block_children(weight, where)
+    if settings.strict:
+        _refuse_what_is_lifted(weight, where)
     weight._get_quantizer().check_writable(weight)
 
 
-def _refuse_block_children(weight: HybridQuantizedTensorStorage, where: str) -> None:
-    """In strict mode, refuse children with block scales in a hybrid, as Transformer Engine does."""
+def _refuse_what_is_lifted(weight: QuantizedTensor, where: str) -> None:
+    """In strict mode, refuse weights for which Transformer Engine has no kernels."""
+    if not isinstance(weight, HybridQuantizedTensorStorage):
+        if any(plane.format.scale_rule == "two_level" and plane.format.block == (1, 16) for plane in weight.planes()):
+            refuse_if_strict("masters of NVFP4 1x16", f"{where} of shape {list(weight.shape)} has blocks of 1x16")
+        return
+    if weight._get_quantizer().derives_columns:
+        refuse_if_strict(
+            "masters of derived columns",
+            f"{where}: a hybrid of shape {list(weight.shape)} with columnwise_source='rowwise_dequantized'",
+        )
     for direction, child in weight._children().items():
         if any(plane.format.block is not None for plane in child.planes()):
-            raise NotImplementedError(
-                f"{where}: settings.strict refuses to write a master to the {direction.value} child of a hybrid of "
-                f"shape {list(weight.shape)} that has block scales ({type(child._get_quantizer()).__name__})"
+            refuse_if_strict(
+                "masters of block formats in a hybrid",
+                f"{where}: writing a master to the {direction.value} child of a hybrid of shape {list(weight.shape)} "
+                f"that has block scales ({type(child._get_quantizer()).__name__}) is not supported yet",
             )
 
 

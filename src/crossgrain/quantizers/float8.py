@@ -21,6 +21,7 @@ from ..kernels import GroupedTarget, Target
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
 from ..runtime.devices import resolved_device
 from ..runtime.settings import is_non_tn_fp8_gemm_supported
+from ..runtime.strict import strict_error
 from ..tensor import PlaneBuffers, QuantizedTensor
 from ..tensor.fields import FP8Storage
 from .base import Quantizer
@@ -171,9 +172,10 @@ class _PerTensorQuantizer(Quantizer):
 
     def _refuse_in_strict_mode(self, tensor: Tensor, directions: Sequence[Direction]) -> None:
         if ROWWISE not in directions:
-            raise NotImplementedError(
-                f"strict mode: {type(self).__name__} cannot make a columnwise plane alone while columnwise planes are "
-                "transposed copies (settings.non_tn_fp8_gemm)"
+            raise strict_error(
+                "columns of FP8 alone",
+                f"{type(self).__name__} cannot make a columnwise plane alone while columnwise planes are transposed "
+                "copies (settings.non_tn_fp8_gemm)",
             )
 
     def supports_only_rowwise_all_gather(self) -> bool:

@@ -19,6 +19,7 @@ from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlanePair, PlaneSour
 from ..runtime.passes import current_pass
 from ..runtime.random_numbers import draw_seed
 from ..runtime.settings import settings
+from ..runtime.strict import refuse_if_strict
 from ..tensor import QuantizedTensorStorage
 from .base import Quantizer
 from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage
@@ -78,13 +79,14 @@ class HybridQuantizer(Quantizer):
 
     def _set_children(self, children: Mapping[Direction, Any]) -> None:
         """Set children. If one is refused, nothing changes."""
-        accepted = (Quantizer,) if settings.strict else (Quantizer, QuantizerRequest)
         for direction, child in children.items():
-            if not isinstance(child, accepted):
+            if isinstance(child, QuantizerRequest):
+                refuse_if_strict("nested request", f"the {direction.value} child of a HybridQuantizer is a request")
+            elif not isinstance(child, Quantizer):
                 raise TypeError(
                     f"the {direction.value} child of a HybridQuantizer must be a quantizer, got {type(child).__name__}"
                 )
-            if isinstance(child, HybridQuantizer):
+            elif isinstance(child, HybridQuantizer):
                 raise ValueError(
                     f"the {direction.value} child of a HybridQuantizer cannot be another HybridQuantizer: pass its "
                     f"{direction.value} quantizer"
@@ -274,7 +276,8 @@ class HybridQuantizer(Quantizer):
     def update_quantized(self, src: Any, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Quantize a tensor into an existing hybrid tensor, in place. All its children are written.
 
-        See `Quantizer.update_quantized`.
+        In strict mode only children whose usage is set are written, as in Transformer Engine. The other one is stale
+        then: reading it raises. See `Quantizer.update_quantized`.
         """
         if not isinstance(dst, HybridQuantizedTensorStorage):
             raise ValueError(f"HybridQuantizer can only write to a hybrid tensor, got a {type(dst).__name__}")
@@ -292,9 +295,19 @@ class HybridQuantizer(Quantizer):
                 f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
             )
         self.check_writable(dst)
+        if settings.strict and (unused := [d for d in children if not self.get_usages()[d.value]]):
+            self._write_in_use(src, dst, unused)
+            return dst
         with dst._writing():
             self._write_children(dst._apart_from(src.detach()), children)
         return dst
+
+    def _write_in_use(self, src: Tensor, dst: Any, unused: Sequence[Direction]) -> None:
+        """Write all children but ``unused``, which are stale from then on."""
+        written = {direction: child for direction, child in dst._children().items() if direction not in unused}
+        self._write_children(dst._apart_from(src.detach()), written)
+        for child in written.values():
+            child._mark_written()
 
     def _check_source(self, src: Any, children: Mapping[Direction, QuantizedTensorStorage]) -> None:
         self._wanted()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
+from ..runtime.strict import refuse_if_strict
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.holder import Epoch, PlaneHolder, next_write_number
 from .child_names import ChildNames
@@ -368,6 +369,8 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         Returns:
             False if no child fits; then nothing is written. Otherwise all children are written.
         """
+        if isinstance(src, HybridQuantizedTensorStorage) and src.get_usages() != self.get_usages():
+            refuse_if_strict("other usages", f"copy_ from {src!r} to {self!r}")
         src._check_fresh()
         src = self._apart(src)
         mine = self._children()
@@ -511,6 +514,24 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     """A tensor whose two directions are in two formats."""
+
+    def detach(self) -> Self:
+        self._refuse_storages_if_strict("detach()")
+        return cast(Self, super().detach())
+
+    def _check_gather(self) -> None:
+        self._refuse_storages_if_strict("the FSDP2 all-gather")
+        for direction, child in self._children().items():
+            if any(plane.format.scale_rule == "two_level" for plane in child.planes()):
+                refuse_if_strict("NVFP4 of a hybrid in FSDP2", f"{self!r}: its {direction.value} child is NVFP4")
+
+    def _refuse_storages_if_strict(self, operation: str) -> None:
+        for direction, child in self._children().items():
+            if not isinstance(child, QuantizedTensor):
+                refuse_if_strict(
+                    "storages in a hybrid",
+                    f"{operation} of {self!r} does not support storage-only {direction.value} children",
+                )
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         self._check_fresh()

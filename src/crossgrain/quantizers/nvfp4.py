@@ -14,6 +14,7 @@ from ..formats.dtypes import DType
 from ..formats.encoding import Encoding, cached_encoding
 from ..kernels.reference.hadamard import rotation_matrix
 from ..planes import COLUMNWISE, ROWWISE, Direction, matrix_shape
+from ..runtime.strict import strict_error
 from ..tensor import QuantizedTensor
 from ..tensor.fields import DataScaleAndAmaxStorage, refuse_swizzled
 from .base import Quantizer
@@ -229,15 +230,18 @@ class NVFP4Quantizer(Quantizer):
             return
         rows, cols = matrix_shape(tensor.shape)
         if self.with_rht and tensor.dtype != torch.bfloat16:
-            raise RuntimeError(f"strict mode: the Hadamard rotation needs a bfloat16 tensor, got {tensor.dtype}")
+            raise strict_error(
+                "dtype of rotated NVFP4", f"the Hadamard rotation needs a bfloat16 tensor, got {tensor.dtype}"
+            )
         if self.row_scaled_nvfp4:
             if ROWWISE not in directions:
-                raise RuntimeError("strict mode: row-scaled NVFP4 needs rowwise usage")
+                raise strict_error("columns of row-scaled NVFP4", "row-scaled NVFP4 needs rowwise usage")
             if tensor.dtype != torch.bfloat16 or rows % 32 or cols % 32 or self.nvfp4_use_4over6:
-                raise RuntimeError(
-                    "strict mode: columnwise row-scaled NVFP4 needs a bfloat16 tensor whose dimensions are multiples "
+                raise strict_error(
+                    "columns of row-scaled NVFP4",
+                    "columnwise row-scaled NVFP4 needs a bfloat16 tensor whose dimensions are multiples "
                     f"of 32, and no 4-over-6; got {tensor.dtype} of shape {list(tensor.shape)} and "
-                    f"nvfp4_use_4over6={self.nvfp4_use_4over6}"
+                    f"nvfp4_use_4over6={self.nvfp4_use_4over6}",
                 )
 
     def is_quantizable(self, tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from .. import kernels
 from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..runtime.settings import settings
+from ..runtime.strict import refuse_if_strict
 from .holder import PlaneHolder, copied_epochs
 from .row_shards import assign_gathered, extract_shard, shard_field_names
 
@@ -65,10 +66,9 @@ class QuantizedTensorStorage(PlaneHolder):
             raise RuntimeError(
                 f"cannot decode this {type(self).__name__} of shape {list(self._shape)}: it does not hold {what} data"
             )
-        if settings.strict and self._strict_decodes_rowwise_only and plane.transposed:
-            raise NotImplementedError(
-                f"strict mode: {type(self).__name__} cannot be dequantized from columnwise data alone (crossgrain can, "
-                "with settings.strict = False)"
+        if self._strict_decodes_rowwise_only and plane.transposed:
+            refuse_if_strict(
+                "columns of NVFP4 alone", f"{type(self).__name__} cannot be dequantized from columnwise data alone"
             )
         return plane
 

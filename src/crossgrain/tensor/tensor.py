@@ -315,7 +315,11 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             module: accepted; it is not used.
             mp_policy: accepted; it is not used.
         """
+        self._check_gather()
         return sharding.pre_all_gather(self, mesh)
+
+    def _check_gather(self) -> None:
+        """Raise if strict mode does not allow gathering this tensor."""
 
     # torch counts the parameters of this method. If it has all five, torch wants buffers of the size of the parameter.
     fsdp_pre_all_gather.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
