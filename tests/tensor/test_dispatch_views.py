@@ -1,6 +1,7 @@
 """Views and slices of quantized tensors: aliases, block boundaries, shared scales."""
 
 import contextlib
+import io
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, DType
+from crossgrain.tensor.decoded_view import DecodedView
 
 from ..common.quantizers import assert_same_bytes, buffers_of
 
@@ -131,28 +133,98 @@ def test_columnwise_only_fp8_splits_into_pieces_of_the_right_shape(x):
         ("nvfp4_2d", ROWWISE, slice(0, 24), 16),
     ],
 )
-def test_a_cut_inside_a_block_is_refused_naming_the_boundary(x, name, direction, cut, multiple):
+def test_a_cut_inside_a_block_is_decoded_and_names_the_boundary(x, name, direction, cut, multiple):
     q = cg.quantize(torch.cat((x, x)), name)
-    with pytest.raises(ValueError, match=rf"{direction.value} {name} plane .* multiples of {multiple} along M"):
-        q[cut]
-    with pytest.raises(ValueError, match="multiples of .* along K"):
-        q[:, 8:256]
+    assert_read_only(q[cut], q.dequantize()[cut], rf"{direction.value} {name} plane .* multiples of {multiple} along M")
+    assert_read_only(q[:, 8:256], q.dequantize()[:, 8:256], "multiples of .* along K")
+
+
+def assert_read_only(view, expected, why):
+    assert isinstance(view, DecodedView)
+    assert torch.equal(view, expected)
+    with torch.no_grad():
+        for write in (lambda: view.add_(1), lambda: view.data.unsqueeze(0).zero_(), lambda: view.__setitem__(0, 1.0)):
+            with pytest.raises(RuntimeError, match=rf"decoded view of a quantized tensor would be lost.*: .*{why}"):
+                write()
+        with pytest.raises(RuntimeError, match="would be lost"):
+            torch.add(expected, 1, out=view)
+        with pytest.raises(RuntimeError, match="would be lost"):
+            torch._foreach_add_([view], 1)
+    assert torch.equal(view, expected)
+    assert type(view.clone()) is type(view + 1) is torch.Tensor
+
+
+CUTS = {
+    "step": (lambda t: t[::2], "step 2"),
+    "narrow": (lambda t: t.narrow(0, 8, 40), "multiples of 32 along M"),
+    "chunk": (lambda t: t.chunk(3)[1], "multiples of 32 along M"),
+    "split": (lambda t: t.split(24)[0], "multiples of 32 along M"),
+    "split_with_sizes": (lambda t: t.split([40, 88])[1], "multiples of 32 along M"),
+    "columns": (lambda t: t.chunk(5, 1)[0], "multiples of 32 along K"),
+    "tensor_split": (lambda t: t.tensor_split(3)[2], "multiples of 32 along M"),
+    "select": (lambda t: t.select(1, 3), "select picks single numbers"),
+    "unbind": (lambda t: t.unbind()[5], "unbind picks single numbers"),
+    "flat": (lambda t: t.view(-1)[7:39], "planes of shape"),
+    "middle": (lambda t: t.view(2, 64, 256)[:, 3:5], "not along dimension 1"),
+    "as_strided": (lambda t: t.as_strided((128, 128), (256, 2), 1), "not a slice of its first dimension"),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_pieces_that_are_not_of_whole_blocks_are_decoded_and_read_only(x, case):
+    cut, why = CUTS[case]
+    for q in (cg.quantize(x, "mxfp8"), cg.HybridQuantizer(**hybrid_children())(x)):
+        assert_read_only(cut(q), cut(q.dequantize()), why)
+    w = nn.Parameter(cg.quantize(x, "mxfp8"))
+    plain = w.detach().dequantize().requires_grad_()
+    cut(w).square().sum().backward()
+    cut(plain).square().sum().backward()
+    assert torch.equal(w.grad, plain.grad)
+
+
+def hybrid_children():
+    return {
+        "rowwise_quantizer": cg.MXFP8Quantizer(DType.kFloat8E4M3),
+        "columnwise_quantizer": cg.MXFP8Quantizer(DType.kFloat8E5M2),
+    }
+
+
+def test_in_strict_mode_a_hybrid_is_not_split_through_blocks(x):
+    """As in Transformer Engine, where other cuts of it, and other tensors, are decoded."""
+    q = cg.HybridQuantizer(**hybrid_children())(x)
+    with cg.settings.override(strict=True):
+        for split in (lambda: q.split(24), lambda: q.chunk(3), lambda: q.split([40, 88])):
+            with pytest.raises(NotImplementedError, match="strict mode: .*rowwise|strict mode: .*columnwise"):
+                split()
+        assert isinstance(q[::2], DecodedView)
+        assert isinstance(q.split(24, 1)[0], DecodedView)
+        assert isinstance(cg.quantize(x, "mxfp8").split(24)[0], DecodedView)
+
+
+def test_decoded_pieces_are_saved_as_plain_tensors(x):
+    """Megatron chunks weights of gated activations when it saves them."""
+    q = cg.quantize(x, "mxfp8")
+    file = io.BytesIO()
+    torch.save({"w": q.chunk(3)[0]}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["w"]
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, q.dequantize().chunk(3)[0])
+
+
+def test_a_slice_as_strided_with_its_own_offset_is_the_slice(quantizer, x):
+    q = quantizer(torch.cat((x, x * 2)))
+    for part in (q, q[128:], q[128:].view(2, 64, 256), q[:, 128:], q[128:].detach()):
+        again = part.as_strided(part.size(), part.stride(), part.storage_offset())
+        assert type(again) is type(q)
+        assert torch.equal(again.dequantize(), part.dequantize())
+    assert q[128:].storage_offset() == 128 * 256
 
 
 def test_a_rowwise_plane_can_be_cut_between_any_rows(x):
     for name in ("mxfp8", "nvfp4", "fp8_block", "nvfp4_row_scaled"):
         q = cg.quantize(x, name, columnwise=False)
         assert torch.equal(q[5:12].dequantize(), q.dequantize()[5:12])
-
-
-def test_slices_that_need_other_than_blocks_are_refused(x):
-    q = cg.quantize(x.view(2, 64, 256), "mxfp8")
-    with pytest.raises(ValueError, match="not along dimension 1"):
-        q[:, 0:32]
-    with pytest.raises(ValueError, match="step 2"):
-        q[::2]
-    with pytest.raises(ValueError, match="can be sliced"):
-        q.view(-1)[0:32]
 
 
 def test_a_full_slice_is_an_alias(quantizer, x):
@@ -168,11 +240,10 @@ def test_as_strided(quantizer, x):
     lower = q.as_strided((128, 256), (256, 1), 128 * 256)
     assert torch.equal(lower.dequantize(), q.dequantize()[128:])
     if not is_identity(q):
-        beyond = ((128, 256), (256, 1), 129 * 256)
-        cut_up = ((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)
-        for size, stride, offset in (beyond, *cut_up):
-            with pytest.raises(ValueError, match="not a slice of its first dimension"):
-                q.as_strided(size, stride, offset)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            q.as_strided((128, 256), (256, 1), 129 * 256)
+        for place in (((128, 256), (512, 1), 0), ((256, 256), (1, 256), 0), ((128, 256), (256, 1), 7)):
+            assert torch.equal(q.as_strided(*place), q.dequantize().as_strided(*place))
 
 
 def test_as_strided_of_a_slice_counts_from_the_whole(quantizer, x):
@@ -187,6 +258,8 @@ def test_as_strided_of_a_slice_counts_from_the_whole(quantizer, x):
     if not is_identity(q):
         with pytest.raises(ValueError, match="slice that begins at element .* the offset lies before that: 0"):
             part.as_strided((rows, width), (width, 1), 0)
+        with pytest.raises(ValueError, match="not a slice of its first dimension"):
+            q[:, width // 2 :].as_strided((rows, width // 2), (width, 1), width // 2)
         again = part.view(-1, width)[rows:]
         assert torch.equal(again.as_strided((rows, width), (width, 1)).dequantize(), again.dequantize())
 

@@ -17,6 +17,7 @@ from ..convert.layers import ConvertedConv1D
 from ..linear.parallel import ParallelMode, mark_sequence_parallel, set_tensor_model_parallel_attributes, share
 from ..nn.layernorm_linear import LayerNormLinear
 from ..nn.linear import SingleLinear
+from ..planes import CutsBlocks
 from ..tensor import QuantizedTensor
 from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from ..tensor.sharding import own_part
@@ -76,8 +77,11 @@ class _LinearStyle(ParallelStyle):
         share(name, "in_features", module.in_features, ranks if self._mode == "row" else 1)
         for own, weight in module._quantized_weights().items():
             try:
-                weight.detach().chunk(ranks, 0 if self._mode == "column" else 1)
-            except ValueError as error:
+                dim = 0 if self._mode == "column" else 1
+                step = weight.shape[dim] // ranks
+                for start in range(0, weight.shape[dim], step):
+                    weight._sliced(dim, start, start + step)
+            except CutsBlocks as error:
                 raise ValueError(
                     f"{name}: {own} is kept quantized and cannot be cut for {ranks} ranks: {error}"
                 ) from error

@@ -17,10 +17,12 @@ from .plane import (
     scale_shape,
     shape_problem,
 )
+from .slicing import CutsBlocks
 
 __all__ = [
     "COLUMNWISE",
     "ROWWISE",
+    "CutsBlocks",
     "Direction",
     "Plane",
     "PlanePair",

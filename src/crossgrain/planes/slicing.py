@@ -10,6 +10,10 @@ from torch import Tensor
 from .plane import ROWWISE, Plane, scale_grid
 
 
+class CutsBlocks(ValueError):
+    """A piece of a tensor is not made of whole blocks, so no planes can represent it."""
+
+
 def slice_plane(plane: Plane, shape: Sequence[int], dim: int, start: int, stop: int, ragged_end: bool = False) -> Plane:
     """Slice a plane. The slice has the same memory.
 
@@ -22,7 +26,7 @@ def slice_plane(plane: Plane, shape: Sequence[int], dim: int, start: int, stop: 
         ragged_end: allow a slice that ends inside a block, if the format has partial blocks: the rest is not used.
 
     Raises:
-        ValueError: the slice begins or ends inside a block.
+        CutsBlocks: the slice begins or ends inside a block.
     """
     if (start, stop) == (0, shape[dim]):
         return plane
@@ -54,7 +58,7 @@ def _check_boundary(plane: Plane, shape: Sequence[int], dim: int, cut: tuple[int
     for position in (at * unit for at in cut):
         if position % multiple and position != size:
             axis = "K" if along_k else "M"
-            raise ValueError(
+            raise CutsBlocks(
                 f"cannot slice a tensor of shape {list(shape)} at [{cut[0]}:{cut[1]}] in dimension {dim}: its "
                 f"{plane.direction.value} {fmt.name} plane can only be cut at multiples of {multiple} along {axis}, "
                 f"and {position} is not one"

@@ -32,6 +32,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     """The children of a hybrid tensor: ``_rowwise_storage`` and ``_columnwise_storage``. Either may be None."""
 
     _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
+    _strict_refuses_cuts = True
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None

@@ -1,43 +1,76 @@
-"""`DecodedView`: a view of a quantized tensor whose bytes cannot be viewed. It is decoded and read-only.
+"""`DecodedView`: a piece of a quantized tensor whose bytes cannot be viewed. It is decoded and read-only.
 
-``w[3]`` and ``w.t()`` return a decoded copy. A write to that copy would not change the tensor, so it raises. All other
-operations treat it as a plain tensor.
+``w[3]``, ``w[::2]``, ``w.t()`` and pieces that cut through blocks return a decoded copy. A write to that copy would not
+change the tensor, so it raises; views of it are read-only as well. All other operations treat it as a plain tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class DecodedView(Tensor):
     """A decoded copy that cannot be written to. Results of operations on it are plain tensors."""
+
+    _why: str = ""  # why the bytes cannot be viewed
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], cls) and _writes_first_argument(func):
+        for view in _written(func, args, kwargs):
             raise RuntimeError(
-                f"{func.__name__} on a decoded view of a quantized tensor would be lost, because the view is a copy. "
-                "Write to the tensor itself (w[index] = value, w.copy_(...)), or clone() the view to get a plain "
-                "tensor."
+                f"{func.__name__} on a decoded view of a quantized tensor would be lost, because the view is a copy"
+                f"{': ' + view._why if view._why else ''}. Write to the tensor itself (w[index] = value, "
+                "w.copy_(...)), or clone() the view to get a plain tensor."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return _plain(result)
+            views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+            return tree_map(lambda value: _told_apart(value, views), result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _writes_first_argument(func: Any) -> bool:
+def decoded_view(value: Any, why: str) -> Any:
+    """``value`` as a `DecodedView`, if it is a tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        view = value.as_subclass(DecodedView)
+    view._why = why
+    return view
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[DecodedView]:
+    """The decoded views that ``func`` writes to: its first argument, tensors of a list that is, or ``out``."""
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    first = args[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else ()
+    for value in tree_leaves((list(first), kwargs.get("out"))):
+        if isinstance(value, DecodedView):
+            yield value
 
 
-def _plain(result: Any) -> Any:
-    if isinstance(result, (tuple, list)):
-        return type(result)(_plain(value) for value in result) if type(result) in (tuple, list) else result
-    return result.as_subclass(Tensor) if isinstance(result, DecodedView) else result
+def _told_apart(value: Any, views: Sequence[DecodedView]) -> Any:
+    """A result as a decoded view if it has the memory of one, otherwise as a plain tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    for view in views:
+        if value is view:
+            return value
+        if value.layout == view.layout == torch.strided and _same_memory(value, view):
+            return decoded_view(value, view._why)
+    return value.as_subclass(Tensor) if isinstance(value, DecodedView) else value
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0

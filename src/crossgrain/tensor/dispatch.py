@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..formats.dtypes import HIGH_PRECISION
-from ..planes import shape_problem
+from ..planes import CutsBlocks, shape_problem
+from ..runtime.settings import settings
 from ..runtime.torch_patches.checkpoint_loads import is_loading
-from .decoded_view import DecodedView
+from ..runtime.torch_patches.shards import is_cutting_shards
+from .decoded_view import decoded_view
 from .holder import resolved_shape
 from .vanishing import is_update, rounds_updates, warn_if_vanished
 
@@ -39,7 +41,10 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on arguments of which some are quantized tensors."""
     handler = _HANDLERS.get(func)
     if handler is not None:
-        return handler(func, *args, **kwargs)
+        try:
+            return handler(func, *args, **kwargs)
+        except CutsBlocks as error:
+            return _decoded_piece(func, args, kwargs, error)
     if func.namespace in _COLLECTIVES:
         return _communicate(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
@@ -48,8 +53,29 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _run_mutating(func, args, kwargs)
     result = func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
     if any(returned.alias_info is not None for returned in func._schema.returns):
-        return tree_map(lambda value: value.as_subclass(DecodedView) if isinstance(value, Tensor) else value, result)
+        why = f"{func.overloadpacket.__name__} picks single numbers out of blocks, which have a scale together"
+        return tree_map(lambda value: decoded_view(value, why), result)
     return result
+
+
+def _decoded_piece(func: Any, args: Sequence[Any], kwargs: dict[str, Any], error: CutsBlocks) -> Any:
+    """The decoded, read-only numbers of a piece that no planes can represent."""
+    tensor, *rest = args
+    splits = func in (aten.split.Tensor, aten.split_with_sizes.default)
+    dim = int(rest[1] if len(rest) > 1 else kwargs.get("dim", 0)) % max(tensor.dim(), 1) if splits else 0
+    if settings.strict and splits and dim == 0 and tensor._strict_refuses_cuts:
+        raise NotImplementedError(f"strict mode: {error}") from error
+    if is_cutting_shards():
+        raise ValueError(str(error)) from None
+    decoded = _decoded(tensor)
+    if func is aten.as_strided.default:
+        if any(cut for cut, _, _ in tensor._cuts):
+            raise ValueError(str(error)) from None  # its strides are not those of the memory that it was cut from
+        decoded = decoded.clone(memory_format=torch.contiguous_format)
+        size, stride, *given = rest
+        offset = given[0] if given else kwargs.get("storage_offset")
+        rest, kwargs = [size, stride, 0 if offset is None else int(offset) - tensor._begins_at], {}
+    return tree_map(lambda value: decoded_view(value, str(error)), func(decoded, *rest, **kwargs))
 
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +213,7 @@ def _slice(
     dim = dim % tensor.dim()
     first, last, _ = slice(start, stop).indices(tensor.shape[dim])
     if step != 1:
-        raise ValueError(f"{type(tensor).__name__} cannot be sliced with step {step}; dequantize() it first")
+        raise CutsBlocks(f"a slice of a {type(tensor).__name__} with step {step} takes single numbers out of blocks")
     return _cut(tensor, dim, first, max(first, last))
 
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import Format
 from ..planes import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
-from ..planes.slicing import slice_plane
+from ..planes.slicing import CutsBlocks, slice_plane
 
 if TYPE_CHECKING:
     from .protocol import TensorQuantizer
@@ -119,6 +119,7 @@ class PlaneHolder:
     _cuts: Cuts = ()  # the slices of torch that led from the tensor with the same record of writes to this one
     _begins_at: int = 0  # which element of that tensor is the first one here
     _shard: Any = None  # of a parameter that FSDP2 gathered: the shard of this rank
+    _strict_refuses_cuts: ClassVar[bool] = False  # in strict mode, whether `split` through blocks raises
     _made_of_zeros: bool = False  # FSDP2 fills its first rows, so a slice of them may end inside a block
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -481,7 +482,7 @@ class PlaneHolder:
         if (start, stop) == (0, self._shape[dim]):
             return self._rewrap()
         if dim not in (0, len(self._shape) - 1) or matrix_shape(self._shape) != self._matrix:
-            raise ValueError(
+            raise CutsBlocks(
                 f"{type(self).__name__} of shape {list(self._shape)} with planes of shape {list(self._matrix)} can be "
                 f"sliced along the first and the last dimension of its planes, but not along dimension {dim}"
             )
@@ -508,9 +509,9 @@ class PlaneHolder:
         first = offset // max(rows, 1)
         whole_rows = tuple(size[1:]) == self._shape[1:] and tuple(stride) == contiguous and offset % max(rows, 1) == 0
         if not whole_rows or first + size[0] > self._shape[0]:
-            raise ValueError(
+            raise CutsBlocks(
                 f"as_strided(size={list(size)}, stride={list(stride)}, offset={offset}) of a {type(self).__name__} of "
-                f"shape {list(self._shape)} is not a slice of its first dimension; dequantize() it first"
+                f"shape {list(self._shape)} is not a slice of its first dimension"
             )
         return self._sliced(0, first, first + size[0])
 

@@ -273,6 +273,10 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         """An empty storage: the bytes are in the buffers of the planes."""
         return torch.UntypedStorage(0, device=self.device)
 
+    def storage_offset(self) -> int:
+        """Which element of the tensor that it was cut from is the first one here, as in torch; 0 for no slice."""
+        return self._begins_at or int(Tensor.storage_offset(self))
+
     def __setitem__(self, index: Any, value: Any) -> None:
         """Decode the tensor, change it and requantize all of it: an index may cut blocks."""
         with torch.no_grad():

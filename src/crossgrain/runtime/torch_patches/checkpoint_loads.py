@@ -9,19 +9,11 @@ Seen with torch 2.13. If a torch loads from elsewhere, nothing is found, and the
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from .stack import is_running
 
 _PACKAGE = "torch.distributed.checkpoint"
 
 
 def is_loading() -> bool:
     """Whether code of ``torch.distributed.checkpoint`` is on the call stack, which is walked: for rare copies only."""
-    if _PACKAGE not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
+    return is_running(_PACKAGE)
