@@ -497,3 +497,22 @@ def test_padding_outside_changes_nothing():
 
     outside = step(Padded(), x, recipe, dy, m_splits=SPLITS["ragged"])
     assert_near(outside, inside, 1e-5)
+
+
+def test_padding_follows_the_formats_of_the_layers():
+    """One number for a recipe would pad the rows of MXFP8 and of high precision as if all were NVFP4."""
+    layers = [cg.GroupedLinear(2, 64, 64, bias=False, name=name) for name in ("a", "b", "c")]
+    recipe = cg.recipe.GemmRecipe.load("all: nvfp4; b: mxfp8; c: hp")
+    with cg.autocast(recipe=recipe):
+        assert [layer.row_multiple() for layer in layers] == [16, 32, 1]
+        for used, size in ((layers[:1], 16), (layers[:2], 32), (layers[2:], 1), ((), 128)):
+            assert cg.Fp8Padding(2, layers=used).align_size == size
+        pad, unpad = cg.Fp8Padding(2, layers=layers[:2]), cg.Fp8Unpadding(2, layers=layers[:2])
+        x = torch.randn(45, 64)
+        padded, sizes = pad(x, [5, 40])
+        assert sizes == [32, 64]
+        assert torch.equal(unpad(padded, [5, 40]), x)
+        assert torch.equal(unpad(layers[1](padded, sizes), [5, 40]), layers[1](x, [5, 40]))
+    assert not list(pad.parameters()), "layers stay those of the caller"
+    assert layers[0].row_multiple() == 1, "without a recipe"
+    assert cg.Fp8Padding(2, 8, layers=layers).align_size == 8

@@ -156,7 +156,8 @@ def usable_weight(weight: QuantizedTensor, call: LinearCall, padded: Sizes, colu
         except Exception as error:
             raise RuntimeError(
                 f"{call.layer}: the quantized weight {list(weight.shape)} has no {direction.value} plane, which "
-                f"{'fprop' if direction is ROWWISE else 'dgrad'} reads: {error}"
+                f"{'fprop' if direction is ROWWISE else 'dgrad'} reads: {error} (Weights that were made under a recipe "
+                "with backward_override have only rows: crossgrain.requantize_(model, recipe) makes both.)"
             ) from error
     return weight
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -244,6 +245,14 @@ class GroupedLinear(GroupedParameters, LinearModule):
             raise ValueError(f"{self.layer}: the input cannot be sent to this layer as rowwise planes: {reason}")
         return quantizer
 
+    def row_multiple(self) -> int:
+        """The rows of a group are padded to a multiple of this, because of the formats of the recipe in force."""
+        recipe = self._recipe_in_force()
+        if recipe is None:
+            return 1
+        multiples = [each.padding.m_backward for each in self._prepare(recipe).details]
+        return math.lcm(*multiples)
+
     def _traced(self, inp: Tensor, sizes: list[int]) -> Any:
         """Forward in a compiled graph, where each group is a layer of its own; results are the same."""
         weights = list(self._named("weight").unbind(0)) if self.single_grouped_weight else self._group_weights()
@@ -280,18 +289,24 @@ class _Alignment(nn.Module):
 
     Args:
         num_gemms: number of groups.
-        align_size: rows of a padded group are a multiple of this; by default what the current recipe needs.
+        align_size: rows of a padded group are a multiple of this.
+        layers: the layers that will read the rows: by default rows are padded to what their formats need in the recipe
+            in force. Without layers, to what the recipe needs at most.
     """
 
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+    def __init__(self, num_gemms: int, align_size: int | None = None, *, layers: Sequence[GroupedLinear] = ()) -> None:
         super().__init__()
         self.num_gemms = num_gemms
         self._align_size = align_size
+        self._layers = tuple(layers)  # in a tuple they are not submodules: their parameters are those of the caller
 
     @property
     def align_size(self) -> int:
-        given = self._align_size
-        return get_align_size_for_quantization(active_recipe()) if given is None else given
+        if self._align_size is not None:
+            return self._align_size
+        if self._layers:
+            return math.lcm(*(layer.row_multiple() for layer in self._layers))
+        return get_align_size_for_quantization(active_recipe())
 
     @align_size.setter
     def align_size(self, size: int | None) -> None:
@@ -309,7 +324,9 @@ class Fp8Padding(_Alignment):
 
     Args:
         num_gemms: number of groups.
-        align_size: rows of a padded group are a multiple of this; by default what the current recipe needs.
+        align_size: rows of a padded group are a multiple of this.
+        layers: the layers that will read the rows: by default rows are padded to what their formats need in the recipe
+            in force. Without layers, to what the recipe needs at most.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[Tensor, list[int]]:
@@ -325,6 +342,7 @@ class Fp8Unpadding(_Alignment):
     Args:
         num_gemms: number of groups.
         align_size: as in `Fp8Padding`.
+        layers: as in `Fp8Padding`.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:

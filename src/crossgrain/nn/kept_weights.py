@@ -53,7 +53,7 @@ class KeptWeights(ModuleInterface):
 
     def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
         """Quantize ``value`` as the weight ``name``."""
-        quantizer = self._weight_quantizers(built.quantizers)[name]
+        quantizer = _without_unread_columns(self._weight_quantizers(built.quantizers)[name], built.recipe)
         with torch.no_grad(), self._naming(name):
             quantized: QuantizedTensor = quantizer.quantize(value.detach())
         return quantized
@@ -62,7 +62,7 @@ class KeptWeights(ModuleInterface):
         """The quantized weight ``name`` on the meta device, so that it can be sharded before it gets memory."""
         with torch.device("cpu"):  # histories and scales are needed whole, wherever the model is made
             built = self._made_for(recipe)
-        quantizer = self._weight_quantizers(built.quantizers)[name]
+        quantizer = _without_unread_columns(self._weight_quantizers(built.quantizers)[name], recipe)
         with self._naming(name):
             empty: QuantizedTensor = quantizer.make_empty(value.shape, dtype=value.dtype, device=value.device)
         return empty
@@ -105,3 +105,13 @@ class KeptWeights(ModuleInterface):
             except ValueError:
                 continue  # another format of the same family: the weight stays what it is
             follow_quantizer(weight, quantizer)
+
+
+def _without_unread_columns(quantizer: Quantizer, recipe: Recipe | None) -> Quantizer:
+    """``quantizer``, which makes only rows if backward decodes these (``backward_override``) and reads no columns.
+
+    This halves the memory of large frozen weights, such as those under LoRA adapters.
+    """
+    if recipe is not None and recipe.backward_override is not None:
+        quantizer.set_usage(columnwise=False)
+    return quantizer
