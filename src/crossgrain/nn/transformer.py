@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import InferenceParams, MultiheadAttention
-from .attention.dot_product import MaskTensor
+from .attention.arrangement import MaskTensor
 from .attention.layout import FORMATS
 from .attention.masks import Window
 from .attention.multihead import RotaryAngles
@@ -201,6 +201,14 @@ class TransformerLayer(nn.Module):
         for module in self.children():
             if isinstance(module, MultiheadAttention | LayerNormMLP):
                 module.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the ranks that share sequences; see `DotProductAttention.set_context_parallel_group`."""
+        for module in self.children():
+            if isinstance(module, MultiheadAttention):
+                module.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     @staticmethod
     def _check(layer_type: str, attn_input_format: str, drop_path_rate: float) -> None:

@@ -126,3 +126,39 @@ class _Gather(torch.autograd.Function):
     @differentiable_once("rows that are gathered from other ranks")
     def backward(ctx: Any, dy: Tensor) -> Any:
         return scattered_sum(dy, ctx.group, "gathered rows"), None
+
+
+def exchanged_with_gradient(x: Tensor, group: Any) -> Tensor:
+    """Send ``x[i]`` to rank i, and return what all ranks have sent here, [ranks, ...]. Gradients go back."""
+    out: Tensor = _Exchange.apply(x, group)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.detach().contiguous()
+        out = torch.empty_like(x)
+        communicate(dist.all_to_all_single, out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Exchange.apply(grads[0], ctx.group), None
+
+
+def passed_on(x: Tensor, group: Any) -> Tensor:
+    """Send ``x`` to the next rank of a ring, and return what the rank before has sent."""
+    ranks, at = dist.get_process_group_ranks(group), group_rank(group)
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+    communicate(_send_and_receive, x, after, out, before, group=group)
+    return out
+
+
+def _send_and_receive(x: Tensor, to: int, out: Tensor, source: int, group: Any) -> None:
+    both = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)]
+    for request in dist.batch_isend_irecv(both):
+        request.wait()

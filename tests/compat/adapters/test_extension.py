@@ -278,7 +278,7 @@ def test_offsets_and_shares_of_sequences():
     borders = torch.tensor([0, 8, 12])
     shares = [tex.thd_get_partitioned_indices(borders, 12, 2, rank).tolist() for rank in range(2)]
     assert shares == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
-    with pytest.raises(ValueError, match="10 tokens cannot be divided into 4"):
+    with pytest.raises(ValueError, match="pad them to multiples of 4"):
         tex.thd_get_partitioned_indices(torch.tensor([0, 10]), 10, 2, 0)
 
 
@@ -376,8 +376,10 @@ def test_queries_and_keys_are_turned_together():
     q, k, v = te.attention.rope.apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, [8, 8, 8])
     assert torch.equal(q, te.attention.apply_rotary_pos_emb(qkv[..., :8], angles, fused=True))
     assert torch.equal(k, te.attention.apply_rotary_pos_emb(qkv[..., 8:16], angles)) and torch.equal(v, qkv[..., 16:])
-    with pytest.raises(NotImplementedError, match="cp_size must be 1, got"):
-        te.attention.apply_rotary_pos_emb(qkv[..., :8], angles, cp_size=2)
+    options = {"cp_size": 2, "cp_rank": 1}
+    angles = te.RotaryPositionEmbedding(8)(8)
+    q, _, _ = te.attention.rope.apply_fused_qkv_rotary_pos_emb(qkv[:4], angles, angles, [8, 8, 8], **options)
+    assert torch.equal(q, te.attention.apply_rotary_pos_emb(qkv[:4, ..., :8], angles[2:6]))
 
 
 def test_columns_that_can_be_made_again_are_cleared(x):

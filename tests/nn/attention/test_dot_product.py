@@ -182,7 +182,12 @@ def test_recomputation_is_bitwise_the_same(tracked):
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"cp_group": object()}, NotImplementedError, "cp_group"),
+        ({"cp_group": [object(), object()]}, NotImplementedError, r"a2a\+p2p"),
+        (
+            {"cp_group": object(), "cp_comm_type": "ring"},
+            ValueError,
+            "cp_comm_type must be one of p2p, all_gather, a2a",
+        ),
         ({"softmax_type": "learned"}, ValueError, "softmax_type must be one of"),
         ({"tp_size": 3}, ValueError, "tp_size"),
         ({"attn_mask_type": "casual"}, ValueError, "attn_mask_type must be one of"),

@@ -102,3 +102,26 @@ def test_dtypes_and_errors():
         cg.RotaryPositionEmbedding(7)
     with pytest.raises(ValueError, match="cu_seqlens"):
         apply_rotary_pos_emb(torch.randn(5, 1, 8), freqs, "thd")
+
+
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd", "thd"])
+def test_ranks_that_share_sequences_turn_their_chunks_as_the_whole_is_turned(fmt):
+    """Two ranks; in thd two sequences of 4 and 8 tokens."""
+    angles, cu = cg.RotaryPositionEmbedding(4)(8), torch.tensor([0, 4, 12])
+    x = torch.randn({"sbhd": (8, 2, 3, 4), "bshd": (2, 8, 3, 4), "thd": (12, 3, 4)}[fmt])
+    dim, options = fmt.index("t" if fmt == "thd" else "s"), {"cu_seqlens": cu} if fmt == "thd" else {}
+    whole = cg.nn.apply_rotary_pos_emb(x, angles, fmt, **options)
+    for rank, tokens in enumerate(
+        ([0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]) if fmt == "thd" else ([0, 1, 6, 7], [2, 3, 4, 5])
+    ):
+        part = x.index_select(dim, torch.tensor(tokens))
+        mine = cg.nn.apply_rotary_pos_emb(part, angles, fmt, cp_size=2, cp_rank=rank, **options)
+        assert torch.equal(mine, whole.index_select(dim, torch.tensor(tokens)))
+
+
+def test_what_ranks_cannot_share():
+    angles = cg.RotaryPositionEmbedding(4)(8)
+    with pytest.raises(NotImplementedError, match="start_positions"):
+        cg.nn.apply_rotary_pos_emb(torch.randn(4, 1, 1, 4), angles, start_positions=torch.zeros(1), cp_size=2)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        cg.nn.apply_rotary_pos_emb(torch.randn(3, 1, 1, 4), angles, cp_size=2)

@@ -46,6 +46,9 @@ ATTENTION: dict[str, Entry] = {
         **these(_OURS, *_UTILS),
         **these(f"{_NN}.masks", "check_set_window_size"),
     },
+    f"{_DPA}.context_parallel": these(
+        _NN, "generate_positional_ids_for_cp", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"
+    ),
     f"{_DPA}.backends": {
         **these(_OURS, "UnfusedDotProductAttention"),
         **all_need_cuda("FlashAttention", "FusedAttention"),

@@ -16,20 +16,21 @@ from ...quantizers.base import Quantizer
 from ...quantizers.hybrid import HybridQuantizer
 from ...quantizers.identity import IdentityQuantizer
 from ...recipe import QuantizerRole, Recipe
+from ...runtime.collectives import AwaitedGroup
 from ...runtime.devices import resolved_device
 from ...runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
 from ...tensor import QuantizedTensor
 from ..base import QuantizedModule
 from ..module_interface import Built, Mode
 from ..recomputed_part import recomputed
+from .arrangement import Inputs, Lengths, MaskTensor, arranged
+from .context_parallel import ContextParallel, check_communication, check_supported, context_parallel
 from .kv_cache import InferenceParams
-from .layout import FORMATS, Layout, without_padding
-from .masks import Window, allowed_pairs, decoding_mask, make_mask
+from .layout import FORMATS
+from .masks import Window, make_mask, whole_sequence_pairs
 from .plain_attention import Attended, PlainCall, plain_attention
 from .quantized_attention import AttentionCall, AttentionQuantizers, quantized_attention
 from .softmax import SOFTMAX_TYPES
-
-MaskTensor = Tensor | tuple[Tensor, Tensor]
 
 
 class DotProductAttention(QuantizedModule):
@@ -57,10 +58,10 @@ class DotProductAttention(QuantizedModule):
         tp_group: process group of the ranks that share the heads.
         layer_number: number of the layer in the model, for the cache of keys and values.
         attention_type: "self" or "cross".
-        cp_group: not supported; must be None.
-        cp_global_ranks: accepted; it has no effect.
+        cp_group: process group of the ranks that share sequences, see `set_context_parallel_group`.
+        cp_global_ranks: the ranks of that group; they are only checked.
         cp_stream: accepted; it has no effect.
-        cp_comm_type: accepted; it has no effect.
+        cp_comm_type: "p2p", "all_gather" or "a2a".
         softmax_scale: factor of the scores; by default ``1 / sqrt(channels)``.
         softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator of the softmax, "learnable" the exponential of
             the parameter ``softmax_offset`` [heads], which starts at 0.
@@ -94,7 +95,6 @@ class DotProductAttention(QuantizedModule):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self._refuse(cp_group=cp_group)
         self.tp_group, tp_size = resolved_group(self.layer, tp_group, tp_size)
         if softmax_type not in SOFTMAX_TYPES:
             raise ValueError(
@@ -122,6 +122,7 @@ class DotProductAttention(QuantizedModule):
         self.layer_number = 1 if layer_number is None else layer_number
         self.softmax_scale = 1 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
         self.get_rng_state_tracker = get_rng_state_tracker
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.return_max_logit = return_max_logit
         self.softmax_type = softmax_type
         self.softmax_offset: nn.Parameter | None
@@ -142,6 +143,43 @@ class DotProductAttention(QuantizedModule):
         if self.softmax_offset.is_meta:
             self.softmax_offset = self._new_offset(hasattr(self.softmax_offset, "tensor_model_parallel"))
         nn.init.zeros_(self.softmax_offset)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the ranks that share sequences. Each has two chunks of every sequence, as in `chunks`.
+
+        Args:
+            cp_group: the process group; None if each rank has whole sequences.
+            cp_global_ranks: the ranks of that group; they are only checked. None checks nothing.
+            cp_stream: accepted; it has no effect.
+            cp_comm_type: "p2p" sends keys and values around a ring, "all_gather" gives every rank those of all, "a2a"
+                gives every rank whole sequences of some heads.
+        """
+        if cp_group is not None:
+            check_communication(self.layer, cp_group, cp_comm_type)
+        self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
+        self.cp_comm_type = cp_comm_type
+
+    def _context_parallel(self) -> ContextParallel | None:
+        return context_parallel(
+            self.layer,
+            self.cp_group,
+            self.cp_global_ranks,
+            self.cp_comm_type,
+            self.num_attention_heads,
+            self.num_gqa_groups,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickles. Process groups do not travel; a copy refuses to run without one."""
+        group = None
+        if self._context_parallel() is not None:
+            group = AwaitedGroup(
+                f"{self.layer} is a copy of a layer whose sequences are shared by ranks: call "
+                "set_context_parallel_group"
+            )
+        return {**super().__getstate__(), "cp_group": group, "cp_stream": None}
 
     def _sink(self, device: torch.device) -> Tensor | None:
         """The score of the sink by head, [1, heads, 1, 1]; None if there is none."""
@@ -277,54 +315,73 @@ class DotProductAttention(QuantizedModule):
                 f"{self.layer}: qkv_format='thd' has sequences of different lengths and needs a padding mask, got "
                 f"attn_mask_type={mask.type!r}"
             )
-        query, key, value = (_plain(x) for x in (query_layer, key_layer, value_layer))
-        self._check_heads(query, key, value, fmt)
-        sides = [Layout(fmt), Layout(fmt)]
-        excluded = None
-        if mask.padding:
-            sides = [
-                Layout.of_sequences(fmt, query, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
-                Layout.of_sequences(fmt, key, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
-            ]
-            if inference_params is None:
-                sides = self._with_padding(sides, attention_mask)
-        elif mask.type == "arbitrary":
-            if not isinstance(attention_mask, Tensor):
-                raise ValueError(f"{self.layer}: attn_mask_type='arbitrary' needs an attention_mask tensor")
-            excluded = attention_mask.to(torch.bool)
-        q, k, v = sides[0].heads_first(query), sides[1].heads_first(key), sides[1].heads_first(value)
-        valid_queries, valid_keys = (side.valid for side in sides)
-        if inference_params is not None:
-            mask = decoding_mask(mask)
-            cached = inference_params.step(self.layer_number, k.transpose(1, 2), v.transpose(1, 2))
-            valid_queries, valid_keys = cached.valid_queries, cached.valid_keys
-            q = without_padding(q, valid_queries)
-            k, v = (without_padding(x.transpose(1, 2).to(q.dtype), valid_keys) for x in (cached.keys, cached.values))
-        allowed = None
-        if not mask.is_plain_causal:
-            allowed = allowed_pairs(
-                mask,
-                q.shape[2],
-                k.shape[2],
-                valid_queries=valid_queries,
-                valid_keys=valid_keys,
-                excluded=excluded,
-                device=q.device,
-            )
-        call = PlainCall(
-            mask, allowed, self.softmax_scale, self._dropout(), self._sink(q.device), self.return_max_logit
+        lengths = (
+            Lengths(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
+            Lengths(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
         )
-        attended = self._attend(q, k, v, call, checkpoint_core_attention)
-        output = sides[0].heads_last(attended.output, query)
-        return output if attended.max_logit is None else (output, attended.max_logit)
+        query, key, value = (_plain(x) for x in (query_layer, key_layer, value_layer))
+        inputs = Inputs(self.layer, query, key, value, fmt, mask, lengths)
+        self._check_heads(inputs)
+        cp = self._context_parallel()
+        if cp is not None:
+            check_supported(inputs, attention_mask, dropout=self._dropout(), caches=inference_params is not None)
+            attended = _over_ranks(self, inputs, cp, checkpoint_core_attention)
+        else:
+            attended = self._whole_sequences(
+                inputs, attention_mask, inference_params, checkpoint_core_attention, self._sink(inputs.query.device)
+            )
+        return attended.output if attended.max_logit is None else (attended.output, attended.max_logit)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool) -> Attended:
-        """Compute attention on [batch, heads, sequence, channels]."""
+    def _whole_sequences(
+        self,
+        inputs: Inputs,
+        attention_mask: MaskTensor | None,
+        cache: InferenceParams | None,
+        recompute: bool,
+        sink: Tensor | None,
+        amax_group: Any = None,
+    ) -> Attended:
+        cross = self.attention_type == "cross"
+        made = arranged(inputs, attention_mask, cross=cross, cache=cache, layer_number=self.layer_number)
+        call = PlainCall(made.mask, made.allowed, self.softmax_scale, self._dropout(), sink, self.return_max_logit)
+        attended = self._attend(made.q, made.k, made.v, call, recompute, amax_group)
+        return attended._replace(output=made.layout.heads_last(attended.output, inputs.query))
+
+    def _over_ranks(self, inputs: Inputs, cp: ContextParallel, recompute: bool) -> Attended:
+        sink = self._sink(inputs.query.device)
+        if cp.how == "a2a":
+            sink = None if sink is None else cp.own_heads(sink, 1)
+            attended = self._whole_sequences(cp.with_whole_sequences(inputs), None, None, recompute, sink, cp.group)
+            output = cp.own_tokens(attended.output, inputs.query, inputs.format, inputs.lengths[0])
+        else:
+            self._refuse_formats(cp)
+            made = cp.arranged(inputs)
+            call = PlainCall(made.mask, made.allowed, self.softmax_scale, 0.0, sink, self.return_max_logit)
+            again = recompute and torch.is_grad_enabled()
+            attended = recomputed(cp.attended, made, call) if again else cp.attended(made, call)
+            output = made.layout.heads_last(attended.output, inputs.query)
+        return Attended(output, None if attended.max_logit is None else cp.largest(attended.max_logit))
+
+    def _refuse_formats(self, cp: ContextParallel) -> None:
+        recipe = self._recipe_in_force()
+        if recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha) and self._prepare(recipe).details is not None:
+            raise NotImplementedError(
+                f"{self.layer}: attention in the formats of a recipe is not supported with cp_comm_type={cp.how!r}, "
+                "which would cut blocks and scales; use 'a2a', where each rank has whole sequences"
+            )
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool, amax_group: Any = None
+    ) -> Attended:
+        """Compute attention on [batch, heads, sequence, channels].
+
+        Other ranks of ``amax_group`` have the other heads: formats with one scale per tensor have one for all of them.
+        """
         if torch.compiler.is_compiling():
             if not recompute and _constant_is_plain(self):
                 return plain_attention(q, k, v, call)
-            return Attended(*_untraced_attend(self, q, k, v, call, recompute))
-        return self._attend_eagerly(q, k, v, call, recompute)
+            return Attended(*_untraced_attend(self, q, k, v, call, recompute, amax_group))
+        return self._attend_eagerly(q, k, v, call, recompute, amax_group)
 
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
@@ -335,7 +392,9 @@ class DotProductAttention(QuantizedModule):
         tracked = self.get_rng_state_tracker is not None and self._dropout() > 0.0
         return not tracked and (recipe is None or not (recipe.fp8_dpa or recipe.fp8_mha))
 
-    def _attend_eagerly(self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool) -> Attended:
+    def _attend_eagerly(
+        self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool, amax_group: Any
+    ) -> Attended:
         recipe = self._recipe_in_force()
         if recipe is not None and not (recipe.fp8_dpa or recipe.fp8_mha):
             recipe = None
@@ -347,10 +406,8 @@ class DotProductAttention(QuantizedModule):
             def attend() -> Attended:
                 return plain_attention(q, k, v, call)
         else:
-            quantized = self._quantized_call(recipe, built, call)
-            allowed = call.allowed
-            if call.mask.is_plain_causal:
-                allowed = allowed_pairs(call.mask, q.shape[2], k.shape[2], device=q.device)
+            quantized = self._quantized_call(recipe, built, call, amax_group)
+            allowed = whole_sequence_pairs(call.mask, q, k) if call.mask.is_plain_causal else call.allowed
 
             def attend() -> Attended:
                 return quantized_attention(q, k, v, allowed, quantized, call.sink)
@@ -366,9 +423,10 @@ class DotProductAttention(QuantizedModule):
                 return recomputed(compute, state=state, tracker=tracker)
             return compute()
 
-    def _quantized_call(self, recipe: Recipe, built: Built, call: PlainCall) -> AttentionCall:
+    def _quantized_call(self, recipe: Recipe, built: Built, call: PlainCall, amax_group: Any) -> AttentionCall:
+        quantizers: AttentionQuantizers = built.details
         return AttentionCall(
-            quantizers=built.details,
+            quantizers=quantizers if amax_group is None else quantizers.reducing(amax_group),
             scale=call.scale,
             dropout=call.dropout,
             wants_max=call.wants_max,
@@ -384,40 +442,19 @@ class DotProductAttention(QuantizedModule):
             f"attn_mask_type={self.attn_mask_type}"
         )
 
-    def _check_heads(self, query: Tensor, key: Tensor, value: Tensor, fmt: str) -> None:
+    def _check_heads(self, inputs: Inputs) -> None:
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         wanted = {
-            "queries": (query, self.num_attention_heads, k),
-            "keys": (key, self.num_gqa_groups, k),
-            "values": (value, self.num_gqa_groups, v),
+            "queries": (inputs.query, self.num_attention_heads, k),
+            "keys": (inputs.key, self.num_gqa_groups, k),
+            "values": (inputs.value, self.num_gqa_groups, v),
         }
         for name, (x, heads, channels) in wanted.items():
-            if x.dim() != len(fmt) or tuple(x.shape[-2:]) != (heads, channels):
+            if x.dim() != len(inputs.format) or tuple(x.shape[-2:]) != (heads, channels):
                 raise ValueError(
-                    f"{self.layer}: {name} must be {fmt} with {heads} heads of {channels} channels, got a tensor of "
-                    f"shape {list(x.shape)}"
+                    f"{self.layer}: {name} must be {inputs.format} with {heads} heads of {channels} channels, got a "
+                    f"tensor of shape {list(x.shape)}"
                 )
-
-    def _with_padding(self, sides: list[Layout], attention_mask: MaskTensor | None) -> list[Layout]:
-        """Add padding from the mask, if there is one; otherwise the layouts have it from cu_seqlens already."""
-        if attention_mask is None:
-            if any(side.valid is None for side in sides):
-                raise ValueError(
-                    f"{self.layer}: a padding mask needs an attention_mask, or cu_seqlens_q and cu_seqlens_kv"
-                )
-            return sides
-        masks = (attention_mask, attention_mask) if isinstance(attention_mask, Tensor) else attention_mask
-        if isinstance(attention_mask, Tensor) and self.attention_type == "cross":
-            raise ValueError(
-                f"{self.layer}: padding in cross attention needs a pair of masks, for queries and for keys, got one "
-                "mask"
-            )
-        for mask in masks:
-            if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
-                raise ValueError(
-                    f"{self.layer}: a padding mask must be [batch, 1, 1, sequence], got {list(mask.shape)}"
-                )
-        return [side.with_valid(~mask[:, 0, 0].to(torch.bool)) for side, mask in zip(sides, masks, strict=True)]
 
 
 @constant_in_graphs
@@ -428,6 +465,11 @@ def _constant_is_plain(attention: DotProductAttention) -> bool:
 @eager_only("crossgrain: attention that is quantized or recomputed in backward runs in eager mode")
 def _untraced_attend(attention: DotProductAttention, *arguments: Any) -> Attended:
     return attention._attend_eagerly(*arguments)
+
+
+@eager_only("crossgrain: attention whose sequences are shared by ranks runs in eager mode")
+def _over_ranks(attention: DotProductAttention, *arguments: Any) -> Attended:
+    return attention._over_ranks(*arguments)
 
 
 def _keeps_numbers(quantizer: Quantizer | None) -> bool:

@@ -80,26 +80,33 @@ def decoding_mask(mask: Mask) -> Mask:
     return Mask("padding_causal_bottom_right" if causal else "padding", mask.window, True)
 
 
-def allowed_pairs(
-    mask: Mask,
-    queries: int,
-    keys: int,
-    *,
-    valid_queries: Tensor | None = None,
-    valid_keys: Tensor | None = None,
-    excluded: Tensor | None = None,
-    device: torch.device | None = None,
-) -> Tensor | None:
+class Places(NamedTuple):
+    """Where queries or keys are in their sequences.
+
+    Attributes:
+        positions: the position of each in its sequence, [batch or 1, count].
+        lengths: the number of tokens of the sequences: one number, or [batch].
+        valid: [batch, count], False at padding; None if there is no padding.
+    """
+
+    positions: Tensor
+    lengths: Tensor | int
+    valid: Tensor | None = None
+
+    @staticmethod
+    def from_start(count: int, valid: Tensor | None = None, device: torch.device | None = None) -> Places:
+        """The first ``count`` places of sequences that end where ``valid`` says."""
+        return Places(torch.arange(count, device=device)[None], count if valid is None else valid.sum(-1), valid)
+
+
+def allowed_pairs(mask: Mask, queries: Places, keys: Places, excluded: Tensor | None = None) -> Tensor | None:
     """Return a tensor that is True where a query may see a key, or None if every query may see every key.
 
     Args:
         mask: the mask.
-        queries: number of queries.
-        keys: number of keys.
-        valid_queries: [batch, sequence], False at padding.
-        valid_keys: [batch, sequence], False at padding.
+        queries: places of the queries.
+        keys: places of the keys.
         excluded: mask of the user, True where it masks.
-        device: device of the result.
 
     Returns:
         A tensor that broadcasts to [batch, heads, queries, keys], or None.
@@ -107,14 +114,15 @@ def allowed_pairs(
     allowed: Tensor | None = None
     left, right = mask.window
     if (left, right) != NO_WINDOW:
-        distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-        distance = distance - _diagonal(mask, queries, keys, valid_queries, valid_keys)
+        distance = keys.positions[:, None, None, :] - queries.positions[:, None, :, None]
+        if mask.bottom_right:
+            distance = distance - _by_batch(keys.lengths) + _by_batch(queries.lengths)
         allowed = distance <= right if right >= 0 else torch.ones_like(distance, dtype=torch.bool)
         if left >= 0:
             allowed = allowed & (distance >= -left)
     for part in (
-        None if valid_keys is None else valid_keys[:, None, None, :],
-        None if valid_queries is None else valid_queries[:, None, :, None],
+        None if keys.valid is None else keys.valid[:, None, None, :],
+        None if queries.valid is None else queries.valid[:, None, :, None],
         None if excluded is None else ~excluded,
     ):
         if part is not None:
@@ -122,14 +130,11 @@ def allowed_pairs(
     return allowed
 
 
-def _diagonal(
-    mask: Mask, queries: int, keys: int, valid_queries: Tensor | None, valid_keys: Tensor | None
-) -> Tensor | int:
-    """How far the diagonal is shifted to the right; [batch, 1, 1, 1] if sequences have different lengths."""
-    if not mask.bottom_right:
-        return 0
-    lengths = [
-        size if valid is None else valid.sum(-1)[:, None, None, None]
-        for size, valid in ((keys, valid_keys), (queries, valid_queries))
-    ]
-    return lengths[0] - lengths[1]
+def whole_sequence_pairs(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    """`allowed_pairs` for q and k [batch, heads, sequence, channels] that are whole sequences without padding."""
+    queries, keys = (Places.from_start(x.shape[2], device=x.device) for x in (q, k))
+    return allowed_pairs(mask, queries, keys)
+
+
+def _by_batch(lengths: Tensor | int) -> Tensor | int:
+    return lengths if isinstance(lengths, int) else lengths.view(-1, 1, 1, 1)

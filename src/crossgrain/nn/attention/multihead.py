@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from ..layernorm_linear import LayerNormLinear
 from ..linear import Linear, SingleLinear
 from ..linear_module import InitMethod
 from ..norm import Normalization
-from .dot_product import DotProductAttention, MaskTensor
+from .arrangement import MaskTensor
+from .dot_product import DotProductAttention
 from .kv_cache import InferenceParams
 from .masks import Window
 from .projection import as_pair, by_heads, make_head_norm, split_kv, split_qkv
@@ -247,6 +248,24 @@ class MultiheadAttention(nn.Module):
             if isinstance(module, QuantizedModule):
                 module.set_tensor_parallel_group(tp_group)
 
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the ranks that share sequences; see `DotProductAttention.set_context_parallel_group`."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks that share sequences."""
+        cp = self.core_attention._context_parallel()
+        return 1 if cp is None else cp.ranks
+
+    @property
+    def cp_rank(self) -> int:
+        """The index of this rank among them."""
+        cp = self.core_attention._context_parallel()
+        return 0 if cp is None else cp.rank
+
     # ---- forward -------------------------------------------------------------------------------
 
     def forward(
@@ -345,5 +364,6 @@ class MultiheadAttention(nn.Module):
             offsets = core_options.get(f"cu_seqlens_{side}_padded")
             offsets = core_options.get(f"cu_seqlens_{side}") if offsets is None else offsets
             at = None if side == "kv" and self.attention_type == "cross" else starts  # an encoder's output is whole
-            turned.append(apply_rotary_pos_emb(x, freqs, fmt, at, self.rotary_pos_interleaved, cu_seqlens=offsets))
+            shared: dict[str, Any] = {"cu_seqlens": offsets, "cp_size": self.cp_size, "cp_rank": self.cp_rank}
+            turned.append(apply_rotary_pos_emb(x, freqs, fmt, at, self.rotary_pos_interleaved, **shared))
         return turned[0], turned[1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .layout import to_groups, to_heads
-from .masks import Mask, allowed_pairs
+from .masks import Mask, whole_sequence_pairs
 from .softmax import largest_by_head, softmax
 
 
@@ -53,7 +53,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, call: PlainCall) -> Attende
         causal = call.mask.is_plain_causal
         out = attend(q, k, v, dropout_p=call.dropout, is_causal=causal, scale=call.scale, enable_gqa=gqa)
         return Attended(out, None)
-    allowed = allowed.view((1,) * (4 - allowed.dim()) + tuple(allowed.shape))
+    allowed = allowed.view((1,) * (4 - allowed.dim()) + tuple(allowed.shape))  # that of a user may have fewer
     # A softmax over nothing is NaN in some kernels: such queries look at everything, and their result is dropped.
     sees_nothing = ~allowed.any(-1, keepdim=True)
     out = attend(q, k, v, attn_mask=allowed | sees_nothing, dropout_p=call.dropout, scale=call.scale, enable_gqa=gqa)
@@ -65,7 +65,7 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, call: PlainCall) -> Attended:
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups, allowed = k.shape[1], call.allowed
     if allowed is None and call.mask.is_plain_causal:
-        allowed = allowed_pairs(call.mask, q.shape[2], k.shape[2], device=q.device)
+        allowed = whole_sequence_pairs(call.mask, q, k)
     scores = to_heads(to_groups(q.to(dtype), groups) @ k.to(dtype).transpose(-1, -2), q.shape) * call.scale
     parts = softmax(scores, allowed, call.sink).keys
     p = torch.nn.functional.dropout(parts, call.dropout)

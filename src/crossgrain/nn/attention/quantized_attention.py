@@ -44,6 +44,11 @@ class AttentionQuantizers(NamedTuple):
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
 
+    def reducing(self, group: Any) -> AttentionQuantizers:
+        """The quantizers of this rank's heads, if the ranks of ``group`` have the others."""
+        given = {name: each for name, each in self._asdict().items() if each is not None}
+        return self._replace(**{name: each.reducing(group, axis=0) for name, each in given.items()})
+
 
 @dataclass
 class AttentionCall:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.devices import resolved_device
+from .chunks import checked_starts, whole_positions
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -86,18 +87,19 @@ def apply_rotary_pos_emb(
         start_positions: [batch], the position of the first token of each sequence, for decoding with a cache.
         interleaved: see `RotaryPositionEmbedding`.
         fused: accepted; it has no effect.
-        cu_seqlens: [batch + 1], where sequences begin; "thd" needs it.
-        cp_size: only 1 is supported.
-        cp_rank: accepted; it has no effect.
+        cu_seqlens: [batch + 1], where sequences begin; "thd" needs it. With ``cp_size`` it is for whole sequences.
+        cp_size: number of ranks that share sequences; each has two chunks of every sequence, as in `chunks`.
+        cp_rank: this rank among them.
 
     Returns:
         A tensor of the shape and dtype of ``t``.
     """
-    if cp_size != 1:
+    if cp_size > 1 and start_positions is not None:
         raise NotImplementedError(
-            f"apply_rotary_pos_emb does not support context parallelism: cp_size must be 1, got {cp_size}"
+            "apply_rotary_pos_emb: start_positions is for decoding with a cache, which is not supported with context "
+            f"parallelism, cp_size={cp_size}"
         )
-    positions = _positions(t, tensor_format, start_positions, cu_seqlens)
+    positions = _positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     if positions.numel() and int(positions.max()) >= len(freqs):
         raise ValueError(f"position {int(positions.max())} has no angle: freqs has angles for {len(freqs)} positions")
     angles = freqs[:, 0, 0].to(torch.float32)[positions].unsqueeze(-2)  # the same for all heads
@@ -107,18 +109,25 @@ def apply_rotary_pos_emb(
     return torch.cat((x.to(t.dtype), rest), -1)
 
 
-def _positions(t: Tensor, fmt: str, start_positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _positions(
+    t: Tensor, fmt: str, start_positions: Tensor | None, cu_seqlens: Tensor | None, ranks: int, rank: int
+) -> Tensor:
     """The position of each token; it broadcasts to the dimensions of ``t`` before heads and channels."""
     if fmt == "thd":
         if cu_seqlens is None:
             raise ValueError("tensor_format='thd' needs cu_seqlens, which says where each sequence begins")
         tokens = torch.arange(len(t), device=t.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].to(tokens), tokens, right=True).clamp(max=len(cu_seqlens) - 2)
-        positions = tokens - cu_seqlens.to(tokens)[sequence]
+        whole = cu_seqlens.to(tokens)
+        starts = whole if ranks == 1 else checked_starts("apply_rotary_pos_emb", whole, ranks) // ranks
+        sequence = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=len(starts) - 2)
+        positions = whole_positions(tokens - starts[sequence], starts.diff()[sequence], rank, ranks)
         return positions if start_positions is None else positions + start_positions.to(tokens)[sequence]
     if fmt not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format must be one of sbhd, bshd, thd, got {fmt!r}")
-    places = torch.arange(t.shape[0 if fmt == "sbhd" else 1], device=t.device)
+    length = t.shape[0 if fmt == "sbhd" else 1]
+    if ranks > 1:
+        checked_starts("apply_rotary_pos_emb", torch.tensor([0, length * ranks]), ranks)
+    places = whole_positions(torch.arange(length, device=t.device), length, rank, ranks)
     starts = places.new_zeros(1) if start_positions is None else start_positions.to(places)
     positions = starts[:, None] + places
     return positions.t() if fmt == "sbhd" else positions
