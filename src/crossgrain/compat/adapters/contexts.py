@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Self
 
-from ...recipe import context
+from ...recipe import context, get_default_recipe
 from ...recipe.context import RecipeLike
+from ..environment import warn_about_ignored, with_attention_of_environment
 
 
 class autocast(context.autocast):
-    """`crossgrain.autocast`, in which layers saturate infinities, unless their recipe says something else."""
+    """`crossgrain.autocast`, in which layers saturate infinities, unless their recipe says something else.
+
+    Entering it reads the environment variables of Transformer Engine that change numbers.
+    """
 
     _nonfinite = "saturate"
+
+    def __enter__(self) -> Self:
+        if self._enabled or self._calibrating:
+            asked = get_default_recipe() if self._recipe is None else self._recipe
+            warn_about_ignored(asked)
+            recipe = with_attention_of_environment(asked)
+            if recipe is not asked:
+                self._recipe = recipe
+        return super().__enter__()
 
 
 def fp8_autocast(

@@ -1,0 +1,118 @@
+"""The environment variables of Transformer Engine that change numbers: which have an effect here, and what to use else.
+
+`VARIABLES` is the one list of them; docs/transformer_engine.md has the same table. Variables are read when an autocast
+of Transformer Engine's names is entered, or when a recipe is created, never when something is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import NamedTuple
+
+from ..recipe import Recipe
+
+DPA_RECIPE = "NVTE_DPA_FP8_RECIPE"
+
+
+class Variable(NamedTuple):
+    """An environment variable.
+
+    Attributes:
+        name: its name.
+        neutral: the values that ask for nothing else than what happens here anyway; () if every value is obeyed.
+        here: what it does here; or, if it has no effect, what to use instead.
+    """
+
+    name: str
+    neutral: tuple[str, ...]
+    here: str
+
+    @property
+    def obeyed(self) -> bool:
+        """Whether all its values have their effect here."""
+        return not self.neutral
+
+
+_OF_RECIPES = "the default of {} in recipes that are created afterwards"
+_BY_ROLE = "instead, give attention quantizers of its own: CustomRecipe with a factory for the roles 'dpa', {}"
+
+VARIABLES = (
+    Variable("NVTE_BACKWARD_OVERRIDE", (), _OF_RECIPES.format("`backward_override`")),
+    Variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", (), _OF_RECIPES.format("`use_power_2_scales`")),
+    Variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", (), _OF_RECIPES.format("`use_f32_scales`")),
+    Variable("NVTE_NVFP4_DISABLE_RHT", (), _OF_RECIPES.format("`disable_rht`")),
+    Variable("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", (), _OF_RECIPES.format("`disable_stochastic_rounding`")),
+    Variable("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", (), _OF_RECIPES.format("`disable_2d_quantization`")),
+    Variable("NVTE_NVFP4_ROW_SCALED_ACTIVATION", (), _OF_RECIPES.format("`row_scaled_activation`")),
+    Variable("NVTE_NVFP4_4OVER6", (), _OF_RECIPES.format("`nvfp4_4over6`")),
+    Variable("NVTE_NVFP4_4OVER6_E4M3_USE_256", (), _OF_RECIPES.format("`nvfp4_4over6_e4m3_use_256`")),
+    Variable("NVTE_NVFP4_4OVER6_ERR_MODE", (), _OF_RECIPES.format("`nvfp4_4over6_err_mode`")),
+    Variable("NVTE_UNFUSED_FP8_UPDATE", (), "how delayed scaling rounds its scales"),
+    Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", (), "all algorithms are deterministic"),
+    Variable("NVTE_UnfusedDPA_Emulate_FP8", (), "quantized attention is always emulated"),
+    Variable("NVTE_FLASH_ATTN", (), "there is no flash attention"),
+    Variable("NVTE_FUSED_ATTN", (), "there is no fused attention"),
+    Variable(
+        DPA_RECIPE,
+        ("", "F16"),
+        "F16 leaves attention in high precision, and the name of the recipe in force changes nothing; "
+        + _BY_ROLE.format("as nvfp4_linear_fp8_dpa_factory does"),
+    ),
+    Variable("NVTE_DPA_FP8_RECIPE_DPA", ("0",), "instead, set fp8_dpa=True in the recipe"),
+    Variable("NVTE_DPA_FP8_RECIPE_MHA", ("0",), "instead, set fp8_mha=True in the recipe"),
+    Variable("NVTE_DPA_FP8_FORMAT", ("HYBRID",), _BY_ROLE.format("which choose their formats")),
+    Variable(
+        "NVTE_DPA_FP8DS_AMAX_ALGO",
+        ("most_recent",),
+        _BY_ROLE.format("with DelayedScalingRequest(amax_compute_algo=...)"),
+    ),
+    Variable(
+        "NVTE_DPA_FP8DS_AMAX_HISTLEN", ("1",), _BY_ROLE.format("with DelayedScalingRequest(amax_history_len=...)")
+    ),
+    Variable("NVTE_DPA_FP8DS_REDUCE_AMAX", ("1",), _BY_ROLE.format("with DelayedScalingRequest(reduce_amax=...)")),
+    Variable("NVTE_FP8_DPA_BWD", ("1",), "instead, set backward_override='high_precision' in the recipe"),
+    Variable("NVTE_DPA_FP8CS_O_in_F16", ("1",), _BY_ROLE.format("with a quantizer for the output")),
+    Variable("NVTE_UNFUSED_ATTN", ("1",), "unfused attention is the only one there is"),
+    Variable("NVTE_FUSED_ATTN_BACKEND", ("",), "unfused attention is the only one there is"),
+    Variable("NVTE_FUSED_ATTN_USE_FAv2_BWD", ("0",), "unfused attention is the only one there is"),
+    Variable("NVTE_APPLY_QK_LAYER_SCALING", ("0",), "instead, pass softmax_scale to the attention"),
+    Variable("NVTE_USE_FAST_MATH", ("0",), "kernels compute exactly what the formats say"),
+    Variable("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", ("0",), "errors are compared in fp32"),
+    Variable(
+        "NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE",
+        ("1",),
+        "the output of a norm is always rounded to the dtype of its input before it is quantized",
+    ),
+)
+
+_warned: set[str] = set()
+
+
+def warn_about_ignored(recipe: Recipe) -> None:
+    """Warn, once for each variable, about values that have no effect here.
+
+    Args:
+        recipe: the recipe in force.
+    """
+    for variable in VARIABLES:
+        value = os.environ.get(variable.name)
+        if value is None or variable.obeyed or value in variable.neutral or variable.name in _warned:
+            continue
+        if variable.name == DPA_RECIPE and value == type(recipe).__name__:
+            continue
+        _warned.add(variable.name)
+        warnings.warn(
+            f"the environment variable {variable.name}={value} has no effect here: {variable.here}",
+            stacklevel=3,
+        )
+
+
+def with_attention_of_environment(recipe: Recipe) -> Recipe:
+    """The recipe, without quantized attention if NVTE_DPA_FP8_RECIPE is F16."""
+    if os.environ.get(DPA_RECIPE) != "F16" or not (recipe.fp8_dpa or recipe.fp8_mha):
+        return recipe
+    changed = copy.copy(recipe)
+    changed.fp8_dpa = changed.fp8_mha = False
+    return changed

@@ -1,0 +1,99 @@
+"""Environment variables of Transformer Engine: obeyed, or named in a warning."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import crossgrain as cg
+from crossgrain.compat import environment
+from crossgrain.compat import transformer_engine as te
+from crossgrain.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+
+DOCS = Path(__file__).parents[2] / "docs" / "transformer_engine.md"
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(environment, "_warned", set())
+
+
+def entered(recipe):
+    with te.pytorch.autocast(recipe=recipe):
+        cg.Linear(32, 32)(torch.randn(32, 32))
+
+
+def test_the_page_has_the_same_table():
+    section = DOCS.read_text().partition("## Environment variables")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (obeyed|no effect) \| (.*) \|$", section, re.MULTILINE)
+    assert rows == [(v.name, "obeyed" if v.obeyed else "no effect", v.here) for v in environment.VARIABLES]
+
+
+@pytest.mark.parametrize("variable", [v for v in environment.VARIABLES if not v.obeyed], ids=lambda v: v.name)
+def test_a_variable_without_effect_is_named_once(variable, monkeypatch):
+    for value in variable.neutral:
+        monkeypatch.setenv(variable.name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            entered(Float8CurrentScaling())
+    monkeypatch.setenv(variable.name, "DelayedScaling")  # read at use: it was set after everything was imported
+    message = re.escape(f"{variable.name}=DelayedScaling has no effect here: {variable.here}")
+    with pytest.warns(UserWarning, match=message):
+        entered(Float8CurrentScaling())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entered(Float8CurrentScaling())
+
+
+def test_the_recipe_in_force_may_be_named_for_attention(monkeypatch):
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entered(DelayedScaling())
+
+
+def test_f16_leaves_attention_in_high_precision(monkeypatch):
+    attention = te.pytorch.DotProductAttention(2, 16, attn_mask_type="no_mask")
+    q, k, v = (torch.randn(16, 1, 2, 16) for _ in range(3))
+    recipe = Float8CurrentScaling(fp8_dpa=True)
+
+    def result():
+        with te.pytorch.autocast(recipe=recipe):
+            return attention(q, k, v)
+
+    plain, quantized = attention(q, k, v), result()
+    assert not torch.equal(quantized, plain)
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "F16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no layer quantizes anything in this autocast
+        assert torch.equal(result(), plain)
+    assert recipe.fp8_dpa, "the recipe of the caller stays as it is"
+    monkeypatch.delenv("NVTE_DPA_FP8_RECIPE")
+    assert torch.equal(result(), quantized)
+
+
+OBEYED = {
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("1", Float8CurrentScaling, "use_power_2_scales"),
+    "NVTE_NVFP4_DISABLE_RHT": ("1", NVFP4BlockScaling, "disable_rht"),
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": ("1", NVFP4BlockScaling, "disable_stochastic_rounding"),
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ("1", NVFP4BlockScaling, "disable_2d_quantization"),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": ("1", NVFP4BlockScaling, "row_scaled_activation"),
+    "NVTE_NVFP4_4OVER6": ("weights", NVFP4BlockScaling, "nvfp4_4over6"),
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": ("none", NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256"),
+    "NVTE_NVFP4_4OVER6_ERR_MODE": ("MSE", NVFP4BlockScaling, "nvfp4_4over6_err_mode"),
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("1", cg.recipe.Float8BlockScaling, "use_f32_scales"),
+    "NVTE_BACKWARD_OVERRIDE": ("dequantized", Float8CurrentScaling, "backward_override"),
+}
+
+
+def test_defaults_of_recipes_follow_the_variables(monkeypatch):
+    named = {v.name: v.here for v in environment.VARIABLES if v.here.startswith("the default of")}
+    assert set(named) == set(OBEYED)
+    for name, (value, recipe, field) in OBEYED.items():
+        assert f"`{field}`" in named[name]
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert getattr(recipe(), field) == (True if value == "1" else value)
+        assert getattr(recipe(), field) != (True if value == "1" else value)
