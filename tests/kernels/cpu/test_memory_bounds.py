@@ -1,0 +1,198 @@
+"""Kernels touch only the buffers of their call: every format, direction, option, pair, group, decode and product."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from numba import njit
+
+from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain.kernels.cpu import products, runtime
+from crossgrain.kernels.cpu.backend import CpuBackend
+from crossgrain.kernels.cpu.simd import load_u8, store_u8
+from crossgrain.kernels.cpu.tags import NO
+
+from ...common.encodings import DIRECTIONS, HYBRIDS, NAMES, encoded, encoded_groups, encodings_of, pair_of, that_fit
+from ...common.guarded_memory import WRITTEN, all_kernels, guarded_child, name_of
+
+CPU = CpuBackend()
+# Tails of rows and columns, one block, less than a block, more than a strip (512 columns) or a tile (128 rows).
+SHAPES = [(33, 7), (16, 48), (96, 32), (130, 200), (160, 544)]
+HEIGHTS = (32, 0, 96, 160)
+PRODUCTS = [(1, 1, 16), (9, 33, 48), (40, 70, 80)]  # rows, columns, summed dimension
+WHERE = [("end", 1), ("end", 2), ("start", 2), ("middle", 1)]  # places of buffers, and number of threads
+GROUPED = ["fp8", "fp8_block", "mxfp8", "mxfp8_2d", "mxfp6_e3m2", "nvfp4_rht_sr", "nvfp4_row_scaled", "nvfp4_2d"]
+
+
+def numbers(shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def all_bytes(write, x, encodings, own):
+    """All that kernels make of ``own(x)``: codes, scales, amaxes and decoded numbers."""
+    planes = write(own(x) if x.is_contiguous() else x, encodings)
+    for plane in planes:
+        yield from plane.buffers()
+        yield from (CPU.decode(plane, dtype) for dtype in (torch.float32, torch.bfloat16))
+        yield CPU.decode_operand(plane, torch.empty(plane.shape[0] * plane.shape[1], dtype=torch.float32))
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def single(x, encodings):
+    return encoded(CPU, x, encodings)
+
+
+def grouped(x, encodings):
+    return encoded_groups(CPU, x, HEIGHTS, encodings)
+
+
+def product(rows, columns, inner, direction, own):
+    """A product from codes, into a part of a wider matrix."""
+    shapes = [(size, inner) if direction is ROWWISE else (inner, size) for size in (rows, columns)]
+    a, b = (single(own(numbers(shape)), encodings_of("nvfp4", (direction,)))[0] for shape in shapes)
+    out = own(torch.zeros(rows, columns + 3))
+    CPU.multiply(a, b, out[:, 1:-2], 1.5)
+    yield out
+
+
+def plane_cases(ways):
+    """The shapes that each way of encoding fits, and a matrix that is not contiguous."""
+    turned = numbers((160, 96)).t()
+    for encodings in ways:
+        for x in (*(numbers(shape, torch.bfloat16) for shape in SHAPES), numbers(SHAPES[-1]), turned):
+            if fitting := that_fit(encodings, x.shape):
+                yield partial(all_bytes, single, x, fitting)
+
+
+def group_cases(name):
+    for directions in DIRECTIONS.values():
+        x = numbers((sum(HEIGHTS), 96), torch.bfloat16)
+        yield partial(all_bytes, grouped, x, encodings_of(name, directions))
+
+
+def product_cases():
+    if products.has_byte_dot_products():
+        for sizes, direction in itertools.product(PRODUCTS, (ROWWISE, COLUMNWISE)):
+            yield partial(product, *sizes, direction)
+
+
+def check(cases, also=lambda guard: None):
+    """Run cases in guarded memory, and compare with what they make in ordinary memory."""
+    expected = [(case, [each.clone() for each in case(own=lambda x: x)]) for case in cases]
+
+    def work(guard):
+        for (case, wanted), (place, threads) in itertools.product(expected, WHERE):
+            torch.set_num_threads(threads)
+            with guard.buffers_at(place):
+                for found, same in zip(case(own=guard.copy), wanted, strict=True):
+                    assert torch.equal(bits(found), bits(same)), (case, place, threads)
+        also(guard)
+
+    guarded_child(work)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planes(name):
+    check(plane_cases([encodings_of(name, directions) for directions in DIRECTIONS.values()]))
+
+
+@pytest.mark.parametrize("pair", HYBRIDS)
+def test_pairs(pair):
+    check(plane_cases([pair_of(pair)]))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups(name):
+    check(group_cases(name))
+
+
+@pytest.mark.skipif(not products.has_byte_dot_products(), reason="this CPU has no dot products of bytes")
+def test_products():
+    check(product_cases())
+
+
+def test_all_kernels_are_among_the_guarded_ones():
+    """Every kernel is called by some case above, and the guard knows what it may write."""
+    assert set(WRITTEN) == all_kernels()
+    x = numbers((160, 96), torch.bfloat16)
+    some = ["fp8", "fp8_block", "mxfp8", "mxfp8_2d", "mxfp4", "nvfp4", "nvfp4_2d", "nvfp4_rht", "nvfp4_row_scaled"]
+    cases = [
+        partial(all_bytes, single, x, encodings_of(name, (way,))) for name in some for way in (ROWWISE, COLUMNWISE)
+    ]
+    cases += [partial(all_bytes, single, x, encodings_of("nvfp4_4over6_448", (ROWWISE,)))]
+
+    def complete(guard):
+        missing = {name for name in WRITTEN if "product" in name and not products.has_byte_dot_products()}
+        assert guard.seen == set(WRITTEN) - missing
+
+    check([*cases, *group_cases("mxfp8"), *product_cases()], also=complete)
+
+
+# ---- the guard itself --------------------------------------------------------------------------------------
+
+
+@njit(nogil=True)
+def put_byte(out, at, tag):
+    store_u8(out + at, 1)
+
+
+@njit(nogil=True)
+def take_byte(x, at, tag):
+    return load_u8(x + at)
+
+
+@njit(nogil=True)
+def put_byte_into_input(x, at, tag):
+    store_u8(x + at, 1)
+
+
+WRITTEN_HERE = {name_of(put_byte): {"out"}, name_of(take_byte): set(), name_of(put_byte_into_input): set()}
+
+
+@pytest.mark.parametrize(
+    "kernel, at, place, message",
+    [
+        (put_byte, 100, "start", r"put_byte wrote 1 bytes after a buffer of 100 bytes"),
+        (put_byte, 102, "middle", r"put_byte wrote 3 bytes after a buffer of 100 bytes"),
+        (put_byte, -1, "end", r"put_byte wrote 1 bytes before a buffer of 100 bytes"),
+        (put_byte, -2, "middle", r"put_byte wrote 2 bytes before a buffer of 100 bytes"),
+        (put_byte, 100, "end", r"put_byte touched memory outside of its buffers \(SIGSEGV\)"),
+        (put_byte, -1, "start", r"put_byte touched memory outside of its buffers \(SIGSEGV\)"),
+        (take_byte, 100, "end", r"take_byte touched memory outside of its buffers \(SIGSEGV\)"),
+        (take_byte, -1, "start", r"take_byte touched memory outside of its buffers \(SIGSEGV\)"),
+        (put_byte_into_input, 99, "end", r"put_byte_into_input changed what it should only read"),
+    ],
+)
+def test_a_kernel_that_goes_astray_is_caught(kernel, at, place, message, monkeypatch):
+    for name, written in WRITTEN_HERE.items():
+        monkeypatch.setitem(WRITTEN, name, written)
+
+    def call(address, at):
+        return runtime.kernel(kernel, address, at, NO)(address, at, NO)
+
+    def work(guard):
+        with guard.buffers_at(place):
+            buffer = guard.copy(torch.zeros(100, dtype=torch.uint8))
+            call(buffer.data_ptr(), 99)  # the last byte may be touched
+            if kernel is put_byte:
+                assert buffer[99] == 1
+            call(buffer.data_ptr(), at)
+
+    with pytest.raises(AssertionError, match=message):
+        guarded_child(work)
+
+
+def test_memory_that_is_not_guarded_is_noticed(monkeypatch):
+    monkeypatch.setitem(WRITTEN, name_of(take_byte), set())
+
+    def work(guard):
+        address = bytearray(8)
+        call = (torch.frombuffer(address, dtype=torch.uint8).data_ptr(), 0, NO)
+        runtime.kernel(take_byte, *call)(*call)
+
+    with pytest.raises(AssertionError, match="x of the kernel test_memory_bounds.take_byte is not the address"):
+        guarded_child(work)
