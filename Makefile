@@ -3,6 +3,7 @@
 #   make test    lint, types, tests      make demo    a small GPT by several recipes, against fp32
 #   make lint    lint and types only     make bench   times of kernels and layers
 #   make clean   remove everything that make has made
+#   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
 #   make test-clients    the same library under Megatron-core, accelerate, Lightning Fabric and torchtitan
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients lint demo bench clean
+.PHONY: setup test test-clients test-large lint demo bench clean
 
 setup: $(STAMP)
 
@@ -43,6 +44,10 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 
 test-clients: $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/convert/test_hugging_face.py
+
+# One process, because each test needs many gigabytes. One that does not fit is skipped, and says what it needs.
+test-large: $(STAMP)
+	$(BIN)/python -m pytest tests/large -rs
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out
