@@ -2,13 +2,14 @@
 
 from hypothesis import strategies as st
 
-from crossgrain.recipe.format_spec import Delayed, FormatSpec, FourOverSix
+from crossgrain.recipe.format_spec import Delayed, FormatSpec, FourOverSix, StochasticRounding
 
 ELEMENTS = st.sampled_from(["e4m3", "e5m2"])
 EPSILONS = st.floats(0, 1e30)
 DELAYED = st.builds(
     Delayed, st.integers(1, 4096), st.sampled_from(["max", "most_recent"]), st.integers(-4, 4), st.booleans()
 )
+ROUNDING = st.none() | st.builds(StochasticRounding, st.sampled_from(["hash", "philox"]))
 FOUR_OVER_SIX = st.builds(FourOverSix, st.sampled_from(["mae", "mse"]), st.sampled_from([256, 448]))
 
 
@@ -26,8 +27,8 @@ def any_spec() -> st.SearchStrategy[FormatSpec]:
             two_d=flag,
             row_scaled=flag,
             rht=flag,
-            sr=flag,
+            sr=ROUNDING,
             four_over_six=st.none() | FOUR_OVER_SIX,
         ),
-        st.builds(FormatSpec, st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2"]), sr=flag),
+        st.builds(FormatSpec, st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2"]), sr=ROUNDING),
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 import crossgrain as cg
-from crossgrain.recipe.format_spec import Delayed, FormatSpec, FourOverSix, aliases, format_names
+from crossgrain.recipe.format_spec import Delayed, FormatSpec, FourOverSix, StochasticRounding, aliases, format_names
 from crossgrain.recipe.syntax import RecipeSyntaxError
 
 from ..common.format_specs import any_spec
@@ -39,6 +39,8 @@ def test_specs_are_values(spec: FormatSpec) -> None:
         ("bf16", "hp(bf16)"),
         ("nvfp4(4over6)", "nvfp4(4over6)"),
         ("nvfp4(4over6(mse))", "nvfp4(4over6(mse))"),
+        ("nvfp4(sr(philox), rht)", "nvfp4(rht, sr(philox))"),
+        ("mxfp4(sr(random=hash))", "mxfp4(sr)"),
         ("nvfp4(4over6(max=448, error=mse))", "nvfp4(4over6(mse, max=448))"),
         ("fp8(eps=0.000001)", "fp8(eps=1e-06)"),
         ("fp8(delayed)", "fp8(delayed)"),
@@ -71,6 +73,7 @@ def test_texts_have_a_canonical_form(text: str, canonical: str) -> None:
         ("fp8(eps=nan)", "eps must be a finite number >= 0", "fp8"),
         ("fp8(pow2=3)", "the option pow2 has no value", "pow2=3"),
         ("nvfp4(4over6(mad))", "the error must be mae or mse", "mad"),
+        ("nvfp4(sr(phlox))", "the random source must be 'hash' or 'philox', got 'phlox'", "phlox"),
         ("nvfp4=sr", "write the options of nvfp4 in parentheses", "nvfp4=sr"),
         ("mxfp8(sr)", "mxfp8 has no option 'sr'; available: e4m3, e5m2, 2d", "sr"),
     ],
@@ -168,7 +171,7 @@ def test_options_that_exclude_each_other_are_refused_for_one_operand() -> None:
 
 def test_values_are_checked_without_text_too() -> None:
     with pytest.raises(ValueError, match="mxfp8 has no option 'sr'"):
-        FormatSpec("mxfp8", sr=True)
+        FormatSpec("mxfp8", sr=StochasticRounding())
     with pytest.raises(ValueError, match="no format 'bf16'"):
         FormatSpec("bf16")  # an alias is text, not a format
     with pytest.raises(ValueError, match="at least one step"):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from . import Format
+
+RandomSource = Literal["hash", "philox"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Encoding:
         epsilon: for fp32 scales: smallest amax that is used to compute a scale.
         four_over_six: for NVFP4: try two scales for each block, which map its largest number to 6 and to 4, and use the
             one with the smaller error: mean absolute error ("MAE") or mean squared error ("MSE"). None for 6 only.
+        random: where the random bits of stochastic rounding come from: a fast "hash" of seed and position, or "philox",
+            the generator of GPUs, counted as Transformer Engine counts.
 
     Raises:
         ValueError: an option does not fit the format, or excludes another.
@@ -33,6 +37,7 @@ class Encoding:
     power_of_two: bool = False
     epsilon: float = 0.0
     four_over_six: Literal["MAE", "MSE"] | None = None
+    random: RandomSource = "hash"
 
     @cached_property
     def needs_amax(self) -> bool:
@@ -45,6 +50,7 @@ class Encoding:
             raise ValueError(
                 f"power_of_two and epsilon are options of fp32 scales, which {self.format.name} does not have"
             )
+        check_random_source(self.random, self.stochastic)
         if self.four_over_six is None:
             return
         if self.four_over_six not in ("MAE", "MSE"):
@@ -55,6 +61,14 @@ class Encoding:
             raise ValueError("4-over-6 cannot be combined with stochastic rounding or a Hadamard rotation")
 
 
+def check_random_source(source: RandomSource, stochastic: bool) -> None:
+    """Raise ValueError if there is no such source of random bits, or if it is chosen without stochastic rounding."""
+    if source not in get_args(RandomSource):
+        raise ValueError(f"the random source must be 'hash' or 'philox', got {source!r}")
+    if source != "hash" and not stochastic:
+        raise ValueError(f"the random source {source!r} is an option of stochastic rounding, which is off: turn it on")
+
+
 @lru_cache(maxsize=256)
 def cached_encoding(
     format: Format,
@@ -63,6 +77,7 @@ def cached_encoding(
     power_of_two: bool = False,
     epsilon: float = 0.0,
     four_over_six: Literal["MAE", "MSE"] | None = None,
+    random: RandomSource = "hash",
 ) -> Encoding:
     """An `Encoding` with these options, from a cache: quantizers need the same few many times."""
-    return Encoding(format, stochastic, power_of_two, epsilon, four_over_six)
+    return Encoding(format, stochastic, power_of_two, epsilon, four_over_six, random)

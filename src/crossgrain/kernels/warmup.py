@@ -31,6 +31,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "power_of_two": (False, True),
     "epsilon": (0.0,),
     "four_over_six": (None, "MAE", "MSE"),
+    "random": ("hash",),
 }
 """The values of every option of an `Encoding` for which there may be another kernel."""
 

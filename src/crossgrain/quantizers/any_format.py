@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..formats.encoding import Encoding, cached_encoding
+from ..formats.encoding import Encoding, RandomSource, cached_encoding, check_random_source
 from ..planes import Direction
 from ..tensor import QuantizedTensor
 from ..tensor.fields import DataScaleAndAmaxStorage
@@ -62,14 +62,16 @@ class FormatQuantizer(Quantizer):
         rowwise: make rowwise planes.
         columnwise: make columnwise planes.
         stochastic_rounding: round stochastically instead of to the nearest number.
+        random_source: the random bits of stochastic rounding: "hash", or "philox" as on a GPU (slower here).
 
     Raises:
         KeyError: there is no format of this name.
-        ValueError: the format is "identity".
+        ValueError: the format is "identity", or a random source is chosen without stochastic rounding.
     """
 
     _tensor_class = FormatTensor
-    _value_fields = ("format", "stochastic_rounding")
+    _value_fields = ("format", "stochastic_rounding", "random_source")
+    random_source: RandomSource = "hash"  # of quantizers that were pickled before there was a choice
 
     def __init__(
         self,
@@ -78,17 +80,20 @@ class FormatQuantizer(Quantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         stochastic_rounding: bool = False,
+        random_source: RandomSource = "hash",
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.format = get_format(format)
         self.stochastic_rounding = stochastic_rounding
+        self.random_source = random_source
+        check_random_source(random_source, stochastic_rounding)
         if self.format.is_identity:
             raise ValueError(
                 "FormatQuantizer cannot make the format 'identity', which has no codes: use IdentityQuantizer"
             )
 
     def _encoding(self, direction: Direction) -> Encoding:
-        return cached_encoding(self.format, stochastic=self.stochastic_rounding)
+        return cached_encoding(self.format, stochastic=self.stochastic_rounding, random=self.random_source)
 
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding

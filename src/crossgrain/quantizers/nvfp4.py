@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import DEFAULT_SIGN_MASK, Format, nvfp4_format
 from ..formats.dtypes import DType
-from ..formats.encoding import Encoding, cached_encoding
+from ..formats.encoding import Encoding, RandomSource, cached_encoding, check_random_source
 from ..kernels.reference.hadamard import rotation_matrix
 from ..planes import COLUMNWISE, ROWWISE, Direction, matrix_shape
 from ..runtime.strict import strict_error
@@ -132,6 +132,7 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_4over6_err_mode: which of the two scales is better: "MAE" compares mean absolute errors, "MSE" mean
             squared errors.
         with_random_sign_mask: the rotation has fixed random signs; False for none.
+        random_source: the random bits of stochastic rounding: "hash", or "philox" as on a GPU (slower here).
 
     Raises:
         ValueError: an option has a wrong value, or two options cannot be combined.
@@ -149,7 +150,9 @@ class NVFP4Quantizer(Quantizer):
         "nvfp4_e4m3_max",
         "nvfp4_4over6_err_mode",
         "rht_matrix_random_sign_mask_t",
+        "random_source",
     )
+    random_source: RandomSource = "hash"  # of quantizers that were pickled before there was a choice
 
     def __init__(
         self,
@@ -167,6 +170,7 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_e4m3_max: int = 448,
         nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE",
         with_random_sign_mask: bool = True,
+        random_source: RandomSource = "hash",
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         _check_fp4(fp4_dtype)
@@ -186,6 +190,7 @@ class NVFP4Quantizer(Quantizer):
         self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
         self.rht_matrix_random_sign_mask_t = DEFAULT_SIGN_MASK if with_random_sign_mask else 0
+        self.random_source = random_source
         self._refuse_conflicts()
 
     def _refuse_conflicts(self) -> None:
@@ -198,6 +203,7 @@ class NVFP4Quantizer(Quantizer):
             for other in others:
                 if getattr(self, option) and getattr(self, other):
                     raise ValueError(f"NVFP4Quantizer: {option} and {other} cannot be combined")
+        check_random_source(self.random_source, self.stochastic_rounding)
 
     @property
     def rht_matrix(self) -> Tensor:
@@ -215,7 +221,9 @@ class NVFP4Quantizer(Quantizer):
             rotation=rotation,
         )
         select = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None
-        return cached_encoding(fmt, stochastic=self.stochastic_rounding, four_over_six=select)
+        return cached_encoding(
+            fmt, stochastic=self.stochastic_rounding, four_over_six=select, random=self.random_source
+        )
 
     def _check_shape(self, shape: Sequence[int], directions: Sequence[Direction]) -> None:
         if COLUMNWISE in directions and self.with_rht and not self.with_post_rht_amax:

@@ -11,6 +11,7 @@ import torch
 
 from ..formats import IDENTITY, Format, formats, fp8_format, get_format
 from ..formats.dtypes import DType
+from ..formats.encoding import RandomSource, check_random_source
 from ..planes import Direction
 from ..quantizers.any_format import FormatQuantizer
 from ..quantizers.base import Quantizer
@@ -69,6 +70,20 @@ class FourOverSix:
             raise ValueError(f"max must be 256 or 448, got {self.max}")
 
 
+@dataclass(frozen=True)
+class StochasticRounding:
+    """The option ``sr`` or ``sr(philox)``: round stochastically.
+
+    Attributes:
+        random: where random bits come from: "hash", or "philox" as on a GPU.
+    """
+
+    random: RandomSource = "hash"
+
+    def __post_init__(self) -> None:
+        check_random_source(self.random, stochastic=True)
+
+
 # The name of each option, the field that it sets, and the value. A type means that the option has a value or arguments.
 _OPTIONS: dict[str, tuple[str, Any]] = {
     "e4m3": ("element", "e4m3"),
@@ -76,7 +91,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "2d": ("two_d", True),
     "row_scaled": ("row_scaled", True),
     "rht": ("rht", True),
-    "sr": ("sr", True),
+    "sr": ("sr", StochasticRounding),
     "4over6": ("four_over_six", FourOverSix),
     "pow2": ("pow2", True),
     "f32_scales": ("f32_scales", True),
@@ -117,7 +132,7 @@ class FormatSpec:
         two_d: option ``2d``: one scale per square tile.
         row_scaled: one scale per row above the scales of blocks.
         rht: rotate columnwise data by a random Hadamard transform.
-        sr: stochastic rounding.
+        sr: option ``sr``: stochastic rounding; None without it.
         four_over_six: option ``4over6``; None without it.
         pow2: scales are powers of two.
         f32_scales: scales are any fp32 numbers instead of powers of two.
@@ -134,7 +149,7 @@ class FormatSpec:
     two_d: bool = False
     row_scaled: bool = False
     rht: bool = False
-    sr: bool = False
+    sr: StochasticRounding | None = None
     four_over_six: FourOverSix | None = None
     pow2: bool = False
     f32_scales: bool = False
@@ -273,11 +288,13 @@ class FormatSpec:
             return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self.two_d)
         if made_by is NVFP4Quantizer:
             four_over_six = self.four_over_six or FourOverSix()
+            rounding = self.sr or StochasticRounding()
             return NVFP4Quantizer(
                 with_rht=self.rht,
                 with_post_rht_amax=self.rht,
                 with_2d_quantization=self.two_d,
-                stochastic_rounding=self.sr,
+                stochastic_rounding=self.sr is not None,
+                random_source=rounding.random,
                 row_scaled_nvfp4=self.row_scaled,
                 nvfp4_use_4over6=self.four_over_six is not None,
                 nvfp4_e4m3_max=four_over_six.max,
@@ -286,7 +303,9 @@ class FormatSpec:
         chosen = variant(fmt, element=self.element, two_d=self.two_d, row_scaled=self.row_scaled)
         if chosen is None:
             raise ValueError("no format is registered for these options together")
-        return FormatQuantizer(chosen, stochastic_rounding=True) if self.sr else quantizer_for(chosen)
+        if self.sr is None:
+            return quantizer_for(chosen)
+        return FormatQuantizer(chosen, stochastic_rounding=True, random_source=self.sr.random)
 
     @property
     def _fp8_dtype(self) -> DType:

@@ -140,7 +140,8 @@ class CpuBackend(ReferenceBackend):
         """Try all encoders, and cache the steps if they have done everything, so that the next call need not try."""
         # fp16 is converted to fp32, except if scales depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
-        slow = [t for t in targets if t in bound_to_dtype or not is_standard(t.plane) or not _has_usable_amax(t)]
+        unusual = [t for t in targets if not _draws_hashes(t.encoding) or not is_standard(t.plane)]
+        slow = [t for t in targets if t in bound_to_dtype or t in unusual or not _has_usable_amax(t)]
         steps, left, most = encode_some(source, [target for target in targets if target not in slow], seed)
         if key is not None and not slow and not left:
             if len(_steps) >= _MOST_KINDS:
@@ -316,7 +317,8 @@ def _has_kernels(x: Tensor, target: GroupedTarget) -> bool:
     """Whether there may be a kernel for a target."""
     bound_to_dtype = x.dtype == torch.float16 and target.encoding.format.scale_rule == "fp32"
     known = is_standard_format(target.planes.format, target.planes.direction, target.planes.transposed)
-    return known and not bound_to_dtype and (target.amax is None or not bool(target.amax.isnan().any()))
+    usual = known and not bound_to_dtype and _draws_hashes(target.encoding)
+    return usual and (target.amax is None or not bool(target.amax.isnan().any()))
 
 
 def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
@@ -335,6 +337,11 @@ def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
             per_tensor.append(target)
             kinds.append([t.scale is target.scale and same_amax(t.amax, target.amax) for t in per_tensor].index(True))
     return tuple(kinds)
+
+
+def _draws_hashes(encoding: Encoding) -> bool:
+    """Whether random bits are those that kernels can draw. Philox is drawn by the reference."""
+    return encoding.random == "hash"
 
 
 def _has_usable_amax(target: Target) -> bool:

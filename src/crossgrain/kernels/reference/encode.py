@@ -146,7 +146,7 @@ def _round(scaled: Tensor, encoding: Encoding, plane: Plane, seed: int | None) -
     if not encoding.stochastic:
         return round_to_nearest(scaled, element)
     assert seed is not None
-    randomness = random_bytes(seed, plane.direction, plane.operand_shape, scaled.device)
+    randomness = random_bytes(seed, plane.direction, plane.operand_shape, scaled.device, encoding.random)
     return round_stochastically(scaled, element, randomness)
 
 

@@ -1,7 +1,8 @@
 """Random bytes for stochastic rounding, as a function of seed, direction and position.
 
 There is no sequence of draws, so that the result does not depend on tiles, threads and backends. Four numbers in a row
-along the blocks use one 32-bit hash, one byte each, the lowest first. Each direction has its own stream.
+along the blocks use one 32-bit word, one byte each, the lowest first: a hash, or a word of Philox (`philox`). Each
+direction has its own stream.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ...formats.encoding import RandomSource
 from ...planes import ROWWISE, Direction
+from .philox import philox_words
 
 _Bits = TypeVar("_Bits", int, Tensor)
 
@@ -19,8 +22,22 @@ _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: makes the keys of the two directions different
 
 
-def random_bytes(seed: int, direction: Direction, operand_shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Random bytes [R, C] for an operand.
+def random_bytes(
+    seed: int,
+    direction: Direction,
+    operand_shape: tuple[int, int],
+    device: torch.device,
+    source: RandomSource = "hash",
+) -> Tensor:
+    """Random bytes [R, C] for an operand."""
+    make = philox_words if source == "philox" else _hashed_words
+    shifts = torch.tensor([0, 8, 16, 24], device=device)
+    bytes_ = (make(seed, direction, operand_shape, device).unsqueeze(-1) >> shifts) & 0xFF
+    return bytes_.view(operand_shape[0], -1)[:, : operand_shape[1]].to(torch.uint8)
+
+
+def _hashed_words(seed: int, direction: Direction, operand_shape: tuple[int, int], device: torch.device) -> Tensor:
+    """A hash for every four numbers in a row of an operand.
 
     The counter of four numbers is their position in the matrix, row by row: ``m * ceil(K / 4) + k // 4`` for rowwise
     planes, ``(m // 4) * K + k`` for columnwise planes.
@@ -30,10 +47,7 @@ def random_bytes(seed: int, direction: Direction, operand_shape: tuple[int, int]
     row = torch.arange(rows, device=device, dtype=torch.int64).unsqueeze(1)
     word = torch.arange(words, device=device, dtype=torch.int64)
     counter = row * words + word if direction is ROWWISE else word * rows + row
-    hashed = hash_counter(counter, *stream_keys(seed, direction))
-    shifts = torch.tensor([0, 8, 16, 24], device=device)
-    bytes_ = (hashed.unsqueeze(-1) >> shifts) & 0xFF
-    return bytes_.view(rows, words * 4)[:, :length].to(torch.uint8)
+    return hash_counter(counter, *stream_keys(seed, direction))
 
 
 def stream_keys(seed: int, direction: Direction) -> tuple[int, int]:
