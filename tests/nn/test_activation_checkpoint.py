@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -31,6 +32,52 @@ from ..common.recomputation import (
     direct,
     without_recomputation,
 )
+
+
+class TestHighPrecision:
+    """A first pass that quantizes nothing is recomputed without quantizing, whatever is around ``backward()``."""
+
+    @staticmethod
+    def gradients(layer, first, again, between=None, recompute=None):
+        layer.zero_grad()
+        x = torch.linspace(-1, 1, 32 * WIDTH).view(32, WIDTH).requires_grad_()
+        with first:
+            y = layer(x) if recompute is None else torch_checkpoint(layer, x, use_reentrant=recompute)
+        if between is not None:
+            between()
+        with again:
+            y.backward(torch.ones(32, WIDTH) / 7)
+        return x.grad, layer.weight.grad
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_of_a_bound_recipe_that_an_autocast_has_disabled(self, reentrant):
+        layer = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        cg.convert(layer, "mxfp8")
+        plain = self.gradients(layer[0], cg.autocast(enabled=False), nullcontext())
+        again = self.gradients(layer[0], cg.autocast(enabled=False), nullcontext(), recompute=reentrant)
+        for one, other in zip(plain, again, strict=True):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_of_a_layer_that_is_recomputed_in_an_autocast(self, reentrant):
+        layer = cg.Linear(WIDTH, WIDTH)
+        plain = self.gradients(layer, nullcontext(), nullcontext())
+        again = self.gradients(layer, nullcontext(), cg.autocast(recipe="mxfp8"), recompute=reentrant)
+        for one, other in zip(plain, again, strict=True):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_of_a_layer_that_has_run_in_an_autocast_in_between(self, reentrant):
+        layer = cg.Linear(WIDTH, WIDTH)
+
+        def quantized():
+            with cg.autocast(recipe="mxfp8"):
+                layer(torch.ones(32, WIDTH))
+
+        plain = self.gradients(layer, nullcontext(), nullcontext())
+        again = self.gradients(layer, nullcontext(), nullcontext(), between=quantized, recompute=reentrant)
+        for one, other in zip(plain, again, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", RECIPES)

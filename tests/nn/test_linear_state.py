@@ -174,6 +174,19 @@ def test_requantize(target, preserve):
     assert_same_step(run(layer, x, target, dy), run(plain, x, target, dy))
 
 
+def test_requantize_from_a_master_keeps_the_dtype():
+    with cg.quantized_model_init(recipe=MXFP8):
+        layer = cg.Linear(64, 96, params_dtype=torch.bfloat16)
+    optimizer = cg.optim.FusedSGD([layer.weight], lr=0.1)
+    layer.weight.grad = torch.ones(96, 64, dtype=torch.bfloat16)
+    optimizer.step()
+    cg.requantize_(layer, NVFP4, optimizer)
+    assert layer.weight.dtype == torch.bfloat16
+    master = optimizer.state[layer.weight]["master_param"]
+    again = copy.deepcopy(layer.weight.detach()).quantize_(master)
+    assert torch.equal(layer.weight.dequantize(), again.dequantize())
+
+
 def test_requantize_in_place_where_the_class_stays():
     layer = quantized_layer(MXFP8)
     weight, value = layer.weight, layer.weight.dequantize()

@@ -120,3 +120,34 @@ def test_states_of_another_shape_are_not_spread_out(name):
     assert after["param_groups"] == before["param_groups"]
     for key, value in before["state"][0].items():
         assert torch.equal(torch.as_tensor(after["state"][0][key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_that_never_had_a_gradient(name):
+    opt = OPTIMIZERS[name](new_params())
+    params_of(opt)[0].grad = torch.ones(4, 4)
+    opt.step()
+    copied = copy.deepcopy(opt)
+    for each in (opt, copied):
+        step(each, 1)
+    assert all(map(torch.equal, everything(opt), everything(copied)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_without_masters_takes_none_from_weights_that_are_loaded_after_it(name):
+    source = OPTIMIZERS[name](new_params())
+    step(source, 0)
+    state = source.state_dict()
+    for each in state["state"].values():
+        each.pop("master_param", None)
+    early, late = (OPTIMIZERS[name](new_params()) for _ in range(2))
+    step(early, 1)  # so that it has masters of its own
+    early.load_state_dict(copy.deepcopy(state))
+    with torch.no_grad():
+        for opt in (early, late):
+            for param, value in zip(params_of(opt), params_of(source), strict=True):
+                param.copy_(value)
+    late.load_state_dict(copy.deepcopy(state))
+    for opt in (early, late):
+        step(opt, 2)
+    assert all(map(torch.equal, everything(early), everything(late)))

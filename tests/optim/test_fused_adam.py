@@ -8,7 +8,7 @@ from torch import nn
 
 import crossgrain as cg
 from crossgrain import recipe as recipes
-from crossgrain.optim import FusedAdam
+from crossgrain.optim import FusedAdam, FusedSGD
 from crossgrain.optim.masters import join_master, split_master
 from crossgrain.quantizers import hybrid, writing
 
@@ -26,6 +26,16 @@ def test_plain_parameters_are_bitwise_those_of_torch(adam_w_mode, weight_decay):
     run_steps(FusedAdam(params, lr=1e-2, weight_decay=weight_decay, adam_w_mode=adam_w_mode), params, 20)
     for mine, theirs in zip(params, expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
+def test_autograd_notices_that_a_step_has_changed_plain_parameters(optimizer):
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.ones(4)
+    loss = (p * torch.ones(4, requires_grad=True)).sum()
+    optimizer([p], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_without_bias_correction():

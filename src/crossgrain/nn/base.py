@@ -94,6 +94,12 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
 
     def _recipe_in_force(self) -> Recipe | None:
         """The recipe to use: that of the active autocast, otherwise the bound recipe. None for high precision."""
+        recipe = self._recipe_of_context()
+        if recipe is None:
+            this_pass()  # lets a checkpoint record the context also if nothing is quantized: that of backward may do so
+        return recipe
+
+    def _recipe_of_context(self) -> Recipe | None:
         context = active()
         if context.depth:
             if context.step is not None:
@@ -101,7 +107,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             if not (context.enabled or context.calibrating):
                 return None
             return active_recipe() if context.recipe is None else context.recipe
-        if self.bound_recipe is None and self.fp8 and (in_backward() or this_pass().recomputes):
+        if self.bound_recipe is None and self.fp8 and _is_unknown_recomputation():
             raise RuntimeError(
                 f"{self.layer} ran in an autocast and is now recomputed in backward outside of it, where it would not "
                 "quantize: use crossgrain.checkpoint or torch.utils.checkpoint.checkpoint, or enter the autocast "
@@ -316,6 +322,12 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             fp8_meta={k: v for k, v in self.fp8_meta.items() if k not in ("recipe", *SLOTS.values())},
         )
         return state
+
+
+def _is_unknown_recomputation() -> bool:
+    """Whether the running code is recomputed, and no checkpoint has recorded the context of its first pass."""
+    this = this_pass()
+    return (in_backward() or this.recomputes) and this.replayed is None
 
 
 def _format(quantizer: Quantizer, direction: Direction, weight: QuantizedTensor | None, tensor: str) -> Format | None:

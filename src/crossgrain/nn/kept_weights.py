@@ -51,11 +51,17 @@ class KeptWeights(ModuleInterface):
         self.register_parameter(name, parameter)
         self._relink_weights(built.quantizers)
 
-    def _quantized_parameter(self, value: Tensor, name: str, built: Built) -> QuantizedTensor:
-        """Quantize ``value`` as the weight ``name``."""
+    def _quantized_parameter(
+        self, value: Tensor, name: str, built: Built, dtype: torch.dtype | None = None
+    ) -> QuantizedTensor:
+        """Quantize ``value`` as the weight ``name``; its nominal dtype is ``dtype``, or that of ``value``."""
         quantizer = _without_unread_columns(self._weight_quantizers(built.quantizers)[name], built.recipe)
         with torch.no_grad(), self._naming(name):
-            quantized: QuantizedTensor = quantizer.quantize(value.detach())
+            if dtype in (None, value.dtype):
+                quantized: QuantizedTensor = quantizer.quantize(value.detach())
+            else:
+                quantized = quantizer.make_empty(value.shape, dtype=dtype, device=value.device)
+                quantized.quantize_(value.detach())
         return quantized
 
     def _meta_parameter(self, value: Tensor, name: str, recipe: Recipe) -> QuantizedTensor:

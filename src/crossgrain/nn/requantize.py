@@ -22,7 +22,7 @@ def requantize_(
     """Convert the weights of a model that are kept quantized to the formats of ``recipe``.
 
     A new weight is made from the master of the optimizer; or from the initial value that `quantized_model_init`
-    preserved, if the weight was not written since; otherwise from the decoded weight.
+    preserved, if the weight was not written since; otherwise from the decoded weight. It has the dtype of the old one.
 
     If the class of tensor stays the same, the parameter stays the same object. Otherwise a new parameter replaces it in
     the model, with its gradient and attributes, and in ``optimizer``, with its state. An optimizer of crossgrain that
@@ -52,7 +52,7 @@ def requantize_(
             weights = {}
             for name, weight in module._quantized_weights().items():
                 if id(weight) not in made:
-                    made[id(weight)] = module._quantized_parameter(_value(weight, optimizer), name, built)
+                    made[id(weight)] = module._quantized_parameter(_value(weight, optimizer), name, built, weight.dtype)
                 weights[name] = made[id(weight)]
             pending.append((path, module, built, weights))
 

@@ -208,7 +208,9 @@ class FusedOptimizer(Optimizer):
         for param, master in zip(params, masters, strict=True):
             if MASTER in self.state[param]:
                 self._store(param, MASTER, master)
-            if not (self._keeps_remainder(param) or _is_same(param, master)):  # else it is written already
+            if _is_same(param, master):  # it is written already, but torch's fused kernels tell autograd nothing
+                torch.autograd.graph.increment_version(local_part(param))
+            elif not self._keeps_remainder(param):  # else it is written with its remainder
                 rounded.append(param)
                 values.append(master)
         write_params(rounded, values)
@@ -313,6 +315,8 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of `state_dict`. States are stored in the dtypes of this optimizer.
 
+        A parameter whose state has no master gets one from its values in the next step.
+
         Raises:
             ValueError: a state has another shape than its parameter.
         """
@@ -327,7 +331,10 @@ class FusedOptimizer(Optimizer):
             for name, value in loaded.items():
                 value = local_part(torch.as_tensor(value))
                 if self._needs_master(param) if name == MASTER else name in self.name_to_dtype_map:
-                    self.set_scaled_state(param, name, value.to(device=param.device, dtype=torch.float32, copy=True))
+                    if name != MASTER and name not in self.state[param]:
+                        self._add_state(param, name, self._zero_state(param, name))
+                    value = value.to(device=param.device, dtype=torch.float32, copy=True)
+                    (self.set_scaled_state if name == MASTER else self._store)(param, name, value)
                     if f"{name}{_SCALE}" in loaded:
                         take_scale(self.state[param][name], loaded[f"{name}{_SCALE}"])
 

@@ -8,6 +8,7 @@ runs are they replaced by their masters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -76,6 +77,14 @@ class _WithMasters(Optimizer):
         # The class is made on demand, so a pickle names the one it was made from.
         self._put_back()
         return _blank_with_masters, (_made_from(type(self)),), self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The optimizer itself looks into any state that is not empty for what its steps make.
+        states = state.get("state", {})
+        bare = {param: own for param, own in states.items() if own.keys() == {MASTER}}
+        own = defaultdict(dict, {param: own for param, own in states.items() if param not in bare})
+        super().__setstate__({**state, "state": own})
+        self.state.update(bare)
 
     def _wants_master(self, param: Tensor) -> bool:
         if not is_quantized(param) and param.dtype == torch.float32:
