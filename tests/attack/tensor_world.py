@@ -118,23 +118,7 @@ class LiveTensors(World):
         hybrid: bool,
         derives: bool,
     ) -> TensorModel:
-        matrix = (int(np.prod(shape[:-1])), shape[-1])
-        model = TensorModel(shape, dtype, formats, {}, np.zeros(matrix, np.int64), hybrid, derives)
-        per_tensor = formats[ROW].block is None
-        model.one_buffer = not hybrid and per_tensor and (self.one_buffer or not formats[ROW].element)
-        for direction, wanted in zip(DIRECTIONS, usage, strict=True):
-            fmt = formats[direction]
-            if not wanted and not model.one_buffer:
-                continue
-            if model.one_buffer and direction == COLUMN:
-                model.planes[COLUMN] = model.planes[ROW]
-                continue
-            loose = fmt.block is None and (self.one_buffer or direction == ROW)
-            model.planes[direction] = empty_plane(fmt, direction, model.truth, dtype, loose)
-        both = model.planes.get(ROW), model.planes.get(COLUMN)
-        if not hybrid and per_tensor and both[0] is not None and both[1] is not None:
-            both[1].scales = both[0].scales
-        return model
+        return modelled(shape, dtype, formats, usage, hybrid, derives, self.one_buffer)
 
     def keep(self, tensor: Any, model: TensorModel, suffix: str = "") -> str:
         """Add a tensor under the name of the step; forget another one if there are too many."""
@@ -234,6 +218,35 @@ class LiveTensors(World):
                 check_plane(f"{name}, {direction}", tensor, model, direction)
             for plane in model.planes.values():
                 plane.memory.suspect = plane.memory.is_behind()
+
+
+def modelled(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    formats: dict[str, tr.Format],
+    usage: tuple[bool, bool],
+    hybrid: bool,
+    derives: bool,
+    one_buffer: bool,
+) -> TensorModel:
+    """The model of a new tensor, before anything is written; ``one_buffer`` is the setting ``non_tn_fp8_gemm``."""
+    matrix = (int(np.prod(shape[:-1])), shape[-1])
+    model = TensorModel(shape, dtype, formats, {}, np.zeros(matrix, np.int64), hybrid, derives)
+    per_tensor = formats[ROW].block is None
+    model.one_buffer = not hybrid and per_tensor and (one_buffer or not formats[ROW].element)
+    for direction, wanted in zip(DIRECTIONS, usage, strict=True):
+        fmt = formats[direction]
+        if not wanted and not model.one_buffer:
+            continue
+        if model.one_buffer and direction == COLUMN:
+            model.planes[COLUMN] = model.planes[ROW]
+            continue
+        loose = fmt.block is None and (one_buffer or direction == ROW)
+        model.planes[direction] = empty_plane(fmt, direction, model.truth, dtype, loose)
+    both = model.planes.get(ROW), model.planes.get(COLUMN)
+    if not hybrid and per_tensor and both[0] is not None and both[1] is not None:
+        both[1].scales = both[0].scales
+    return model
 
 
 def quantizer_of(row: str, column: str, hybrid: bool, derives: bool) -> cg.Quantizer:
