@@ -42,7 +42,6 @@ from .offload import (
 from .planes import COLUMNWISE, ROWWISE, Direction, Plane
 from .quantizers.any_format import FormatQuantizer, FormatTensor, FormatTensorStorage
 from .quantizers.base import Quantizer, make_quantizer
-from .quantizers.by_name import quantize, quantizer_for
 from .quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
 from .quantizers.float8_block import Float8BlockQuantizer, Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .quantizers.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
@@ -65,6 +64,7 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from .recipe.quantize import quantize, quantizer_for
 from .runtime.random_numbers import CudaRNGStatesTracker
 from .runtime.settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .tensor import (

@@ -328,9 +328,15 @@ def test_options_that_cannot_be_are_refused(make, reason):
         make()
 
 
-def test_unknown_formats_are_named():
-    with pytest.raises(KeyError, match="there is no format 'fp7'; available: fp8, "):
-        cg.quantize(torch.zeros(32, 32), "fp7")
+def test_nbytes_are_those_that_are_stored():
+    x = torch.zeros(128, 128)
+    assert cg.quantize(x, "mxfp8", columnwise=False).nbytes == 128 * 128 + 128 * 4
+    assert cg.quantize(x, "nvfp4").nbytes == 2 * (128 * 64 + 128 * 8 + 4)
+    assert cg.quantize(x, "fp8").nbytes == 128 * 128 + 4, "one buffer for both directions"
+    both = cg.HybridQuantizer(
+        rowwise_quantizer=cg.quantizer_for("mxfp8"), columnwise_quantizer=cg.quantizer_for("nvfp4")
+    )(x)
+    assert both.nbytes == 128 * 128 + 128 * 4 + 128 * 64 + 128 * 8 + 4
 
 
 def test_an_empty_shard_takes_part_in_the_reduction(monkeypatch):

@@ -3,10 +3,12 @@
 import pytest
 from torch import nn
 
+from crossgrain.gemm.operands import TENSORS
 from crossgrain.nn import Linear, name_layers
 from crossgrain.recipe import gemm_recipe
 from crossgrain.recipe.binding import Layer, layers_of
 from crossgrain.recipe.gemm_recipe import GemmRecipe
+from crossgrain.recipe.presets import PRESETS
 from crossgrain.recipe.roles import QuantizerRole
 from crossgrain.recipe.rules import Blocks, Glob, ModuleType, parse_matcher
 
@@ -29,7 +31,11 @@ def formats(recipe: GemmRecipe | str, name: str, module_type: str = "linear") ->
         ("lm_head", "lm_head", True),
         ("lm_head", "model.lm_head", False),
         ("*.lm_head", "model.lm_head", True),
-        ("*.lm_head", "lm_head", False),
+        ("*.lm_head", "lm_head", True),
+        ("*.lm_*", "lm_head", True),
+        ("*.head", "lm_head", False),
+        ("*.fc.w", "fc.w", False),
+        ("*.*", "", False),
         ("layers.*.fc1", "layers.0.mlp.fc1", True),
         ("layers.[0-3].*", "layers.2.fc", True),
         ("layers.[0-3].*", "layers.12.fc", False),
@@ -66,9 +72,33 @@ def test_types_select_by_role() -> None:
 
 
 def test_later_rules_win() -> None:
-    assert formats("mxfp8; *.a: hp; *.a: nvfp4", "x.a") == ["nvfp4"] * 6
+    assert formats("mxfp8; *.a: hp; *.a: mxfp4", "x.a") == formats("mxfp4", "x.a")
     assert formats("mxfp8; x.*: nvfp4; *.a: hp", "x.a") == ["hp"] * 6
-    assert formats("mxfp8; *.a: hp; x.*: nvfp4", "x.a") == ["nvfp4"] * 6
+    assert formats("mxfp8; *.a: hp; x.*: all: nvfp4", "x.a") == ["nvfp4"] * 6
+
+
+def test_a_preset_means_the_same_in_a_rule_as_at_the_beginning() -> None:
+    base = "fprop: mxfp8, dgrad: hp, wgrad: hp, input.source: dequantized, weight.source: dequantized"
+    for name in PRESETS:
+        if "attention" in PRESETS[name].line:
+            continue
+        whole, ruled = GemmRecipe.load(name), GemmRecipe.load(f"{base}; x: {name}")
+        from_dict = GemmRecipe.from_dict({"preset": "mxfp8", "rules": {"x": name}})
+        for tensor in TENSORS:
+            role = QuantizerRole("linear", tensor, "x")
+            expected = repr(whole.qfactory(role))
+            assert repr(ruled.qfactory(role)) == repr(from_dict.qfactory(role)) == expected, (name, tensor)
+        assert GemmRecipe.load(str(ruled)) == ruled
+        assert GemmRecipe.from_dict(ruled.to_dict()) == ruled
+
+
+def test_after_a_key_there_is_a_format() -> None:
+    recipe = GemmRecipe.load("hp; x: all: nvfp4")
+    assert str(recipe).endswith("x: all: nvfp4")
+    assert GemmRecipe.load(str(recipe)) == recipe == GemmRecipe.from_dict(recipe.to_dict())
+    assert recipe != GemmRecipe.load("hp; x: nvfp4")
+    assert formats("hp; x: nvfp4, dgrad: mxfp8", "x")[2:4] == ["mxfp8", "mxfp8"]
+    assert formats("hp; x: mxfp8-fwd-nvfp4-bwd, fprop: hp", "x")[:2] == ["hp", "hp"]
 
 
 def test_a_rule_for_some_gemms_leaves_the_others() -> None:
@@ -206,7 +236,7 @@ def test_modules_with_roles_are_layers() -> None:
     for name in model:
         model[name].name = name
     assert layers_of(model) == expected
-    recipe = GemmRecipe.load("mxfp8; type=grouped_linear: hp; *.fc2: nvfp4").for_model(model)
+    recipe = GemmRecipe.load("mxfp8; type=grouped_linear: hp; *.fc2: all: nvfp4").for_model(model)
     role = model["mlp"].get_quantizer_roles(fwd=True, num_quantizers=6)[-2]
     assert role.name == "mlp.fc2" and recipe.qfactory(role) == GemmRecipe.load("all: nvfp4").qfactory(role)
 

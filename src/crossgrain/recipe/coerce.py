@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from .base import Recipe
 from .gemm_recipe import GemmRecipe
 
 
-def as_recipe(value: Recipe | str | os.PathLike[str]) -> Recipe:
+def as_recipe(value: Recipe | str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     """Return the recipe that a value stands for.
 
     Args:
         value: a recipe, which is returned as it is; the name of a preset; a recipe in one line of text; or the path of
-            a .yaml, .yml or .json file.
+            a .yaml, .yml or .json file, or a mapping as in such a file.
 
     Raises:
         TypeError: the value is none of these.
@@ -21,9 +23,9 @@ def as_recipe(value: Recipe | str | os.PathLike[str]) -> Recipe:
     """
     if isinstance(value, Recipe):
         return value
-    if isinstance(value, (str, os.PathLike)):
+    if isinstance(value, (str, os.PathLike, Mapping)):
         return GemmRecipe.load(value)
     raise TypeError(
-        "a recipe must be a Recipe, the name of a preset, a recipe in one line of text or the path of a file, got "
-        f"{type(value).__name__}: {value!r}"
+        "a recipe must be a Recipe, the name of a preset, a recipe in one line of text, the path of a file or a "
+        f"mapping, got {type(value).__name__}: {value!r}"
     )

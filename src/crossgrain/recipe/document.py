@@ -1,16 +1,14 @@
-"""The parsed content of a recipe in one line or in a file: settings, rules and options."""
+"""The parsed content of a recipe, from one line or from a file: settings, rules and options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from .format_spec import FormatSpec
-from .layer_formats import KEYS, Settings, make_setting, make_settings
-from .rules import Rule, parse_matcher
-from .syntax import RecipeSyntaxError, did_you_mean
+from .layer_formats import KEYS, make_setting
+from .rules import Rule
+from .syntax import did_you_mean
 
 OPTIONS = ("allow_mixed", "backward_override", "blocks")
 
@@ -59,64 +57,3 @@ def make_option(key: str, value: Any) -> Any:
             f"blocks must be the path of the module whose children are the blocks, like 'model.layers', got {value!r}"
         )
     return value
-
-
-def make_rule(pattern: str, value: Any) -> Rule:
-    """Make a rule: ``make_rule("*.lm_head", "hp")``.
-
-    Args:
-        pattern: which layers the rule is for.
-        value: a format for all three GEMMs, or a mapping of settings.
-    """
-    if not isinstance(value, Mapping):
-        value = {"all": value}
-    return Rule(parse_matcher(pattern), make_settings(value))
-
-
-def document_of(mapping: Mapping[str, Any]) -> Document:
-    """Parse the content of a file. Errors name the key."""
-    document = Document()
-    for key, value in mapping.items():
-        if key == "rules":
-            for number, (pattern, settings) in enumerate(_pairs(value), 1):
-                with _errors_at(f"rule {number}"):
-                    document.rules.append(make_rule(str(pattern), settings))
-        elif key == "preset":
-            document.preset = str(value)
-        else:
-            with _errors_at(str(key)):
-                document.set(str(key), value)
-    return document
-
-
-@contextmanager
-def _errors_at(place: str) -> Iterator[None]:
-    try:
-        yield
-    except RecipeSyntaxError as error:
-        raise RecipeSyntaxError(f"{place}: {error.message}", *error.args[1:]) from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}: {error}") from None
-
-
-def _pairs(rules: Any) -> Iterable[tuple[Any, Any]]:
-    """The rules as pairs, from a mapping or from a list of mappings with one key each. A list may repeat a pattern."""
-    if isinstance(rules, Mapping):
-        return rules.items()
-    if not isinstance(rules, Sequence) or not all(isinstance(rule, Mapping) and len(rule) == 1 for rule in rules):
-        raise ValueError("rules must be a list of entries like {'*.lm_head': 'hp'}, or one mapping")
-    return [pair for rule in rules for pair in rule.items()]
-
-
-def mapping_of(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a recipe's file: only strings, numbers, lists and dicts."""
-    mapping: dict[str, Any] = {key: str(value) for key, value in settings}
-    mapping.update(options)
-    if rules:
-        mapping["rules"] = [{str(rule.matcher): _rule_value(rule)} for rule in rules]
-    return mapping
-
-
-def _rule_value(rule: Rule) -> str | dict[str, str]:
-    values = {key: str(value) for key, value in rule.settings}
-    return values["all"] if list(values) == ["all"] else values

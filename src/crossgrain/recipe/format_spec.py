@@ -15,7 +15,7 @@ from ..formats.encoding import RandomSource, check_random_source
 from ..planes import Direction
 from ..quantizers.any_format import FormatQuantizer
 from ..quantizers.base import Quantizer
-from ..quantizers.by_name import quantizer_for
+from ..quantizers.by_format import quantizer_of
 from ..quantizers.float8 import Float8CurrentScalingQuantizer
 from ..quantizers.float8_block import Float8BlockQuantizer
 from ..quantizers.identity import IdentityQuantizer
@@ -195,6 +195,8 @@ class FormatSpec:
         if not isinstance(text, str):
             raise TypeError(f"a format must be written as text, like 'mxfp8', got {type(text).__name__}")
         call, others = parse_call(text), aliases()
+        if call.name not in others and call.name not in format_names():
+            call = replace(call, name=call.name.lower())  # as in MXFP8
         base = parse_call(others[call.name]) if call.name in others else Call(call.name, call.start, call.end)
         if base.name not in format_names():
             known = [*format_names(), *others]
@@ -304,7 +306,7 @@ class FormatSpec:
         if chosen is None:
             raise ValueError("no format is registered for these options together")
         if self.sr is None:
-            return quantizer_for(chosen)
+            return quantizer_of(chosen)
         return FormatQuantizer(chosen, stochastic_rounding=True, random_source=self.sr.random)
 
     @property
@@ -358,6 +360,7 @@ def option_name(field: str) -> str:
 
 def _option(format: str, call: Call, text: str) -> tuple[str, Any]:
     """Field and value of one option."""
+    call = replace(call, name=call.name.lower())
     if call.name not in options_of(format):
         hint = did_you_mean(call.name, options_of(format))
         raise RecipeSyntaxError(f"{format} has no option {call.name!r}{hint}", text, call.start, call.end)

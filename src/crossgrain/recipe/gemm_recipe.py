@@ -17,12 +17,13 @@ from ..quantizers.nonfinite import Policy
 from ..quantizers.request import QuantizerRequest
 from .base import BackwardOverride, Recipe
 from .binding import bound, check_names, layers_of
-from .document import OPTIONS, Document, document_of, make_option, make_rule, mapping_of
+from .document import OPTIONS, Document, make_option
 from .files import is_recipe_path, read_mapping, write_mapping
 from .format_spec import FormatSpec
 from .layer_formats import ATTENTION, LayerFormats, Settings, gemms_of, make_layer_formats, make_settings
+from .mapping import document_of, make_rule, mapping_of
 from .params import FP8Format
-from .presets import PRESETS
+from .presets import PRESETS, preset_name
 from .roles import QuantizerRole
 from .rules import ModuleType, Rule
 from .syntax import did_you_mean
@@ -243,9 +244,10 @@ class GemmRecipe(Recipe):
         rules = document.rules
         options = document.options
         if document.preset is not None:
-            if document.preset not in PRESETS:
+            name = preset_name(document.preset)
+            if name is None:
                 raise ValueError(f"there is no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
-            base = cls._from_document(parse_line(PRESETS[document.preset].line))
+            base = cls._from_document(parse_line(PRESETS[name].line))
             settings = {key: value for key, value in base.settings if key.partition(".")[0] not in document.settings}
             rules, options = [*base.rules, *rules], {**base.set_options, **options}
         settings.update(document.settings)

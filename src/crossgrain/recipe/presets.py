@@ -58,6 +58,11 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+def preset_name(word: str) -> str | None:
+    """The name of the preset that a word means, in capitals or not; None if there is none."""
+    return next((name for name in (word, word.lower()) if name in PRESETS), None)
+
+
 def preset_table() -> str:
     """All presets as text, two lines for each."""
     return "\n".join(f"{name:<20} {preset.description}\n{'':<20} {preset.line}" for name, preset in PRESETS.items())

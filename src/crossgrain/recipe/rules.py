@@ -19,17 +19,22 @@ _NOT_IN_PATHS = re.compile(r"[\s:;(){}'\"]")
 class Glob:
     """Layers by path: ``*.lm_head`` or ``*.q_proj|*.k_proj``.
 
-    A pattern is for the whole path, in the syntax of `fnmatch`. ``*`` also matches dots.
+    A pattern is for the whole path, in the syntax of `fnmatch`. ``*`` also matches dots. ``*.lm_head`` is for a layer
+    of this name anywhere, also at the top of the model.
     """
 
     patterns: tuple[str, ...]
 
     def matches(self, name: str, module_type: str) -> bool:
         """Whether a layer is selected."""
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return any(fnmatchcase(name, pattern) or _at_the_top(name, pattern) for pattern in self.patterns)
 
     def __str__(self) -> str:
         return "|".join(self.patterns)
+
+
+def _at_the_top(name: str, pattern: str) -> bool:
+    return pattern.startswith("*.") and name != "" and "." not in name and fnmatchcase(name, pattern[2:])
 
 
 @dataclass(frozen=True)

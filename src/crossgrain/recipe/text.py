@@ -3,8 +3,9 @@
     fprop: mxfp8, dgrad: nvfp4, wgrad: nvfp4(rht, sr), weight.source: dequantized; *.lm_head: hp
 
 Before the first ``;`` are the settings and options of the recipe, separated by commas. The first of them may have no
-key: it is then the name of a preset, or a format for all GEMMs. After each ``;`` is a rule, ``pattern: format`` or
-``pattern: settings``.
+key: it is then the name of a preset, or a format for all GEMMs. After each ``;`` is a rule, ``pattern: settings``. Its
+first setting may be such a word too. After a key there is always a format: ``nvfp4`` is a preset, ``all: nvfp4`` is
+the plain format.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..gemm.operands import TENSORS
 from .document import OPTIONS, Document
-from .format_spec import aliases, format_names
+from .format_spec import FormatSpec, aliases, format_names
 from .layer_formats import KEYS, Settings, make_settings
-from .presets import PRESETS
+from .presets import PRESETS, preset_name
 from .rules import Rule, parse_matcher
 from .syntax import RecipeSyntaxError, did_you_mean
 
@@ -30,8 +32,8 @@ def parse_line(text: str) -> Document:
     document = Document()
     for index, (key, value_start, value_end) in enumerate(_entries(text, start, end)):
         value = text[value_start:value_end]
-        if key is None and index == 0 and value in PRESETS:
-            document.preset = value
+        if key is None and index == 0 and preset_name(value) is not None:
+            document.preset = preset_name(value)
         elif key is None and index > 0:
             raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
         else:
@@ -43,6 +45,22 @@ def parse_line(text: str) -> Document:
             raise RecipeSyntaxError("expected a rule after ';'", text, max(0, start - 1), start + 1)
         document.rules.append(_rule(text, start, end))
     return document
+
+
+def settings_of_preset(word: str) -> dict[str, Any]:
+    """What a preset sets in a rule: everything about the three GEMMs, also the sources."""
+    name = preset_name(word)
+    assert name is not None
+    document = parse_line(PRESETS[name].line)
+    if document.options or document.rules or document.preset:
+        raise ValueError(f"the preset {name} has options or rules of its own, so it cannot be used in a rule")
+    sources = {} if "all" in document.settings else {f"{tensor}.source": "original" for tensor in TENSORS}
+    return {**sources, **document.settings}
+
+
+def is_other_preset(text: str) -> bool:
+    """Whether a format, without a key, would be read as a preset that is more than this format."""
+    return preset_name(text) is not None and settings_of_preset(text) != {"all": FormatSpec.parse(text)}
 
 
 def format_line(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> str:
@@ -61,12 +79,14 @@ def _check_name(text: str, start: int, end: int) -> None:
     """Raise if a first word is neither a preset nor a format, with a suggestion from both."""
     name = text[start:end].partition("(")[0].strip()
     known = [*PRESETS, *format_names(), *aliases()]
-    if name not in known:
+    if name not in known and name.lower() not in known:
         raise RecipeSyntaxError(f"there is no preset or format {name!r}{did_you_mean(name, known)}", text, start, end)
 
 
 def _settings_text(settings: Settings) -> str:
-    return ", ".join(str(value) if key == "all" else f"{key}: {value}" for key, value in settings)
+    return ", ".join(
+        str(value) if key == "all" and not is_other_preset(str(value)) else f"{key}: {value}" for key, value in settings
+    )
 
 
 def _rule(text: str, start: int, end: int) -> Rule:
@@ -85,9 +105,12 @@ def _rule(text: str, start: int, end: int) -> Rule:
         matcher = parse_matcher(pattern)
     except RecipeSyntaxError as error:
         raise error.within(text, start) from None
-    document = Document()
+    document, base = Document(), {}
     for index, (key, value_start, value_end) in enumerate(_entries(text, *_strip(text, colon + 1, end))):
         value = text[value_start:value_end]
+        if key is None and index == 0 and preset_name(value) is not None:
+            base = settings_of_preset(value)
+            continue
         if key in OPTIONS:
             raise RecipeSyntaxError(
                 f"{key} is an option of the whole recipe and cannot be set in a rule", text, value_start, value_end
@@ -95,7 +118,8 @@ def _rule(text: str, start: int, end: int) -> Rule:
         if key is None and index > 0:
             raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
         _set(document, key or "all", text, value_start, value_end)
-    return Rule(matcher, make_settings(document.settings))
+    kept = {key: value for key, value in base.items() if key.partition(".")[0] not in document.settings}
+    return Rule(matcher, make_settings({**kept, **document.settings}))
 
 
 def _set(document: Document, key: str, text: str, start: int, end: int) -> None:

@@ -13,7 +13,7 @@ from itertools import product
 from ..formats import E4M3, E5M2, Format, formats, get_format
 from ..quantizers.any_format import FormatQuantizer
 from ..quantizers.base import Quantizer
-from ..quantizers.by_name import quantizer_for
+from ..quantizers.by_format import quantizer_of
 from ..quantizers.float8 import Float8CurrentScalingQuantizer
 from ..quantizers.float8_block import Float8BlockQuantizer
 from ..quantizers.identity import IdentityQuantizer
@@ -91,4 +91,4 @@ def _options_of_format(fmt: Format, registered: tuple[Format, ...]) -> frozenset
 def quantizer_class(fmt: Format) -> type[Quantizer]:
     """The quantizer class for a format. For a variant of another format it is `FormatQuantizer`."""
     is_option = fmt.block_rows > 1 or fmt.global_amax == "row" or fmt.scale_bound != NVFP4Quantizer().nvfp4_e4m3_max
-    return FormatQuantizer if is_option else type(quantizer_for(fmt))
+    return FormatQuantizer if is_option else type(quantizer_of(fmt))

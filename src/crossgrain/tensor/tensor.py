@@ -269,6 +269,11 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     # ---- what a tensor without storage of its own cannot do ------------------------------------
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes that are stored, codes, scales and amaxes of all planes: not the size in the nominal dtype."""
+        return sum(buffer.nbytes for _, buffer in self._buffers())
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty storage: the bytes are in the buffers of the planes."""
         return torch.UntypedStorage(0, device=self.device)

@@ -1,13 +1,10 @@
-"""`quantize` and `quantizer_for`: quantize a tensor to a format by its name."""
+"""`quantizer_of`: the quantizer of a format."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..formats import E4M3, E5M2, Format, get_format
+from ..formats import E4M3, E5M2, Format
 from ..formats.dtypes import dtype_of_element
 from ..planes import COLUMNWISE
-from ..tensor import QuantizedTensor
 from .any_format import FormatQuantizer
 from .base import Quantizer
 from .float8 import Float8CurrentScalingQuantizer
@@ -17,24 +14,14 @@ from .mxfp8 import MXFP8Quantizer
 from .nvfp4 import NVFP4Quantizer
 
 
-def quantizer_for(format: str | Format, *, rowwise: bool = True, columnwise: bool = True) -> Quantizer:
+def quantizer_of(fmt: Format) -> Quantizer:
     """Make the quantizer of a format, with its default options.
 
     NVFP4 formats with the lower scale bound (``nvfp4_max256``) select scales by 4-over-6, which needs that bound.
-
-    Args:
-        format: a format, or the name of a registered one.
-        rowwise: make rowwise planes.
-        columnwise: make columnwise planes.
-
-    Raises:
-        KeyError: there is no format of this name.
     """
-    fmt = get_format(format)
     quantizer = _native_quantizer(fmt)
     if quantizer is None or quantizer.encoding(COLUMNWISE).format != fmt:
         quantizer = FormatQuantizer(fmt)
-    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     return quantizer
 
 
@@ -61,27 +48,3 @@ def _native_quantizer(fmt: Format) -> Quantizer | None:
             with_random_sign_mask=fmt.rotation != 0,
         )
     return None
-
-
-def quantize(tensor: Tensor, format: str | Format, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
-    """Quantize a tensor to a registered format: ``quantize(x, "mxfp8").dequantize()``.
-
-    The gradient passes through unchanged.
-
-    Args:
-        tensor: a float32, bfloat16 or float16 tensor.
-        format: a format, or the name of a registered one (``crossgrain formats`` lists them).
-        rowwise: make the rowwise plane.
-        columnwise: make the columnwise plane.
-
-    Returns:
-        A quantized tensor with the planes that were asked for.
-
-    Raises:
-        KeyError: there is no format of this name.
-        TypeError: ``tensor`` is of another dtype.
-        ValueError: the shape cannot be quantized in this format, or no direction is asked for.
-    """
-    result = quantizer_for(format, rowwise=rowwise, columnwise=columnwise).quantize(tensor)
-    assert isinstance(result, QuantizedTensor)
-    return result
