@@ -27,7 +27,7 @@ def joined(module, names):
 
 def rows_of(mha, wanted):
     """For each of "q", "k", "v" in ``wanted``: which rows of the projection are its heads', by loops."""
-    d, heads, groups = mha.hidden_size_per_attention_head, mha.num_attention_heads, mha.num_gqa_groups
+    heads, groups = mha.num_attention_heads, mha.num_gqa_groups
     rows, at = {name: [] for name in wanted}, 0
     sizes = {"q": heads, "k": groups, "v": groups}
     if mha.qkv_weight_interleaved and len(wanted) > 1:
@@ -35,18 +35,20 @@ def rows_of(mha, wanted):
     else:
         order = [name for name in wanted for _ in range(sizes[name])]
     for name in order:
-        rows[name] += range(at, at + d)
-        at += d
+        rows[name] += range(at, at + channels(mha, name))
+        at += channels(mha, name)
     return rows
+
+
+def channels(mha, name):
+    return mha.hidden_size_per_attention_head_v if name == "v" else mha.hidden_size_per_attention_head
 
 
 def projected(mha, module, x, wanted):
     names = {"q": "query", "k": "key", "v": "value"}
     weight, bias = joined(module, [""] if mha.fuse_qkv_params else [names[name] for name in wanted])
     y = F.linear(x, weight, bias)
-    return [
-        y[..., rows].unflatten(-1, (-1, mha.hidden_size_per_attention_head)) for rows in rows_of(mha, wanted).values()
-    ]
+    return [y[..., rows].unflatten(-1, (-1, channels(mha, name))) for name, rows in rows_of(mha, wanted).items()]
 
 
 def multihead(mha, x, allowed, encoder_output=None, change_heads=lambda q, k: (q, k), sink=None):

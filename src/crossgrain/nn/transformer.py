@@ -62,7 +62,7 @@ class TransformerLayer(nn.Module):
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         layer_number: int | None = None,
-        kv_channels: int | None = None,
+        kv_channels: int | tuple[int, int] | None = None,
         self_attn_mask_type: str = "causal",
         window_size: Window | None = None,
         bottom_right_diagonal: bool | None = None,

@@ -169,7 +169,10 @@ class GemmRecipe(Recipe):
     # ---- a value -------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise FrozenInstanceError(f"{name} cannot be set: a GemmRecipe cannot be changed, create another one")
+        remedy = "create another one"
+        if name in ("fp8_dpa", "fp8_mha"):
+            remedy += "; to quantize attention, add 'attention: mxfp8', or another format, to its text"
+        raise FrozenInstanceError(f"{name} cannot be set: a GemmRecipe cannot be changed, {remedy}")
 
     def __delattr__(self, name: str) -> NoReturn:
         raise FrozenInstanceError(f"{name} cannot be deleted: a GemmRecipe cannot be changed, create another one")

@@ -63,6 +63,47 @@ def test_cross_attention(weights, groups, input_layernorm):
     assert_same(mha(x, encoder_output=encoder_output), exact + mha.proj.bias, mha, x, encoder_output)
 
 
+@pytest.mark.parametrize("weights", ["split", "fused", "interleaved"])
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_values_may_have_other_channels_than_keys(attention_type, weights):
+    """Queries and keys have 6 channels, values 10."""
+    mha = layer(
+        kv_channels=(6, 10),
+        num_gqa_groups=2,
+        attention_type=attention_type,
+        attn_mask_type="no_mask",
+        fuse_qkv_params=weights != "split",
+        qkv_weight_interleaved=weights == "interleaved",
+    )
+    assert mha.proj.weight.shape == (16, 40)
+    x = inputs(2, 5, 16)
+    if attention_type == "self":
+        exact, _ = multihead(mha, x, [may_look(5, 5)] * 2)
+        assert_same(mha(x), exact + mha.proj.bias, mha, x)
+    else:
+        encoder_output = inputs(2, 7, 16)
+        exact, _ = multihead(mha, x, [may_look(5, 7)] * 2, encoder_output)
+        assert_same(mha(x, encoder_output=encoder_output), exact + mha.proj.bias, mha, x, encoder_output)
+
+
+def test_other_channels_of_values_in_formats():
+    """MXFP8 has 3 bits of mantissa. A cache has other channels of values, too."""
+    mha = layer(kv_channels=(6, 10), num_gqa_groups=2, fuse_qkv_params=True, params_dtype=torch.float32)
+    x = torch.randn(2, 5, 16).requires_grad_()
+    with cg.autocast(recipe="all: mxfp8, attention: mxfp8"):
+        y = mha(x)
+    y.sum().backward()
+    exact, _ = multihead(mha, x, CAUSAL)
+    assert 0 < (y - exact - mha.proj.bias).norm() / exact.norm() < 0.15
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+    params, parts = cg.InferenceParams(2, 5, 2, head_dim_k=6, dtype=torch.float32, head_dim_v=10), []
+    with torch.no_grad():
+        for i in range(5):
+            params.pre_step({0: 1, 1: 1})
+            parts.append(mha(x[:, i : i + 1], inference_params=params))
+        torch.testing.assert_close(torch.cat(parts, 1), mha(x), rtol=0, atol=1e-5)
+
+
 def test_names():
     names = {name for name, _ in layer(input_layernorm=True).named_parameters()}
     qkv = [

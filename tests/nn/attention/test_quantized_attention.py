@@ -1,5 +1,7 @@
 """Attention in the formats of a recipe: against float64 on decoded operands, roles, hybrids, overrides, histories."""
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from crossgrain import recipe as recipes
 from crossgrain.nn.attention.heads import decoded_heads, quantized_heads
 from crossgrain.nn.attention.quantized_attention import AttentionCall, AttentionQuantizers, quantized_attention
 from crossgrain.recipe import factories, zoo
+from crossgrain.recipe.presets import PRESETS
 
 from ...common.attention_reference import batched, gradients, may_look, sequences
 from ...common.families import PLAIN, delayed_request
@@ -18,9 +21,10 @@ from ...common.quantizers import QUANTIZERS, hybrid_of
 TENSORS = ("q", "k", "v", "s", "do", "dp")
 
 
-def inputs(d=8):
+def inputs(d=8, d_v=None):
     """[batch, heads, sequence, d], 4 heads on 2 groups, sizes that divide into no block."""
-    return [x.detach().transpose(1, 2).requires_grad_() for x in sequences(2, 5, 7, d=d, dtype=torch.float32)]
+    made = sequences(2, 5, 7, d=d, dtype=torch.float32, d_v=d_v)
+    return [x.detach().transpose(1, 2).requires_grad_() for x in made]
 
 
 def attend(*arguments):
@@ -71,12 +75,21 @@ HYBRIDS = {
 }
 
 
+def assert_near(mine, exact, names):
+    for name, a, b in zip(names, mine, exact, strict=True):
+        error = (a.double() - b).norm() / b.norm()
+        assert error < 1e-2, f"{name}: {error}"
+        assert ((a.double() - b).abs() < 1e-5).float().mean() > 0.8, name
+
+
 @pytest.mark.parametrize("make", HYBRIDS.values(), ids=HYBRIDS)
-@pytest.mark.parametrize("d, sink", [(8, False), (32, False), (32, True)], ids=["8", "32", "32-sink"])
-def test_each_gemm_reads_its_planes(make, d, sink):
+@pytest.mark.parametrize(
+    "d, d_v, sink", [(8, 8, False), (32, 32, False), (32, 16, True)], ids=["8", "32", "32-16-sink"]
+)
+def test_each_gemm_reads_its_planes(make, d, d_v, sink):
     """fp32 against float64 sums differ by 1e-6, which moves a few operands to a neighbouring code: of FP4 those
     are a sixth apart, so one in a hundred such steps is the most that may be seen."""
-    q, k, v = inputs(d)
+    q, k, v = inputs(d, d_v)
     allowed = may_look(5, 7, causal=True, bottom_right=True)
     quantizers = {name: make() for name in TENSORS}
     sinks = [torch.randn(4).requires_grad_()] if sink else []
@@ -87,10 +100,36 @@ def test_each_gemm_reads_its_planes(make, d, sink):
     exact = by_hand(
         *(x.detach().double() for x in (q, k, v)), do.double(), allowed, quantizers, *(x.double() for x in sinks)
     )
-    for name, a, b in zip(("o", "dq", "dk", "dv", "dsink")[: 4 + sink], mine, exact, strict=True):
-        error = (a.double() - b).norm() / b.norm()
-        assert error < 1e-2, f"{name}: {error}"
-        assert ((a.double() - b).abs() < 1e-5).float().mean() > 0.8, name
+    assert_near(mine, exact, ("o", "dq", "dk", "dv", "dsink")[: 4 + sink])
+
+
+# Roles that differ in both directions: each of the six GEMMs multiplies another pair of formats.
+BY_ROLE = [
+    {"qkv": ("mxfp8", "nvfp4"), "s": ("fp8", "mxfp8"), "do": ("nvfp4", "fp8_block"), "dp": ("mxfp8", "fp8_e5m2")},
+    {"qkv": ("nvfp4", "fp8"), "s": ("mxfp8", "identity"), "do": ("fp8_e5m2", "mxfp8"), "dp": ("identity", "nvfp4")},
+]
+
+
+@pytest.mark.parametrize("by_role", BY_ROLE, ids=["a", "b"])
+def test_hybrids_by_role_reach_the_gemms_of_their_direction(by_role):
+    """As above, through a module and a factory."""
+    layer = cg.DotProductAttention(4, 32, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="causal_bottom_right")
+
+    def factory(role):
+        return hybrid_of(*by_role.get(role.tensor_type, ("identity", "identity")))
+
+    q, k, v = inputs(32)
+    with cg.autocast(recipe=recipes.CustomRecipe(qfactory=factory, fp8_dpa=True)):
+        o = layer(*(x.transpose(1, 2) for x in (q, k, v))).view(2, 5, 4, 32).transpose(1, 2)
+    do = torch.randn_like(o)
+    quantizers = {name: hybrid_of(*by_role["qkv" if name in "qkv" else name]) for name in TENSORS}
+    exact = by_hand(
+        *(x.detach().double() for x in (q, k, v)),
+        do.double(),
+        may_look(5, 7, causal=True, bottom_right=True),
+        quantizers,
+    )
+    assert_near((o, *gradients(o, do, q, k, v)), exact, ("o", "dq", "dk", "dv"))
 
 
 def test_identity_is_attention_in_high_precision():
@@ -175,6 +214,39 @@ def test_recipes(family, flag, dtype):
     for a, b in zip(rounded, exact, strict=True):
         assert a.dtype == dtype
         assert 0 < (a - b).norm() / b.norm() < (0.4 if family == "nvfp4" else 0.12)
+
+
+ZOO = [getattr(zoo, name) for name in dir(zoo) if name.endswith("_factory") and name != "quantizer_factory"]
+
+
+@pytest.mark.parametrize("flag", ["fp8_dpa", "fp8_mha"])
+@pytest.mark.parametrize("factory", ZOO, ids=lambda factory: factory.__name__)
+def test_every_factory_of_the_zoo(factory, flag):
+    """Errors are those of the coarsest format of the factory: 8 bits, or 4."""
+    layer, recipe = core(), recipes.CustomRecipe(qfactory=factory, **{flag: True})
+    exact = run(layer, None)
+    for _ in range(2):
+        rounded = run(layer, recipe)
+    for a, b in zip(rounded, exact, strict=True):
+        assert 0 < (a - b).norm() / b.norm() < 0.4
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset(preset):
+    """Attention is exact unless the preset has formats for it; a format can be added to every preset."""
+    exact, alone = run(core(), None), run(core(), preset)
+    assert torch.equal(alone[0], exact[0]) == ("attention" not in PRESETS[preset].line)
+    with_formats = run(core(), f"{preset}, attention: mxfp8, attention.s: nvfp4")
+    expected = run(core(), "all: hp, attention: mxfp8, attention.s: nvfp4")
+    assert all(torch.equal(a, b) for a, b in zip(with_formats, expected, strict=True))
+    assert not torch.equal(with_formats[0], exact[0])
+
+
+def test_recipes_that_refuse():
+    with pytest.raises(AssertionError, match="FP8 block scaling does not support quantized attention"):
+        recipes.Float8BlockScaling(fp8_dpa=True)
+    with pytest.raises(FrozenInstanceError, match="to quantize attention, add 'attention: mxfp8'"):
+        recipes.as_recipe("mxfp8").fp8_dpa = True
 
 
 def test_what_leaves_is_rounded_with_fp8_mha_only():

@@ -19,7 +19,7 @@ from .arrangement import MaskTensor
 from .dot_product import DotProductAttention
 from .kv_cache import InferenceParams
 from .masks import Window
-from .projection import as_pair, by_heads, make_head_norm, split_kv, split_qkv
+from .projection import Heads, as_pair, by_heads, make_head_norm, split_kv, split_qkv
 from .rope import apply_rotary_pos_emb
 
 RotaryAngles = Tensor | tuple[Tensor, Tensor]
@@ -41,7 +41,8 @@ class MultiheadAttention(nn.Module):
     Args:
         hidden_size: features of the input and output.
         num_attention_heads: number of heads.
-        kv_channels: channels per head; by default ``hidden_size / num_attention_heads``.
+        kv_channels: channels per head; ``(keys, values)`` if they differ; by default
+            ``hidden_size / num_attention_heads``.
         attention_dropout: probability of dropout on the softmax.
         layernorm_epsilon: epsilon of the norm.
         init_method: initializes the weights of the first projections.
@@ -88,7 +89,7 @@ class MultiheadAttention(nn.Module):
         self,
         hidden_size: int,
         num_attention_heads: int,
-        kv_channels: int | None = None,
+        kv_channels: int | tuple[int, int] | None = None,
         attention_dropout: float = 0.1,
         layernorm_epsilon: float = 1e-5,
         init_method: InitMethod | None = None,
@@ -144,7 +145,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"{type(self).__name__}: tp_size={tp_size} needs set_parallel_mode=True")
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        self.hidden_size_per_attention_head = kv_channels or hidden_size // num_attention_heads
+        channels = kv_channels or hidden_size // num_attention_heads
+        qk, v = (channels, channels) if isinstance(channels, int) else channels
+        self.hidden_size_per_attention_head, self.hidden_size_per_attention_head_v = qk, v
         self.attention_type = attention_type
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
@@ -157,7 +160,7 @@ class MultiheadAttention(nn.Module):
         with resolved_device(device):  # the core has no option for it
             self.core_attention = DotProductAttention(
                 num_attention_heads,
-                self.hidden_size_per_attention_head,
+                channels,
                 num_gqa_groups=num_gqa_groups,
                 attention_dropout=attention_dropout,
                 qkv_format=qkv_format,
@@ -193,7 +196,7 @@ class MultiheadAttention(nn.Module):
         projections = {"init_method": init_method, "parallel_mode": column, **shared}
         self._make_projections(projections, norm_options if input_layernorm else None)
         self.proj = Linear(
-            self._q_size,
+            num_attention_heads * v,
             hidden_size,
             init_method=output_layer_init_method or init_method,
             return_bias=return_bias,
@@ -210,17 +213,14 @@ class MultiheadAttention(nn.Module):
 
     # ---- making --------------------------------------------------------------------------------
 
-    @property
-    def _q_size(self) -> int:
-        return self.num_attention_heads * self.hidden_size_per_attention_head
-
     def _name_of(self, child: str) -> str | None:
         """The name of a part; None if this module has no name."""
         return None if self.name is None else f"{self.name}.{child}"
 
     def _make_projections(self, options: dict[str, Any], norm: dict[str, Any] | None) -> None:
-        kv_sizes = dict.fromkeys(("key", "value"), self.num_gqa_groups * self.hidden_size_per_attention_head)
-        sizes = {"query": self._q_size}
+        qk, v = self.hidden_size_per_attention_head, self.hidden_size_per_attention_head_v
+        kv_sizes = {"key": self.num_gqa_groups * qk, "value": self.num_gqa_groups * v}
+        sizes = {"query": self.num_attention_heads * qk}
         if self.attention_type == "self":
             sizes |= kv_sizes
             name = "qkv" if norm is None else "layernorm_qkv"
@@ -334,16 +334,16 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v with a dimension of heads, and the normalized input if it is to be returned."""
-        channels, groups = self.hidden_size_per_attention_head, self.core_attention.num_gqa_groups
+        core, qk, v = self.core_attention, self.hidden_size_per_attention_head, self.hidden_size_per_attention_head_v
+        sizes = Heads(core.num_attention_heads, core.num_gqa_groups, qk, v)
         names = ("layernorm_qkv", "qkv") if encoder_output is None else ("layernorm_query", "query_layer")
         projection = getattr(self, names[0] if self.input_layernorm else names[1])
         projected = projection(x, is_first_microbatch=is_first_microbatch)
         mixed, normalized = projected if self.return_layernorm_output else (projected, None)
         if encoder_output is None:
-            heads = self.core_attention.num_attention_heads
-            return *split_qkv(mixed, heads, groups, channels, self.qkv_weight_interleaved), normalized
+            return *split_qkv(mixed, sizes, self.qkv_weight_interleaved), normalized
         kv = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
-        return by_heads(mixed, channels), *split_kv(kv, groups, channels, self.qkv_weight_interleaved), normalized
+        return by_heads(mixed, qk), *split_kv(kv, sizes, self.qkv_weight_interleaved), normalized
 
     def _normalized_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,27 +11,44 @@ from ...gemm.norms import l2_normalized
 from ..norm import LayerNorm, RMSNorm
 
 
-def split_qkv(x: Tensor, heads: int, groups: int, channels: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Split x [..., (heads + 2 · groups) · channels] into q [..., heads, channels], k and v [..., groups, channels].
+class Heads(NamedTuple):
+    """The heads of a rank.
+
+    Attributes:
+        heads: number of heads of queries.
+        groups: number of heads of keys and values.
+        qk: channels of queries and keys.
+        v: channels of values.
+    """
+
+    heads: int
+    groups: int
+    qk: int
+    v: int
+
+
+def split_qkv(x: Tensor, sizes: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Split x [..., heads · qk + groups · (qk + v)] into q [..., heads, qk], k [..., groups, qk], v [..., groups, v].
 
     If interleaved, the queries, the key and the value of a group are next to each other. Otherwise all queries come
     first, then all keys, then all values.
     """
-    if not interleaved:
-        q, k, v = x.unflatten(-1, (-1, channels)).split([heads, groups, groups], -2)
-        return q, k, v
-    shared = heads // groups
-    q, k, v = x.unflatten(-1, (groups, shared + 2, channels)).split([shared, 1, 1], -2)
-    return q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)
+    shared = sizes.heads // sizes.groups
+    q, k, v = _split(x, [shared * sizes.qk, sizes.qk, sizes.v], sizes.groups, interleaved)
+    return by_heads(q.flatten(-2), sizes.qk), k, v
 
 
-def split_kv(x: Tensor, groups: int, channels: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Split x [..., 2 · groups · channels] into k and v [..., groups, channels]."""
-    if interleaved:
-        k, v = x.unflatten(-1, (groups, 2, channels)).unbind(-2)
-        return k, v
-    k, v = x.unflatten(-1, (2 * groups, channels)).split(groups, -2)
+def split_kv(x: Tensor, sizes: Heads, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Split x [..., groups · (qk + v)] into k [..., groups, qk] and v [..., groups, v]."""
+    k, v = _split(x, [sizes.qk, sizes.v], sizes.groups, interleaved)
     return k, v
+
+
+def _split(x: Tensor, channels: list[int], groups: int, interleaved: bool) -> list[Tensor]:
+    """Split x into parts [..., groups, channels]."""
+    if interleaved:
+        return list(x.unflatten(-1, (groups, -1)).split(channels, -1))
+    return [part.unflatten(-1, (groups, -1)) for part in x.split([groups * each for each in channels], -1)]
 
 
 class L2Normalization(nn.Module):
