@@ -74,6 +74,27 @@ def test_f16_leaves_attention_in_high_precision(monkeypatch):
     assert torch.equal(result(), quantized)
 
 
+def test_settings_of_attention_that_a_client_replaces_count_as_variables(monkeypatch):
+    """Transformer Engine reads them once, so its clients replace what it has read."""
+    dpa = te.pytorch.attention.dot_product_attention.dot_product_attention
+    mha = te.pytorch.attention.multi_head_attention
+    with monkeypatch.context() as patched:
+        patched.setattr(dpa, "_dpa_fp8_format", cg.recipe.FP8Format.E4M3)
+        patched.setattr(dpa, "_dpa_fp8ds_amax_histlen", 7)
+        patched.setattr(dpa, "_dpa_fp8ds_reduce_amax", False)
+        patched.setattr(mha, "_dpa_fp8_recipe_mha", True)
+        with pytest.warns(UserWarning, match="has no effect here") as seen:
+            entered(Float8CurrentScaling())
+        said = " ".join(str(warning.message) for warning in seen)
+        for text in ("FP8_FORMAT=E4M3", "AMAX_HISTLEN=7", "REDUCE_AMAX=0", "RECIPE_MHA=1"):
+            assert f"{text} has no effect here" in said
+        patched.setattr(dpa, "_dpa_fp8_recipe", "F16")
+        assert mha._dpa_fp8_recipe == "F16"
+        asked = Float8CurrentScaling(fp8_dpa=True)
+        assert not environment.with_attention_of_environment(asked).fp8_dpa
+    assert environment.with_attention_of_environment(asked) is asked
+
+
 OBEYED = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("1", Float8CurrentScaling, "use_power_2_scales"),
     "NVTE_NVFP4_DISABLE_RHT": ("1", NVFP4BlockScaling, "disable_rht"),

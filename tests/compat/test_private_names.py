@@ -252,3 +252,23 @@ def test_dummy_gradients_are_shared():
     assert get([4, 8], torch.bfloat16).data_ptr() == get((4, 8), torch.bfloat16).data_ptr()
     get([4, 8], torch.bfloat16).fill_(3)
     assert get([4, 8], torch.bfloat16, zero=True).abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_2d"])
+@pytest.mark.parametrize("usages", [{"rowwise": False}, {"columnwise": False}])
+def test_sizes_of_block_storages_as_a_matrix(name, usages, x):
+    quantizer = QUANTIZERS[name]()
+    quantizer.set_usage(**usages)
+    for internal in (False, True):
+        quantizer.internal = internal
+        assert quantizer(x.view(2, 64, 256))._fsdp_logical_mn() == (128, 256)
+        assert quantizer(x)._FSDP_BLOCK_LEN == 128
+
+
+def test_the_debug_state():
+    state = compat.transformer_engine.debug.pytorch.debug_state
+    state.set_weight_tensor_tp_group_reduce(False)
+    state.TEDebugState.layers_initialized["a"] = True
+    assert not state.TEDebugState.weight_tensor_tp_group_reduce
+    state.TEDebugState._reset()
+    assert state.TEDebugState.weight_tensor_tp_group_reduce and not state.TEDebugState.layers_initialized

@@ -286,7 +286,7 @@ def test_save_original_input_gives_the_same_gradients(recipe, made, save_origina
         if save_original:
             with (
                 cg.autocast(recipe=recipe),
-                pytest.raises(ValueError, match="save_original_input=True is not possible with delayed scaling"),
+                pytest.raises(ValueError, match="DelayedScaling recipe is not supported with save_original_input"),
             ):
                 layer(x)
         return

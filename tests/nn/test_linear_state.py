@@ -521,3 +521,24 @@ def test_quantizers_are_built_again_when_anything_they_follow_from_has_changed(c
     with cg.autocast(recipe=recipe):
         layer(x)
     assert layer._built.quantizers is not before
+
+
+def _backward_does_not_pair_up(role):
+    """MXFP8 operands of fprop, which dgrad and wgrad would multiply by NVFP4."""
+    if role is not None and role.tensor_type == "grad_output":
+        return cg.NVFP4Quantizer()
+    return cg.MXFP8Quantizer(cg.DType.kFloat8E4M3)
+
+
+@pytest.mark.parametrize("make", [cg.Linear, cg.ops.BasicLinear])
+def test_weights_kept_quantized_for_inference_need_only_operands_of_fprop(make):
+    recipe = cg.recipe.CustomRecipe(qfactory=_backward_does_not_pair_up)
+    with pytest.raises(ValueError, match="dgrad"), cg.quantized_model_init(recipe=recipe):
+        make(32, 32)
+    with torch.no_grad(), cg.quantized_model_init(recipe=recipe):
+        layer = make(32, 32)
+    x = torch.randn(32, 32)
+    with torch.no_grad(), cg.autocast(recipe=recipe):
+        assert layer(x).shape == (32, 32)
+    with pytest.raises(ValueError, match="dgrad"), cg.autocast(recipe=recipe):
+        layer(x)

@@ -299,6 +299,14 @@ def test_wrong_channels_are_refused() -> None:
         ops.Sequential(make, make)(torch.ones(2))
     with pytest.raises(ValueError, match="AddExtraInput has 1 extra inputs, so there is no index 1"):
         add.set_extra_input_channel(1, "x")
+    for index, channel, error, message in (
+        (0, "", ValueError, "name of a channel must not be empty"),
+        (0, 3, TypeError, "name of a channel must be a str, got 3"),
+        ("0", "x", TypeError, "index of an extra input must be an int, got '0'"),
+        (-1, "x", ValueError, "there is no index -1"),
+    ):
+        with pytest.raises(error, match=message):
+            add.set_extra_input_channel(index, channel)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="AddExtraInput has 0 extra outputs"):
         add.set_extra_output_channel(0, "x")
 

@@ -12,6 +12,7 @@ import warnings
 from typing import NamedTuple
 
 from ..recipe import Recipe
+from .adapters import attention
 
 DPA_RECIPE = "NVTE_DPA_FP8_RECIPE"
 
@@ -87,7 +88,29 @@ VARIABLES = (
     ),
 )
 
+# Names under which clients replace what Transformer Engine has read, and what they are if nobody has.
+_REPLACED = {
+    DPA_RECIPE: ("_dpa_fp8_recipe", ""),
+    "NVTE_DPA_FP8_RECIPE_DPA": ("_dpa_fp8_recipe_dpa", "0"),
+    "NVTE_DPA_FP8_RECIPE_MHA": ("_dpa_fp8_recipe_mha", "0"),
+    "NVTE_DPA_FP8_FORMAT": ("_dpa_fp8_format", "HYBRID"),
+    "NVTE_DPA_FP8DS_AMAX_ALGO": ("_dpa_fp8ds_amax_algo", "most_recent"),
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN": ("_dpa_fp8ds_amax_histlen", "1"),
+    "NVTE_DPA_FP8DS_REDUCE_AMAX": ("_dpa_fp8ds_reduce_amax", "1"),
+}
+
 _warned: set[str] = set()
+
+
+def _value(name: str) -> str | None:
+    """The value of a variable now: what a client has put in its place, or what the environment says."""
+    if name in _REPLACED:
+        attribute, usual = _REPLACED[name]
+        value = getattr(attention, attribute)
+        text = str(int(value)) if isinstance(value, bool) else str(getattr(value, "name", value))
+        if text != usual:
+            return text
+    return os.environ.get(name)
 
 
 def warn_about_ignored(recipe: Recipe) -> None:
@@ -97,7 +120,7 @@ def warn_about_ignored(recipe: Recipe) -> None:
         recipe: the recipe in force.
     """
     for variable in VARIABLES:
-        value = os.environ.get(variable.name)
+        value = _value(variable.name)
         if value is None or variable.obeyed or value in variable.neutral or variable.name in _warned:
             continue
         if variable.name == DPA_RECIPE and value == type(recipe).__name__:
@@ -111,7 +134,7 @@ def warn_about_ignored(recipe: Recipe) -> None:
 
 def with_attention_of_environment(recipe: Recipe) -> Recipe:
     """The recipe, without quantized attention if NVTE_DPA_FP8_RECIPE is F16."""
-    if os.environ.get(DPA_RECIPE) != "F16" or not (recipe.fp8_dpa or recipe.fp8_mha):
+    if _value(DPA_RECIPE) != "F16" or not (recipe.fp8_dpa or recipe.fp8_mha):
         return recipe
     changed = copy.copy(recipe)
     changed.fp8_dpa = changed.fp8_mha = False

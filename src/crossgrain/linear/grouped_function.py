@@ -150,7 +150,7 @@ def grouped_forward(
     if groups.sums_output:
         y = _summed_output(y, groups)
     y = y.reshape(*x.shape[:-1], groups.weights[0].shape[0])
-    return _in_memory(y, groups.out), contexts, saved
+    return in_memory(y, groups.out, "out", groups.calls[0].layer), contexts, saved
 
 
 def grouped_backward(
@@ -172,7 +172,9 @@ def grouped_backward(
         dws.append(dw)
         dbs.append(db)
     _collect_put_off(contexts, groups)
-    dx = _in_memory(_whole_input_gradient(dxs, groups), groups.dgrad_out) if contexts[0].needs.dx else None
+    dx = None
+    if contexts[0].needs.dx:
+        dx = in_memory(_whole_input_gradient(dxs, groups), groups.dgrad_out, "dgrad_out", groups.calls[0].layer)
     return dx, _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
 
 
@@ -193,9 +195,21 @@ def _whole_input_gradient(parts: Sequence[Tensor], groups: Groups) -> Tensor:
     return groups.parallel.sum(dx.to(call.dtype), call.layer).to(dx.dtype)
 
 
-def _in_memory(values: Tensor, memory: Tensor | None) -> Tensor:
-    """``values``, written to the memory of the caller if it gave some."""
-    return values if memory is None else memory.detach().copy_(values.reshape(memory.shape))
+def in_memory(values: Tensor, memory: Tensor | None, name: str, layer: str) -> Tensor:
+    """``values``, written to the memory of the caller if it gave some.
+
+    Raises:
+        ValueError: the memory is not of the shape and dtype of the values.
+    """
+    if memory is None:
+        return values
+    fits = memory.numel() == values.numel() and memory.shape[-1:] == values.shape[-1:]
+    if not fits or memory.dtype != values.dtype:
+        raise ValueError(
+            f"{layer}: {name} must have the shape {list(values.shape)} and the dtype {values.dtype}, got "
+            f"{list(memory.shape)} and {memory.dtype}"
+        )
+    return memory.detach().copy_(values.reshape(memory.shape))
 
 
 # ---- operands ----------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class KeptWeights(ModuleInterface):
         if value.is_meta:
             self.register_parameter(name, nn.Parameter(self._meta_parameter(value, name, self._parameter_init.recipe)))
             return
-        built = self._build_quantizers(self._parameter_init.recipe)
+        built = self._build_quantizers(self._parameter_init.recipe, backward=torch.is_grad_enabled())
         parameter = nn.Parameter(self._quantized_parameter(value, name, built))
         if self._parameter_init.preserve_init_value:
             keep_high_precision_init_val(parameter, value)

@@ -426,8 +426,8 @@ class LinearModule(QuantizedModule):
         assert this.recipe is not None
         if this.recipe.delayed():
             raise ValueError(
-                f"{self.layer}: save_original_input=True is not possible with delayed scaling, whose scales change "
-                "before backward quantizes the input again"
+                f"{self.layer}: the DelayedScaling recipe is not supported with save_original_input=True, because its "
+                "scales change before backward quantizes the input again"
             )
         if this.recipe.backward_override == "high_precision":
             return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..linear.call import activation_dtype
@@ -192,7 +193,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             index: index of the extra input.
             channel: name of the channel, which an earlier operation writes to.
         """
-        self._check_index("input", index, self.num_extra_inputs)
+        self._check_channel("input", index, self.num_extra_inputs, channel)
         self._refuse_rebinding_if_strict(channel)
         self._extra_input_channels[index] = channel
 
@@ -204,7 +205,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             channel: name of the channel, which later operations read.
             output_to_caller: return the extra output to the caller too.
         """
-        self._check_index("output", index, self.num_extra_outputs)
+        self._check_channel("output", index, self.num_extra_outputs, channel)
         self._refuse_rebinding_if_strict(channel)
         self._extra_output_channels[index] = (channel, output_to_caller)
 
@@ -216,7 +217,13 @@ class BasicOperation(QuantizedModule, FusibleOperation):
                 "captured by an OperationFuser",
             )
 
-    def _check_index(self, kind: str, index: int, count: int) -> None:
+    def _check_channel(self, kind: str, index: int, count: int, channel: str) -> None:
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise TypeError(f"{type(self).__name__}: the index of an extra {kind} must be an int, got {index!r}")
+        if not isinstance(channel, str):
+            raise TypeError(f"{type(self).__name__}: the name of a channel must be a str, got {channel!r}")
+        if not channel:
+            raise ValueError(f"{type(self).__name__}: the name of a channel must not be empty")
         if not 0 <= index < count:
             raise ValueError(f"{type(self).__name__} has {count} extra {kind}s, so there is no index {index}")
 
@@ -251,7 +258,7 @@ class BasicOperation(QuantizedModule, FusibleOperation):
         A weight that is kept quantized keeps its bytes, and uses the new quantizer when it is written next.
         """
         if recipe is not None and any(self._slot_counts().values()):
-            self._build_quantizers(recipe)
+            self._build_quantizers(recipe, backward=torch.is_grad_enabled())
         self._recipe = recipe
         self.fp8 = recipe is not None
 

@@ -12,7 +12,7 @@ from ..formats import Format, fp8_block_format
 from ..formats.dtypes import DType
 from ..formats.dtypes import fp8_dtype as as_fp8_dtype
 from ..formats.encoding import Encoding, cached_encoding
-from ..planes import COLUMNWISE, Direction
+from ..planes import COLUMNWISE, Direction, matrix_shape
 from ..tensor import QuantizedTensor
 from ..tensor.fields import DataAndScaleStorage, FP8Storage
 from .base import Quantizer
@@ -26,6 +26,7 @@ class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
     """The planes of a tensor: rowwise codes [M, K], columnwise codes [K, M], fp32 scales in the layout of GEMMs."""
 
     _missing_plane_error = MissingBlockPlaneError
+    _FSDP_BLOCK_LEN = 128  # clients read it
 
     def _init_fields(
         self,
@@ -45,6 +46,10 @@ class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
             formats = dict.fromkeys(Direction, fp8_block_format(DType.cast(fp8_dtype).element, two_d=is_2D_scaled))
         buffers = (rowwise_data, columnwise_data, rowwise_scale_inv, columnwise_scale_inv)
         self._init_common(formats, quantizer, fake_dtype, shape, buffers)
+
+    def _fsdp_logical_mn(self) -> tuple[int, int]:
+        """Rows and columns of the tensor as a matrix; clients call it."""
+        return matrix_shape(self._shape)
 
     @property
     def _is_2D_scaled(self) -> bool:

@@ -32,27 +32,48 @@ def validate_grouped_quantizer_list(quantizers: Sequence[Quantizer | None], *, o
     for group, quantizer in enumerate(quantizers[1:], start=1):
         difference = _difference(first, quantizer)
         if difference:
-            raise ValueError(f"the quantizers of {operand_name} differ between group 0 and group {group}: {difference}")
+            raise ValueError(
+                f"GroupedLinear: the {operand_name} quantizers of expert 0 and expert {group} {difference}. All "
+                "experts need the same quantizers"
+            )
 
 
 def _difference(a: Quantizer | None, b: Quantizer | None) -> str:
-    """The first difference in words; empty if there is none."""
+    """The first difference in words; empty if there is none. Clients of Transformer Engine look for some of them."""
+    names = f"{type(a).__name__} and {type(b).__name__}"
     if a is None or b is None:
-        return "" if a is b else "one of them has no quantizer"
+        return "" if a is b else f"mix None and concrete quantizers: {names}"
+    if isinstance(a, HybridQuantizer) != isinstance(b, HybridQuantizer):
+        return f"mix HybridQuantizer and non-hybrid quantizers: {names}"
+    if _identities(a) != _identities(b):
+        return f"mix Identity-backed and quantized directions: {_identities(a)} and {_identities(b)}"
     if isinstance(a, HybridQuantizer) and isinstance(b, HybridQuantizer):
-        if a.columnwise_source != b.columnwise_source:
-            return f"columnwise_source {a.columnwise_source!r} and {b.columnwise_source!r}"
         for direction in Direction:
-            inner = _difference(a.child(direction), b.child(direction))
+            inner = _backend_difference(a.child(direction), b.child(direction), direction.value)
             if inner:
-                return f"{direction.value}, {inner}"
+                return inner
+        if a.columnwise_source != b.columnwise_source:
+            return f"have mixed columnwise source policies: {a.columnwise_source!r} and {b.columnwise_source!r}"
         return ""
+    return _backend_difference(a, b, "plain")
+
+
+def _identities(quantizer: Quantizer) -> tuple[bool, ...]:
+    """Whether the quantizer keeps numbers as they are, by direction."""
+    children = [quantizer.child(d) for d in Direction] if isinstance(quantizer, HybridQuantizer) else [quantizer] * 2
+    return tuple(isinstance(child, IdentityQuantizer) for child in children)
+
+
+def _backend_difference(a: Quantizer, b: Quantizer, direction: str) -> str:
     if type(a) is not type(b):
-        return f"{type(a).__name__} and {type(b).__name__}"
+        return f"use incompatible {direction} backend families: {type(a).__name__} and {type(b).__name__}"
     for name, value in _configuration(a).items():
         other = _configuration(b)[name]
         if value != other:
-            return f"{type(a).__name__} with {name}={value!r} and {other!r}"
+            return (
+                f"use incompatible {direction} backend configurations: {type(a).__name__} with {name}={value!r} and "
+                f"{other!r}"
+            )
     return ""
 
 

@@ -206,6 +206,14 @@ def test_quantizing(x):
         x, [32, 96], [QUANTIZERS["mxfp8"](), QUANTIZERS["mxfp8"]()], torch.float32, compute_dbias=True
     )
     assert_same_bytes(groups[0], quantizer(x[:32].float()))
+    split = te.module._split_quantization._split_quantize
+    groups, none = split(x, [32, 96], [QUANTIZERS["mxfp8"](), QUANTIZERS["mxfp8"]()], torch.float32)
+    assert none is None and isinstance(groups[0], cg.MXFP8Tensor)
+    for quantizers in (None, [None, None]):
+        groups, dbias_of_plain = split(x, [32, 96], quantizers, torch.float32, compute_dbias=True)
+        assert torch.equal(groups[1], x[32:].float()) and torch.equal(dbias_of_plain[1], dbias[1])
+    with pytest.raises(ValueError, match="quantizer count does not match the number of groups: 1 quantizers for 2"):
+        split(x, [32, 96], [quantizer], torch.float32)
     hybrids = [hybrid_of("mxfp8", "nvfp4") for _ in range(2)]
     halves = te.module._split_quantization._split_quantize_hybrid(x, [32, 96], hybrids)
     assert_same_bytes(halves[1], hybrids[0](x[32:]))

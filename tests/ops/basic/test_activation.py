@@ -169,3 +169,20 @@ def test_output_is_handed_on_quantized(recipe: str) -> None:
 
 def test_every_activation_is_exported() -> None:
     assert {*REFERENCE, *SCALED} <= set(basic.__all__)
+
+
+def test_arguments_of_scaled_activations_are_checked() -> None:
+    for size in (0, -4, 2.5, True):
+        with pytest.raises(ValueError, match="glu_interleave_size must be a positive int or None"):
+            ops.ScaledSwiGLU(glu_interleave_size=size)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scales of the rows must be floating-point numbers, got torch.int64"):
+        ops.ScaledSReLU()(torch.randn(3, 8), torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU"])
+def test_recomputing_the_activation_changes_no_result_and_says_that_it_saves_nothing(name: str) -> None:
+    x, scales = torch.randn(3, 8), torch.randn(3)
+    with pytest.warns(UserWarning, match=f"{name}: activation_recompute_in_mlp=True changes no result, but saves no"):
+        op = getattr(ops, name)(activation_recompute_in_mlp=True)
+    assert op.activation_recompute_in_mlp
+    assert torch.equal(op(x, scales), getattr(ops, name)()(x, scales))

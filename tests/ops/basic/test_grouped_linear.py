@@ -142,6 +142,21 @@ def test_buffers_of_the_caller() -> None:
     assert torch.equal(dx, x.grad)
 
 
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.empty(96, 16), torch.empty(32, 96), torch.empty(96, 32, dtype=torch.bfloat16)],
+    ids=["columns", "transposed", "dtype"],
+)
+def test_buffers_of_another_shape_or_dtype_are_refused(buffer: torch.Tensor) -> None:
+    """copy_ would cast, or spread numbers over other rows."""
+    op, x = _op(), torch.randn(96, 64, requires_grad=True)
+    with pytest.raises(ValueError, match=r"output_buffer must have the shape \[96, 32\] and the dtype torch.float32"):
+        op(x, _sizes(), **{OUTPUT_BUFFER_KEY: buffer})
+    y = op(x, _sizes(), **{GRAD_INPUT_BUFFER_KEY: buffer})
+    with pytest.raises(ValueError, match=r"grad_input_buffer must have the shape \[96, 64\]"):
+        y.sum().backward()
+
+
 def test_roles_of_every_group() -> None:
     seen: list[QuantizerRole | None] = []
 
@@ -191,17 +206,18 @@ def _hybrid(columns: cg.Quantizer, source: str = "original") -> cg.Quantizer:
 @pytest.mark.parametrize(
     "quantizers, message",
     [
-        ([_mx(), cg.NVFP4Quantizer()], "MXFP8Quantizer and NVFP4Quantizer"),
-        ([_mx(), _mx(cg.DType.kFloat8E5M2)], "dtype="),
-        ([_mx(), None], "one of them has no quantizer"),
-        ([_mx(), _hybrid(_mx())], "MXFP8Quantizer and HybridQuantizer"),
-        ([_hybrid(_mx()), _hybrid(cg.IdentityQuantizer())], "columnwise, MXFP8Quantizer and IdentityQuantizer"),
-        ([_hybrid(_mx()), _hybrid(_mx(), "rowwise_dequantized")], "columnwise_source"),
+        ([_mx(), cg.NVFP4Quantizer()], "use incompatible plain backend families: MXFP8Quantizer and NVFP4Quantizer"),
+        ([_mx(), _mx(cg.DType.kFloat8E5M2)], "use incompatible plain backend configurations: .*dtype="),
+        ([_mx(), None], "mix None and concrete quantizers"),
+        ([_mx(), _hybrid(_mx())], "mix HybridQuantizer and non-hybrid quantizers"),
+        ([_hybrid(_mx()), _hybrid(cg.IdentityQuantizer())], "mix Identity-backed and quantized directions"),
+        ([_hybrid(_mx()), _hybrid(_mx(), "rowwise_dequantized")], "mixed columnwise source policies"),
+        ([_hybrid(_mx()), _hybrid(cg.NVFP4Quantizer())], "use incompatible columnwise backend families"),
         ([cg.IdentityQuantizer(), cg.IdentityQuantizer(dtype=torch.bfloat16)], "IdentityQuantizer with dtype="),
     ],
 )
 def test_unlike_quantizers_are_refused(quantizers: list[cg.Quantizer | None], message: str) -> None:
-    with pytest.raises(ValueError, match=f"the quantizers of input differ between group 0 and group 1: .*{message}"):
+    with pytest.raises(ValueError, match=f"the input quantizers of expert 0 and expert 1 .*{message}"):
         validate_grouped_quantizer_list(quantizers, operand_name="input")
 
 
@@ -221,7 +237,10 @@ def test_a_factory_that_treats_groups_differently_is_refused() -> None:
     def factory(role: QuantizerRole) -> cg.Quantizer:
         return factories.mxfp8_factory(role) if next(calls) < 2 else factories.nvfp4_factory(role)
 
-    with quantized(CustomRecipe(qfactory=factory)), pytest.raises(ValueError, match="input differ between group 0"):
+    with (
+        quantized(CustomRecipe(qfactory=factory)),
+        pytest.raises(ValueError, match="input quantizers of expert 0 and expert 1"),
+    ):
         _op()(torch.randn(96, 64), _sizes())
 
 

@@ -11,10 +11,21 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...nn.attention import DotProductAttention, apply_rotary_pos_emb
+from ...recipe import FP8Format
 from .utils import SplitAlongDim
 
 _SplitAlongDim = SplitAlongDim
 UnfusedDotProductAttention = DotProductAttention
+
+# What Transformer Engine has read from the environment, as clients find and replace it. `environment` takes from here
+# what is not as it is here, and everything else from the environment at the time of use.
+_dpa_fp8_recipe = ""
+_dpa_fp8_recipe_dpa = False
+_dpa_fp8_recipe_mha = False
+_dpa_fp8_format = FP8Format.HYBRID
+_dpa_fp8ds_amax_algo = "most_recent"
+_dpa_fp8ds_amax_histlen = 1
+_dpa_fp8ds_reduce_amax = True
 
 _attention_backends: dict[str, Any] = {
     "attention_params": None,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class TEDebugState:
     """Counts layers and steps of debug features."""
 
     layer_count = 1
+    layers_initialized: ClassVar[dict[str, bool]] = {}
     debug_enabled: bool | None = None
     weight_tensor_tp_group_reduce = True
 
@@ -17,6 +20,7 @@ class TEDebugState:
     @classmethod
     def _reset(cls) -> None:
         cls.layer_count = 1
+        cls.layers_initialized.clear()
         cls.debug_enabled = None
         cls.weight_tensor_tp_group_reduce = True
 
@@ -26,3 +30,13 @@ class TEDebugState:
         number = cls.layer_count
         cls.layer_count += 1
         return number
+
+    @classmethod
+    def set_weight_tensor_tp_group_reduce(cls, enabled: bool) -> None:
+        """Set whether statistics of weights are reduced over tensor-parallel ranks; there are none here."""
+        cls.weight_tensor_tp_group_reduce = enabled
+
+
+def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
+    """See `TEDebugState.set_weight_tensor_tp_group_reduce`."""
+    TEDebugState.set_weight_tensor_tp_group_reduce(enabled)

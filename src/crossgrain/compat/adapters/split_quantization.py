@@ -16,19 +16,29 @@ from ...quantizers.hybrid import HybridQuantizer
 def _split_quantize(
     tensor: Tensor,
     split_sizes: Sequence[int],
-    quantizers: Sequence[Quantizer],
+    quantizers: Sequence[Quantizer | None] | None,
     activation_dtype: torch.dtype,
     *,
     with_quantized_output: bool = True,
     compute_dbias: bool = False,
     disable_bulk_allocation: bool = False,
-) -> tuple[list[Any], list[Tensor | None]]:
-    """Return the groups, quantized with ``with_quantized_output``, and their sums over rows with ``compute_dbias``."""
+) -> tuple[list[Any], list[Tensor] | None]:
+    """Return the groups, quantized if there are quantizers for them, and with ``compute_dbias`` their sums over rows.
+
+    Raises:
+        ValueError: the number of quantizers is not that of the groups.
+    """
+    if quantizers is not None and len(quantizers) != len(split_sizes):
+        raise ValueError(
+            f"the quantizer count does not match the number of groups: {len(quantizers)} quantizers for "
+            f"{len(split_sizes)} groups"
+        )
     rows = tensor.reshape(-1, tensor.shape[-1]).to(activation_dtype)
     groups: list[Any] = list(rows.split(list(split_sizes)))
-    sums: list[Tensor | None] = [group.sum(0) for group in groups] if compute_dbias else [None] * len(groups)
-    if with_quantized_output:
-        groups = split_rows(rows, split_sizes, quantizers)
+    sums = [group.sum(0) for group in groups] if compute_dbias else None
+    given = [quantizer for quantizer in quantizers or () if quantizer is not None]
+    if with_quantized_output and given:
+        groups = split_rows(rows, split_sizes, given)
     return groups, sums
 
 

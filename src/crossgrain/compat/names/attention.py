@@ -14,6 +14,14 @@ _UTILS = (
     "FlashAttentionUtils",
     "get_attention_backend",
 )
+_DPA_SETTINGS = (
+    "_dpa_fp8_recipe",
+    "_dpa_fp8_format",
+    "_dpa_fp8ds_amax_algo",
+    "_dpa_fp8ds_amax_histlen",
+    "_dpa_fp8ds_reduce_amax",
+)
+_MHA_SETTINGS = ("_dpa_fp8_recipe", "_dpa_fp8_recipe_dpa", "_dpa_fp8_recipe_mha")
 _DPA = "transformer_engine.pytorch.attention.dot_product_attention"
 
 ATTENTION: dict[str, Entry] = {
@@ -33,14 +41,17 @@ ATTENTION: dict[str, Entry] = {
         **these(_OURS, "apply_fused_qkv_rotary_pos_emb"),
     },
     "transformer_engine.pytorch.attention.inference": f"{_NN}.kv_cache",
-    "transformer_engine.pytorch.attention.multi_head_attention": f"{_NN}.multihead",
+    "transformer_engine.pytorch.attention.multi_head_attention": {
+        "*": [f"{_NN}.multihead"],
+        **these(_OURS, *_MHA_SETTINGS),
+    },
     _DPA: {
         **these(f"{_NN}.dot_product", "DotProductAttention"),
         **these(_OURS, "_attention_backends"),
     },
     f"{_DPA}.dot_product_attention": {
         **these(f"{_NN}.dot_product", "DotProductAttention"),
-        **these(_OURS, "_attention_backends"),
+        **these(_OURS, "_attention_backends", *_DPA_SETTINGS),
     },
     f"{_DPA}.utils": {
         **these(_OURS, *_UTILS),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...gemm.activations import compute_dtype
 from ...linear.call import Needs, check_input
-from ...linear.grouped_function import Groups, grouped_backward, grouped_forward
+from ...linear.grouped_function import Groups, grouped_backward, grouped_forward, in_memory
 from ...linear.padding import NO_PADDING, Padding
 from ...nn.grouped_parameters import GroupedParameters
 from ...nn.linear_module import calibrate
@@ -214,7 +214,7 @@ class GroupedLinear(GroupedParameters, ComputationWithExtras, LinearOperation):
         ctx.shape = input_.shape
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
         y = y.reshape(*input_.shape[:-1], self.out_features)
-        return _in_buffer(y, kwargs.get(OUTPUT_BUFFER_KEY)), ()
+        return in_memory(y, kwargs.get(OUTPUT_BUFFER_KEY), OUTPUT_BUFFER_KEY, self.layer), ()
 
     def _sizes(self, split_sizes: Tensor, x: Tensor) -> list[int]:
         sizes = [int(size) for size in split_sizes.tolist()]
@@ -248,7 +248,7 @@ class GroupedLinear(GroupedParameters, ComputationWithExtras, LinearOperation):
         if bias_scales is not None:
             dbs, d_scales = self._scaled_bias_gradients(dy, bias_scales, ctx.sizes)
         if dx is not None:
-            dx = _in_buffer(dx.reshape(ctx.shape), ctx.grad_input_buffer)
+            dx = in_memory(dx.reshape(ctx.shape), ctx.grad_input_buffer, GRAD_INPUT_BUFFER_KEY, self.layer)
         return dx, grads + dbs if self.has_bias else grads, (None, d_scales) if self.scale_bias else (None,)
 
     def _scaled_bias_gradients(
@@ -275,7 +275,3 @@ def _spread(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
     """The bias for each row, [M, N]."""
     stacked = torch.stack([bias for bias in biases if bias is not None])
     return stacked.repeat_interleave(torch.tensor(sizes, device=stacked.device), dim=0)
-
-
-def _in_buffer(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    return tensor if buffer is None else buffer.detach().copy_(tensor)

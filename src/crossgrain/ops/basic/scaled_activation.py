@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,13 +15,28 @@ from ..op import Gradients, Kwargs, activation_dtype
 
 
 class ScaledActivation(ComputationWithExtras):
-    """``y = f(x) · scales`` for x [..., K]; ``scales`` [...] is an extra input."""
+    """``y = f(x) · scales`` for x [..., K]; ``scales`` [...] is an extra input.
+
+    Args:
+        activation_recompute_in_mlp: accepted for Transformer Engine; True warns that it saves no memory here.
+        **options: arguments of the activation.
+    """
 
     num_extra_inputs = 1
     activation_name: ClassVar[str]
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, activation_recompute_in_mlp: bool = False, **options: Any) -> None:
         super().__init__()
+        size = options.get("interleave")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
+            raise ValueError(f"{self.layer}: glu_interleave_size must be a positive int or None, got {size!r}")
+        if activation_recompute_in_mlp:
+            warnings.warn(
+                f"{self.layer}: activation_recompute_in_mlp=True changes no result, but saves no memory here: the next "
+                "operation keeps its input. To save memory, run the sequence in crossgrain.checkpoint.",
+                stacklevel=3,
+            )
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self._options = options
 
     @property
@@ -32,6 +48,8 @@ class ScaledActivation(ComputationWithExtras):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         (scales,) = extra_inputs
         x = plain(input_, activation_dtype(input_))
+        if not scales.is_floating_point():
+            raise TypeError(f"{self.layer}: the scales of the rows must be floating-point numbers, got {scales.dtype}")
         if scales.shape != x.shape[:-1]:
             raise ValueError(
                 f"{self.layer}: an input of shape {list(x.shape)} needs a scale for each row, of shape "
@@ -59,8 +77,8 @@ class ScaledSwiGLU(ScaledActivation):
 
     activation_name = "swiglu"
 
-    def __init__(self, glu_interleave_size: int | None = None) -> None:
-        super().__init__(interleave=glu_interleave_size)
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(activation_recompute_in_mlp, interleave=glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
 
 
@@ -69,14 +87,24 @@ class ScaledSReLU(ScaledActivation):
 
     activation_name = "srelu"
 
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(activation_recompute_in_mlp)
+
 
 class ScaledSiTUGLU(ScaledActivation):
     """``situglu(x) · scales``"""
 
     activation_name = "situglu"
 
-    def __init__(self, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None) -> None:
-        super().__init__(beta1=beta1, beta2=beta2, interleave=glu_interleave_size)
+    def __init__(
+        self,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        super().__init__(activation_recompute_in_mlp, beta1=beta1, beta2=beta2, interleave=glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
 
 
@@ -91,6 +119,14 @@ class ScaledClampedQGeGLU(ScaledActivation):
         limit: float = 7.0,
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
+        *,
+        activation_recompute_in_mlp: bool = False,
     ) -> None:
-        super().__init__(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, interleave=glu_interleave_size)
+        super().__init__(
+            activation_recompute_in_mlp,
+            limit=limit,
+            alpha=alpha,
+            glu_linear_offset=glu_linear_offset,
+            interleave=glu_interleave_size,
+        )
         self.glu_interleave_size = glu_interleave_size
