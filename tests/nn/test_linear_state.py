@@ -149,7 +149,7 @@ def test_a_quantized_weight_of_another_format_is_refused_and_names_both():
     layer = quantized_layer(MXFP8, name="fc1")
     with cg.autocast(recipe=NVFP4), pytest.raises(RuntimeError) as error:
         layer(torch.randn(32, 64))
-    for part in ("fc1: weight", "MXFP8", "NVFP4BlockScaling", "requantize_"):
+    for part in ("Recipe mismatch for fc1.weight", "MXFP8", "NVFP4BlockScaling", "requantize_"):
         assert part in str(error.value)
     x, dy = sizes()
     run(layer, x, MXFP8, dy)
@@ -318,12 +318,12 @@ def test_empty_extra_states_of_others_are_accepted():
 def test_foreign_extra_states_are_refused_and_nothing_is_loaded(recipe):
     layer = trained(recipe, name="fc1")
     before = copy.deepcopy(layer.state_dict())
-    pickled = torch.frombuffer(bytearray(pickle.dumps({"scale": 1})), dtype=torch.uint8)
+    pickled = torch.frombuffer(bytearray(pickle.dumps({"scale_fwd": 1})), dtype=torch.uint8)
     good = trained(DELAYED).state_dict()["_extra_state"]
     short = {**good, "forward.scale": torch.ones(1), "forward.amax_history": torch.zeros(4, 1)}
     wrong = [pickled, pickle.dumps(1), {"version": 7}, {**good, "hook": "os.system"}, {**good, "forward.scale": [1.0]}]
     for extra in [*wrong, *([short] if recipe is DELAYED else [])]:
-        with pytest.raises((TypeError, ValueError), match="fc1"):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match="fc1"):
             layer.load_state_dict({**nn.Linear(64, 96).state_dict(), "_extra_state": extra})
     after = layer.state_dict()
     assert after.keys() == before.keys()
@@ -419,24 +419,39 @@ def test_quantizers_can_be_built_before_the_first_forward():
         assert [type(q) for q in layer.quantizers["scaling_fwd"]] == [cg.MXFP8Quantizer] * 3
 
 
-def test_pickled_extra_states_of_others_are_passed_over_or_refused_but_never_unpickled(monkeypatch, capsys):
-    from crossgrain.recipe import pickled_state as _extra_state
+def test_pickled_extra_states_that_hold_nothing_are_passed_over():
+    pickled = pickle.dumps({"recipe": recipes.MXFP8BlockScaling(), "extra_fp8_variables": {}})
+    state = {**nn.Linear(64, 96).state_dict(), "_extra_state": torch.frombuffer(bytearray(pickled), dtype=torch.uint8)}
+    for layer in (trained(MXFP8), trained(DELAYED), trained(None)):
+        before = layer.get_extra_state()
+        layer.load_state_dict(state)
+        assert torch.equal(layer.weight, state["weight"]) and layer.get_extra_state().keys() == before.keys()
 
+
+@pytest.mark.parametrize("allowed", ["0", "1"])
+def test_other_pickled_extra_states_are_refused_and_never_unpickled(allowed, monkeypatch, capsys):
     class Payload:
         def __reduce__(self):
             return print, ("code ran",)
 
-    monkeypatch.setenv(_extra_state.UNSAFE_PICKLE_EXTRA_STATE_ENV, "1")
-    payload = torch.frombuffer(bytearray(pickle.dumps(Payload())), dtype=torch.uint8)
-    state = {**nn.Linear(64, 96).state_dict(), "_extra_state": payload}
-    layer = trained(MXFP8)
-    layer.load_state_dict(state)
-    assert torch.equal(layer.weight, state["weight"]) and layer.get_extra_state() == {}
-    for refusing in (trained(DELAYED), trained(None)):
-        with pytest.raises(TypeError, match="Pickled extra states of other libraries are not read"):
-            refusing.load_state_dict(state)
-    assert not _extra_state.should_load_extra_state_pickle(payload)
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", allowed)
+    for data in (pickle.dumps(Payload()), b"not a pickle"):
+        state = {
+            **nn.Linear(64, 96).state_dict(),
+            "_extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        }
+        for layer in (trained(MXFP8), trained(DELAYED), trained(None)):
+            weight = layer.weight.clone()
+            with pytest.raises(RuntimeError, match="Linear: the extra state is a pickle.*Remove this _extra_state"):
+                layer.load_state_dict(state)
+            assert torch.equal(layer.weight, weight)
     assert "code ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [b"bytes", "text", [1], torch.ones(()), torch.ones(3)])
+def test_extra_states_that_are_no_dicts_are_refused(value):
+    with pytest.raises(TypeError, match="the extra state must be a dict.*Remove the key"):
+        cg.Linear(64, 96).set_extra_state(value)
 
 
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling])

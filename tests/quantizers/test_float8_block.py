@@ -82,3 +82,33 @@ def test_is_quantizable_wants_whole_blocks():
     assert quantizer.is_quantizable(torch.empty(128, 256))
     assert not quantizer.is_quantizable(torch.empty(100, 256))
     assert not quantizer.is_quantizable(torch.empty(128, 100))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (256,), (311,)])
+@pytest.mark.parametrize("block_scaling_dim", [1, 2])
+def test_tensors_with_less_than_two_dimensions_are_one_row(shape, block_scaling_dim):
+    quantizer = cg.Float8BlockQuantizer(
+        cg.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=block_scaling_dim
+    )
+    x = torch.randn(shape)
+    q, row = quantizer(x), quantizer(x.reshape(1, -1))
+    empty = quantizer.make_empty(shape)
+    quantizer.update_quantized(x, empty)
+    assert q.shape == empty.shape == x.shape and not quantizer.is_quantizable(x)
+    for name in q._buffer_names:
+        buffer = getattr(q, name)
+        assert torch.equal(buffer, getattr(empty, name))
+        assert torch.equal(buffer.reshape(-1), getattr(row, name).reshape(-1))
+    for direction in cg.Direction:
+        decoded = q.dequantize(direction=direction)
+        assert decoded.shape == x.shape and torch.equal(decoded.reshape(1, -1), row.dequantize(direction=direction))
+    changed = q.clone()
+    changed.add_(1)
+    assert torch.equal(changed.dequantize(), quantizer(q.dequantize() + 1).dequantize())
+
+
+@pytest.mark.parametrize("make", [lambda: cg.MXFP8Quantizer(cg.DType.kFloat8E4M3), cg.NVFP4Quantizer])
+def test_formats_of_whole_blocks_need_two_dimensions(make):
+    for shape in ((), (64,)):
+        with pytest.raises(ValueError, match=f"it has {len(shape)} dimensions, but needs at least 2"):
+            make()(torch.ones(shape))

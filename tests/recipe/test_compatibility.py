@@ -1,6 +1,7 @@
 """Which recipe may use a weight that was quantized at construction."""
 
 import pytest
+import torch
 
 import crossgrain as cg
 from crossgrain.recipe import (
@@ -36,7 +37,7 @@ def test_each_quantizer_names_its_recipe(make):
             check_weight_matches_recipe(quantizer, recipe, "fc1.weight")
         else:
             made_by, used_with = type(quantizer).__name__, type(recipe).__name__
-            match = f"fc1.weight was quantized by {made_by}.*cannot be used with {used_with}"
+            match = f"Recipe mismatch for fc1.weight: it was quantized by {made_by}.*cannot be used with {used_with}"
             with pytest.raises(RuntimeError, match=match):
                 check_weight_matches_recipe(quantizer, recipe, "fc1.weight")
 
@@ -72,3 +73,17 @@ def test_derived_recipes_and_plain_weights():
 
     check_weight_matches_recipe(cg.MXFP8Quantizer(cg.DType.kFloat8E4M3), Mine(), "weight")
     check_weight_matches_recipe(None, Mine(), "weight")
+
+
+def test_a_module_warns_when_the_class_of_its_recipe_changes(recwarn):
+    layer, x = cg.Linear(32, 32, name="fc1"), torch.randn(32, 32)
+    for recipe in (MXFP8BlockScaling(), MXFP8BlockScaling(margin=1)):
+        with cg.autocast(recipe=recipe):
+            layer(x)
+    assert not recwarn.list
+    for _ in range(2):
+        with cg.autocast(recipe=DelayedScaling()):
+            layer(x)
+    (warning,) = recwarn.list
+    assert "fc1: Recipe type changed from MXFP8BlockScaling to DelayedScaling" in str(warning.message)
+    assert warning.filename == __file__, "it names the line of the caller"

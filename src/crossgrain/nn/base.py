@@ -32,6 +32,7 @@ from ..recipe import (
     check_weight_matches_recipe,
     forward_step,
     this_pass,
+    warn_of_another_recipe,
 )
 from ..recipe.updates import Step
 from ..runtime.settings import settings
@@ -163,9 +164,10 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             new = self._made_for(recipe)
             weights = self._quantized_weights()
             for name, weight in weights.items():
-                check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}: {name}")
+                check_weight_matches_recipe(weight._quantizer, recipe, f"{self.layer}.{name}")
             self._check_pairs(recipe, new.quantizers, weights, backward)
             new = new._replace(serves_backward=backward)
+            warn_of_another_recipe(self.fp8_meta.get("recipe"), recipe, self.layer)
             self._adopt(new)
         return new
 

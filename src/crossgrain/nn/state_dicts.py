@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..recipe import RecipeState, check_extra_state, extra_state_of, load_extra_state
+from ..recipe.extra_state import is_empty
 from ..recipe.pickled_state import passes_over
 from ..tensor.init_values import renew_preserved_values
 from ..tensor.loading import check_formats
@@ -97,11 +98,11 @@ class Histories(StateDicts, ModuleInterface):
         return extra_state_of(self._learned.get("forward"), self._learned.get("backward"))
 
     def set_extra_state(self, state: Any) -> None:
-        if passes_over(state, self._built.recipe or self.bound_recipe):
+        if passes_over(state, self.layer):
             return
         check_extra_state(state, self.layer)
         self._unloaded = None
-        if state is None or not len(state):
+        if is_empty(state):
             return
         if self._learned:
             load_extra_state(state, self._learned.get("forward"), self._learned.get("backward"), self.layer)

@@ -363,7 +363,7 @@ def shape_problem(fmt: Format, direction: Direction, shape: Sequence[int]) -> st
 
 @lru_cache(maxsize=4096)
 def _shape_problem(fmt: Format, direction: Direction, shape: tuple[int, ...]) -> str | None:
-    if fmt.block is not None and len(shape) < 2:
+    if fmt.block is not None and not fmt.ragged and len(shape) < 2:
         return f"it has {len(shape)} dimensions, but needs at least 2"
     if fmt.ragged or fmt.block is None:
         return None

@@ -8,7 +8,7 @@ from . import factories, zoo
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .coerce import as_recipe
-from .compatibility import check_weight_matches_recipe
+from .compatibility import check_weight_matches_recipe, warn_of_another_recipe
 from .context import (
     PrecisionContext,
     active,
@@ -121,5 +121,6 @@ __all__ = [
     "quantized_model_init",
     "quantizer_factory",
     "this_pass",
+    "warn_of_another_recipe",
     "zoo",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 from ..quantizers.base import Quantizer
 from ..quantizers.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..quantizers.float8_block import Float8BlockQuantizer
 from ..quantizers.mxfp8 import MXFP8Quantizer
 from ..quantizers.nvfp4 import NVFP4Quantizer
+from ..runtime.callers import levels_to_caller
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .custom import CustomRecipe
@@ -39,7 +42,25 @@ def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Reci
     compatible = weight_quantizer._get_compatible_recipe()
     if not isinstance(recipe, compatible):
         raise RuntimeError(
-            f"Recipe mismatch: {name} was quantized by {type(weight_quantizer).__name__}, for {compatible.__name__}, "
-            f"and cannot be used with {type(recipe).__name__}. Pass the same recipe to quantized_model_init and "
-            "autocast, or convert the weights with crossgrain.requantize_(model, recipe)"
+            f"Recipe mismatch for {name}: it was quantized by {type(weight_quantizer).__name__}, for "
+            f"{compatible.__name__}, and cannot be used with {type(recipe).__name__}. Pass the same recipe to "
+            "quantized_model_init and autocast, or convert the weights with crossgrain.requantize_(model, recipe)"
         )
+
+
+def warn_of_another_recipe(before: Recipe | None, now: Recipe, name: str) -> None:
+    """Warn if a module that ran with one class of recipe is about to run with another.
+
+    Args:
+        before: the recipe that the module used last; None if there was none.
+        now: the recipe that it will use.
+        name: name of the module, for the message.
+    """
+    if before is None or isinstance(now, type(before)) or isinstance(before, type(now)):
+        return
+    warnings.warn(
+        f"{name}: Recipe type changed from {type(before).__name__} to {type(now).__name__}. Its tensors have other "
+        "formats from now on; scales and histories of delayed scaling are kept for a later return. If that was not "
+        "meant, use one recipe for the model",
+        stacklevel=levels_to_caller(),
+    )

@@ -45,13 +45,12 @@ def check_extra_state(extra: Any, name: str = "module") -> None:
         TypeError: it is not a dict, or has a value of a wrong type.
         ValueError: a field is missing, unknown or wrong.
     """
-    if _is_empty(extra):
+    if is_empty(extra):
         return
     if not isinstance(extra, Mapping):
         raise TypeError(
-            f"{name}: the extra state must be a dict of tensors and numbers, not a {type(extra).__name__}. Pickled "
-            "extra states of other libraries are not read: remove the key from the state dict to start with new "
-            "histories"
+            f"{name}: the extra state must be a dict of tensors and numbers, not a {type(extra).__name__}. Remove the "
+            "key from the state dict to start with new histories"
         )
     if extra.get("version") != VERSION:
         raise ValueError(
@@ -86,7 +85,7 @@ def load_extra_state(
         ValueError: see `check_extra_state`; or the extra state is for other tensors or another FP8 type.
     """
     check_extra_state(extra, name)
-    extra = None if _is_empty(extra) else extra
+    extra = None if is_empty(extra) else extra
     states = _delayed(forward, backward)
     if extra is None or not states:
         return
@@ -113,9 +112,11 @@ def _delayed(forward: RecipeState | None, backward: RecipeState | None) -> dict[
     return {mode: state.delayed for mode, state in states.items() if state is not None and state.delayed is not None}
 
 
-def _is_empty(extra: Any) -> bool:
+def is_empty(extra: Any) -> bool:
     """None, an empty dict, or an empty tensor: Transformer Engine writes that for recipes without histories."""
-    return extra is None or (isinstance(extra, (Mapping, Tensor)) and len(extra) == 0)
+    if isinstance(extra, Tensor):
+        return extra.numel() == 0
+    return extra is None or (isinstance(extra, Mapping) and not extra)
 
 
 def _modes_in(extra: Mapping[str, Any]) -> list[str]:

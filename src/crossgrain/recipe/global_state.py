@@ -7,16 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import support
+from . import global_buffers, support
 from .base import Recipe
-from .context import PrecisionContext, activate, active, active_recipe
-from .updates import backward_steps
+from .context import PrecisionContext, RecipeLike, activate, active, active_recipe, autocast
+from .global_buffers import BufferNames, Registered
+from .updates import Step, backward_steps
 
 
 class QuantizationState:
     """The active context of this thread, by Transformer Engine's names."""
 
     skip_fp8_weight_update_tensor: Tensor | None = None
+    fp8_graph_capturing = False
+
+    def __init__(self) -> None:
+        self.registered = Registered()
+        self.entered: list[autocast] = []
+
+    @property
+    def global_amax_buffer(self) -> dict[str, list[Tensor]]:
+        """The amaxes of this step that were registered by hand, by key."""
+        return self.registered.tensors("amax")
+
+    @property
+    def global_amax_history_buffer(self) -> dict[str, list[Tensor]]:
+        return self.registered.tensors("amax_history")
+
+    @property
+    def global_scale_buffer(self) -> dict[str, list[Tensor]]:
+        return self.registered.tensors("scale")
 
     @property
     def fp8_enabled(self) -> bool:
@@ -47,7 +66,13 @@ class QuantizationState:
         return active().depth
 
 
-class FP8GlobalStateManager:
+def refuse_graphs(graph: bool) -> None:
+    """Raise for ``_graph=True``: it postpones the update of scales while a CUDA graph is captured."""
+    if graph:
+        raise NotImplementedError("_graph=True is for the capture of CUDA graphs, which crossgrain does not do")
+
+
+class FP8GlobalStateManager(BufferNames):
     """Transformer Engine's class methods to ask for the active context. The state itself is in `recipe.context`."""
 
     quantization_state = QuantizationState()
@@ -112,15 +137,66 @@ class FP8GlobalStateManager:
         Args:
             forward: True for the step of the active autocast, False for the steps of all backward passes.
         """
-        step = active().step
-        if not forward:
-            backward_steps.end_all()
-        elif step is not None:
+        registered = cls.quantization_state.registered
+        if forward:
+            step = active().step or Step()
+            registered.join(step, forward=True)
             step.end()
+        else:
+            registered.join(backward_steps.current(), forward=False)
+            backward_steps.end_all()
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Do nothing: states join the step when their modules run."""
+        """Register the histories of a module, so that every `reduce_and_update_fp8_tensors` updates them.
+
+        Modules that run in an autocast need not be registered: they join the step by themselves.
+        """
+        global_buffers.register(fp8_meta, cls.quantization_state.registered)
+
+    @classmethod
+    def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Remember scales and histories before the first pass of a checkpoint."""
+        global_buffers.keep_first_pass(fp8_meta, cls.quantization_state.registered)
+
+    @classmethod
+    def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Use the scales and histories of the first pass again, for the recomputation."""
+        global_buffers.return_to_first_pass(fp8_meta, cls.quantization_state.registered)
+
+    @staticmethod
+    def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
+        """Use the newest scales and histories again, after the recomputation."""
+        global_buffers.leave_first_pass(fp8_meta)
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """Return False: no CUDA graph is ever captured here."""
+        return False
+
+    @classmethod
+    def autocast_enter(
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: RecipeLike = None,
+        fp8_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        """Enter an autocast, which `autocast_exit` leaves. Arguments as for `autocast`; ``_graph`` must be False."""
+        refuse_graphs(_graph)
+        context = autocast(enabled, calibrating, fp8_recipe, fp8_group)
+        context._nonfinite = "saturate"  # as in Transformer Engine, for whose clients this is
+        context.__enter__()
+        cls.quantization_state.entered.append(context)
+
+    @classmethod
+    def autocast_exit(cls, enabled: bool = True, _graph: bool = False) -> None:
+        """Leave the autocast that `autocast_enter` has entered last."""
+        refuse_graphs(_graph)
+        if not cls.quantization_state.entered:
+            raise RuntimeError("autocast_exit was called without autocast_enter: use `with autocast(...):` instead")
+        cls.quantization_state.entered.pop().__exit__(None, None, None)
 
     @classmethod
     def get_autocast_state(cls) -> PrecisionContext:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from .callers import levels_to_caller
+
 _warned = False
 
 
@@ -34,13 +33,5 @@ def _warn_once() -> None:
         _warned = True
         warnings.warn(
             'the device "cuda" was requested, but CUDA is not available: the CPU is used instead, here and from now on',
-            stacklevel=_levels_to_caller(),
+            stacklevel=levels_to_caller(),
         )
-
-
-def _levels_to_caller() -> int:
-    """The ``stacklevel`` in `_warn_once` at which the caller of this package is."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
-    return level
