@@ -272,3 +272,63 @@ def test_the_debug_state():
     assert not state.TEDebugState.weight_tensor_tp_group_reduce
     state.TEDebugState._reset()
     assert state.TEDebugState.weight_tensor_tp_group_reduce and not state.TEDebugState.layers_initialized
+
+
+def test_histories_can_be_copied_and_put_back():
+    layer, recipe = te.Linear(32, 32), cg.recipe.DelayedScaling(amax_history_len=3)
+    assert layer.get_fp8_meta_tensors() is None
+    with te.autocast(recipe=recipe):
+        layer(torch.randn(32, 32)).sum().backward()
+    kept = layer.get_fp8_meta_tensors()
+    layer.reset_fp8_meta_tensors()
+    for key, (scale, history) in kept.items():
+        state = layer.fp8_meta[key]
+        assert (state.scale == 1).all() and (state.amax_history == 0).all() and (history > 0).any() and scale.numel()
+    layer.reset_fp8_meta_tensors(kept)
+    for key, (scale, history) in kept.items():
+        assert torch.equal(layer.fp8_meta[key].scale, scale) and torch.equal(layer.fp8_meta[key].amax_history, history)
+    with pytest.raises(KeyError, match="fp8_meta_tensors has no scaling_bwd"):
+        layer.reset_fp8_meta_tensors({"scaling_fwd": kept["scaling_fwd"]})
+
+
+def test_a_workspace_is_used_if_there_is_no_weight():
+    quantize_weight = te.module.base.quantize_weight
+    workspace = te.MXFP8Quantizer(E4M3)(torch.randn(32, 32))
+    assert quantize_weight(workspace=workspace) == (workspace, None)
+    with pytest.raises(ValueError, match="tensor and workspace are both None"):
+        quantize_weight()
+
+
+def test_options_that_only_gpus_have_are_refused_or_change_nothing():
+    reference = te.custom_recipes.reference_nvfp4.NVFP4QuantizerRef
+    assert reference(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="MSE").nvfp4_e4m3_max == 256
+    with pytest.raises(NotImplementedError, match="nvfp4_4over6_err_use_fast_math=True compares"):
+        reference(nvfp4_4over6_err_use_fast_math=True)
+    x, dy = torch.randn(4, 32), torch.randn(4, 32)
+    for plain, with_options in (
+        (te.ops.AllReduce(), te.ops.AllReduce(reduce_in_backward=False)),
+        (te.ops.L2Normalization(), te.ops.L2Normalization(seq_length=4, micro_batch_size=1)),
+    ):
+        results = []
+        for op in (plain, with_options):
+            leaf = x.clone().requires_grad_()
+            y = op(leaf)
+            y.backward(dy)
+            results.append((y.detach(), leaf.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_states_in_bfloat16_can_be_read_as_they_are():
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer = te.optimizers.FusedAdam([weight], exp_avg_dtype=torch.bfloat16)
+    weight.grad = torch.randn(8, 8)
+    optimizer.step()
+    stored = optimizer.get_unscaled_state(weight, "exp_avg", skip_unscale=True)
+    assert stored.dtype == torch.bfloat16
+    assert torch.equal(optimizer.get_unscaled_state(weight, "exp_avg"), stored.float())
+    assert optimizer.get_unscaled_state(weight, "exp_avg_sq", skip_unscale=True).dtype == torch.float32
+
+
+def test_a_tensor_that_was_not_offloaded_is_popped_as_it_is():
+    x = torch.ones(3)
+    assert te.cpu_offload.OffloadableLayerState(None).pop_tensor(x) is x

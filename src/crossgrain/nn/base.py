@@ -300,9 +300,11 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
             for hook in self._wgrad_hooks:
                 hook()
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+    ) -> None:
         """Register a function that is called after `backward_dw` has computed gradients."""
-        self._wgrad_hooks.append(hook)
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     # ---- state ---------------------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ class LayerNormLinear(NormFirst, SingleLinear):
         tp_group: Any = None,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
         normalization: Normalization = "LayerNorm",
@@ -56,6 +55,7 @@ class LayerNormLinear(NormFirst, SingleLinear):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
+        rng_tracker_name: str | None = None,
         **gpu_options: Any,
     ) -> None:
         super().__init__(**options_for(LinearModule.__init__, locals()))

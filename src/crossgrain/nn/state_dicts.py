@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..recipe import RecipeState, check_extra_state, extra_state_of, load_extra_state
@@ -11,7 +13,7 @@ from ..recipe.extra_state import is_empty
 from ..recipe.pickled_state import passes_over
 from ..tensor.init_values import renew_preserved_values
 from ..tensor.loading import check_formats
-from .module_interface import Built, Mode, ModuleInterface, nothing_built
+from .module_interface import SLOTS, Built, Mode, ModuleInterface, nothing_built
 
 _EXTRA_STATE = "_extra_state"  # torch's name
 
@@ -85,12 +87,34 @@ class Histories(StateDicts, ModuleInterface):
             self._unloaded = None
         self._learned |= learned
 
-    def reset_fp8_meta_tensors(self) -> None:
-        """Reset the histories of delayed scaling: amaxes become 0 and scales 1."""
-        for state in self._learned.values():
-            assert state.delayed is not None
-            state.delayed.amax_history.zero_()
-            state.delayed.scale.fill_(1.0)
+    def get_fp8_meta_tensors(self) -> dict[str, list[Tensor]] | None:
+        """Copies of the scales and histories of delayed scaling, of both passes; None if there are none."""
+        if not self._learned:
+            return None
+        return {
+            SLOTS[mode]: [each.detach().clone() for each in _tensors(state)] for mode, state in self._learned.items()
+        }
+
+    @torch.no_grad()
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+        """Reset the histories of delayed scaling: amaxes become 0 and scales 1.
+
+        Args:
+            fp8_meta_tensors: what `get_fp8_meta_tensors` has returned, to go back to that.
+
+        Raises:
+            KeyError: it has nothing for one of the passes.
+        """
+        for mode, state in self._learned.items():
+            scale, history = _tensors(state)
+            if fp8_meta_tensors is None:
+                scale.fill_(1.0)
+                history.zero_()
+            elif SLOTS[mode] not in fp8_meta_tensors:
+                raise KeyError(f"{self.layer}: fp8_meta_tensors has no {SLOTS[mode]}, only {[*fp8_meta_tensors]}")
+            else:
+                scale.copy_(fp8_meta_tensors[SLOTS[mode]][0])
+                history.copy_(fp8_meta_tensors[SLOTS[mode]][1])
 
     def get_extra_state(self) -> dict[str, Any]:
         if self._unloaded is not None:
@@ -113,3 +137,9 @@ class Histories(StateDicts, ModuleInterface):
 
     def _expect_other_weights(self) -> None:
         self._built = nothing_built()
+
+
+def _tensors(state: RecipeState) -> tuple[Tensor, Tensor]:
+    """The scale and the history of a state that keeps them."""
+    assert state.delayed is not None
+    return state.delayed.scale, state.delayed.amax_history

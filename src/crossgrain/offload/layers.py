@@ -79,9 +79,11 @@ class OffloadableLayerState:
         for record in reversed(self._records()):
             self._engine.start_reading(record)
 
-    def pop_tensor(self, number: int) -> Any:
-        """Return the tensor that was pushed as ``number``."""
-        return self._engine.unpack(self._pushed[number])
+    def pop_tensor(self, tensor_or_tensor_id: Any) -> Any:
+        """Return the tensor that was pushed under this number; a tensor that was not offloaded is returned itself."""
+        if isinstance(tensor_or_tensor_id, Tensor):
+            return tensor_or_tensor_id
+        return self._engine.unpack(self._pushed[tensor_or_tensor_id])
 
     def release_all_memory(self) -> None:
         """Drop all pushed tensors."""

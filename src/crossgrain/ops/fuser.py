@@ -333,30 +333,30 @@ def _told_apart(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tupl
     return tuple(apart)
 
 
-def register_forward_fusion(function: FusionFunction, prepend: bool = False) -> None:
+def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a fusion for forward passes.
 
     Args:
-        function: ``fn(ops, *, recipe) -> ops``, which replaces neighbouring operations by fused ones.
+        op_fusion_func: ``fn(ops, *, recipe) -> ops``, which replaces neighbouring operations by fused ones.
         prepend: apply it before all registered fusions instead of after them.
     """
-    _register(OperationFuser.forward_fusion_functions, function, prepend)
+    _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
 
 
-def register_backward_fusion(function: FusionFunction, prepend: bool = False) -> None:
+def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a fusion for backward passes; see `register_forward_fusion`.
 
     The function gets the operations in the order of forward here too.
     """
-    _register(OperationFuser.backward_fusion_functions, function, prepend)
+    _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
 
 
-def register_forward_backward_fusion(function: FusionFunction, prepend: bool = False) -> None:
+def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a fusion for both passes; see `register_forward_fusion`.
 
     Its fused operations must define both passes. These fusions are applied before all others.
     """
-    _register(OperationFuser.forward_backward_fusion_functions, function, prepend)
+    _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
 
 
 def _register(functions: list[FusionFunction], function: FusionFunction, prepend: bool) -> None:

@@ -67,15 +67,15 @@ class Sequential(nn.Module):
         self._become([*self._list(), *(_checked(module) for module in modules)])
         return self
 
-    def insert(self, index: int, module: nn.Module) -> Self:
+    def insert(self, idx: int, module: nn.Module) -> Self:
         modules = self._list()
-        modules.insert(index, _checked(module))
+        modules.insert(idx, _checked(module))
         self._become(modules)
         return self
 
-    def pop(self, index: int = -1) -> nn.Module:
+    def pop(self, idx: int = -1) -> nn.Module:
         modules = self._list()
-        popped = modules.pop(index)
+        popped = modules.pop(idx)
         self._become(modules)
         return popped
 

@@ -254,9 +254,17 @@ class FusedOptimizer(Optimizer):
     def _scale(self, param: Tensor, name: str) -> Tensor | None:
         return self._scales.get(param, {}).get(name)
 
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Return a state in float32. It is the state itself if that is stored as float32, otherwise a copy."""
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """Return a state in float32. It is the state itself if that is stored as float32, otherwise a copy.
+
+        Args:
+            param: the parameter.
+            state_name: name of the state.
+            skip_unscale: return a state that is stored as bfloat16, which has no scale, itself.
+        """
         state = self.state[param][state_name]
+        if skip_unscale and state.dtype == torch.bfloat16:
+            return local_part(state)
         if state_name == MASTER and self._keeps_remainder(param):
             return join_master(local_part(param).detach(), state)
         return unscaled(state, self._scale(param, state_name)).view(local_part(param).shape)

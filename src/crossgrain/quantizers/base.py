@@ -36,6 +36,7 @@ from ..tensor.autograd import QuantizeFunction
 from ..tensor.storage import QuantizedTensorStorage
 from ..tensor.tensor import QuantizedTensor
 from .amax_reduction import AmaxReduction
+from .data_free import DataFree
 from .nonfinite import Policy
 from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 
@@ -54,7 +55,7 @@ class _Layout(NamedTuple):
     transposed: bool
 
 
-class Quantizer(AmaxReduction):
+class Quantizer(AmaxReduction, DataFree):
     """Base class of quantizers, which make quantized tensors of one format.
 
     Args:
@@ -193,9 +194,9 @@ class Quantizer(AmaxReduction):
         """The quantizers of one format that this one consists of: itself, or the two children of a hybrid."""
         return [self]
 
-    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list[Any]:
         """Quantize several tensors."""
-        return [self.quantize(tensor) for tensor in tensors]
+        return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def make_quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         """`quantize` without autograd."""
@@ -369,9 +370,9 @@ class Quantizer(AmaxReduction):
 
     # ---- checks --------------------------------------------------------------------------------
 
-    def is_quantizable(self, tensor: Tensor) -> bool:
+    def is_quantizable(self, inp: Tensor) -> bool:
         """Whether the shape divides into whole blocks in both directions."""
-        return not any(self._block_problem(direction, tensor.shape) for direction in Direction)
+        return not any(self._block_problem(direction, inp.shape) for direction in Direction)
 
     def _block_problem(self, direction: Direction, shape: Sequence[int]) -> str | None:
         return shape_problem(replace(self.encoding(direction).format, ragged=False), direction, shape)

@@ -181,9 +181,9 @@ class _PerTensorQuantizer(Quantizer):
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
-    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the transposed copy: the last dimension moves to the front."""
-        return (shape[-1], *shape[:-1]) if shape else ()
+        return (rowwise_data_shape[-1], *rowwise_data_shape[:-1]) if rowwise_data_shape else ()
 
     def create_tensor_from_data(
         self,

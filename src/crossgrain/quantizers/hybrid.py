@@ -452,8 +452,8 @@ class HybridQuantizer(Quantizer):
         for direction in self._wanted():
             self._quantizer_of(direction).calibrate(tensor)
 
-    def is_quantizable(self, tensor: Tensor) -> bool:
-        return all(self._quantizer_of(direction).is_quantizable(tensor) for direction in Direction)
+    def is_quantizable(self, inp: Tensor) -> bool:
+        return all(self._quantizer_of(direction).is_quantizable(inp) for direction in Direction)
 
     def supports_only_rowwise_all_gather(self) -> bool:
         row = self._quantizer_of(ROWWISE)

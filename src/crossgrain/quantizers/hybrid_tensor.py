@@ -455,16 +455,16 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
             buffers.extend(own)
         return tuple(buffers), {"field_names": self.fsdp_buffer_fields(), "children": metas}
 
-    def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
+    def fsdp_assign_gathered(self, gathered: Sequence[Tensor], meta: dict[str, Any]) -> None:
         names = meta["field_names"]
-        if len(buffers) != len(names):
+        if len(gathered) != len(names):
             raise RuntimeError(
-                f"{type(self).__name__}: got {len(buffers)} gathered buffers for the {len(names)} fields {list(names)}"
+                f"{type(self).__name__}: got {len(gathered)} gathered buffers for the {len(names)} fields {list(names)}"
             )
         children = self._children()
         if set(children) != set(meta["children"]):
             raise RuntimeError(f"{type(self).__name__}: the gathered shards have other directions than this tensor")
-        rest = list(buffers)
+        rest = list(gathered)
         # Fill other objects first, so that a failure changes nothing.
         filled = {direction: _shallow(child) for direction, child in children.items()}
         for direction, child_meta in meta["children"].items():

@@ -233,7 +233,7 @@ class IdentityQuantizer(Quantizer):
             storage_offset=int(kept.storage_offset()),
         )
 
-    def is_quantizable(self, tensor: Tensor) -> bool:
+    def is_quantizable(self, inp: Tensor) -> bool:
         return True
 
     def is_requantization_safe(self) -> bool:

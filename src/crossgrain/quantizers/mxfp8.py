@@ -88,6 +88,10 @@ class MXFP8Quantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         return True
 
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the columnwise codes, which are not transposed."""
+        return tuple(rowwise_data_shape)
+
     def create_tensor_from_data(
         self,
         data: Tensor,

@@ -252,8 +252,8 @@ class NVFP4Quantizer(Quantizer):
                     f"nvfp4_use_4over6={self.nvfp4_use_4over6}",
                 )
 
-    def is_quantizable(self, tensor: Tensor) -> bool:
-        return not self.row_scaled_nvfp4 and super().is_quantizable(tensor)
+    def is_quantizable(self, inp: Tensor) -> bool:
+        return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding

@@ -39,20 +39,20 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
     return flat, objects
 
 
-def restore_from_saved(objects: list[Any], saved: Any, return_saved_tensors: bool = False) -> Any:
+def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tensors: bool = False) -> Any:
     """Put saved buffers back into their tensors: the inverse of `prepare_for_saving`.
 
     Args:
-        objects: the second result of `prepare_for_saving`.
-        saved: the saved tensors.
+        tensors: the second result of `prepare_for_saving`.
+        saved_tensors: the saved tensors.
         return_saved_tensors: also return the saved tensors that are left over.
 
     Returns:
         The tensors that were passed to `prepare_for_saving`; with ``return_saved_tensors`` a pair.
     """
-    rest = list(saved)
+    rest = list(saved_tensors)
     restored: list[Any] = []
-    for holder in objects:
+    for holder in tensors:
         if holder is None:
             restored.append(rest.pop(0))
         elif isinstance(holder, SavedBefore):

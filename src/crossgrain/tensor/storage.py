@@ -285,14 +285,14 @@ class QuantizedTensorStorage(PlaneHolder):
         """The buffers of this shard, to be concatenated along their first dimension, and how to read them."""
         return extract_shard(self)
 
-    def fsdp_assign_gathered(self, buffers: Sequence[Tensor], meta: dict[str, Any]) -> None:
+    def fsdp_assign_gathered(self, gathered: Sequence[Tensor], meta: dict[str, Any]) -> None:
         """Fill this tensor from the concatenated buffers of all shards.
 
         Args:
-            buffers: the gathered buffers, in the order of `fsdp_buffer_fields`.
+            gathered: the gathered buffers, in the order of `fsdp_buffer_fields`.
             meta: the second result of `fsdp_extract_buffers`.
         """
-        assign_gathered(self, buffers, meta)
+        assign_gathered(self, gathered, meta)
 
     def _planes_that_travel(self, directions: Sequence[Direction]) -> list[Plane]:
         """The planes to send for ``directions``: not those that can be made from another one."""

@@ -336,12 +336,17 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     )
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor], metadata: sharding.Gather, param_dtype: torch.dtype, *, out: Any = None
+        self,
+        all_gather_outputs: tuple[Tensor],
+        metadata: sharding.Gather,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
     ) -> tuple[QuantizedTensor, list[Tensor]]:
         """Make the whole parameter from the bytes of all shards, or fill ``out`` again. FSDP2 calls it.
 
         Args:
-            outputs: the gathered bytes.
+            all_gather_outputs: the gathered bytes.
             metadata: the second result of `fsdp_pre_all_gather`.
             param_dtype: nominal dtype of the parameter.
             out: the parameter of an earlier call; None to make one.
@@ -349,7 +354,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         Returns:
             The parameter, and its buffers.
         """
-        return sharding.post_all_gather(self, outputs[0], metadata, param_dtype, out)
+        return sharding.post_all_gather(self, all_gather_outputs[0], metadata, param_dtype, out)
 
     # ---- tracing -------------------------------------------------------------------------------
 

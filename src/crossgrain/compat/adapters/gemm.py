@@ -256,12 +256,12 @@ def _unwrap_tensor(tensor: Any, usage: str) -> Any:
     return tensor if isinstance(tensor._get_quantizer(), _NATIVE) else tensor.dequantize()
 
 
-def _validate_native_gemm_output_quantizer(quantizer: Any) -> None:
-    if quantizer is not None and not isinstance(quantizer, _NATIVE):
+def _validate_native_gemm_output_quantizer(quantization_params: Any) -> None:
+    if quantization_params is not None and not isinstance(quantization_params, _NATIVE):
         names = ", ".join(cls.__name__ for cls in _NATIVE)
         raise NotImplementedError(
-            f"a GEMM can quantize its output with one of {names}, but not with {type(quantizer).__name__}: quantize "
-            "the result afterwards"
+            f"a GEMM can quantize its output with one of {names}, but not with {type(quantization_params).__name__}: "
+            "quantize the result afterwards"
         )
 
 

@@ -54,7 +54,7 @@ def noop_cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def quantize_weight(
     *,
-    tensor: Tensor,
+    tensor: Tensor | None = None,
     quantizer: Quantizer | None = None,
     workspace: QuantizedTensorStorage | None = None,
     update_workspace: bool = True,
@@ -66,7 +66,7 @@ def quantize_weight(
     """Return a quantized weight for a GEMM, and the copy to keep if ``cache`` is set and a new one was made.
 
     Args:
-        tensor: the weight; one that is quantized already is used itself.
+        tensor: the weight; one that is quantized already is used itself. None to use ``workspace`` as it is.
         quantizer: needed unless the weight is quantized.
         workspace: an earlier copy to use. It is replaced if it lacks a direction that the quantizer makes.
         update_workspace: write the weight to ``workspace`` again.
@@ -75,6 +75,10 @@ def quantize_weight(
         workspace_dtype: nominal dtype of a new copy.
         cache: return a new copy as the second result too.
     """
+    if tensor is None:
+        if workspace is None:
+            raise ValueError("quantize_weight: there is no weight: tensor and workspace are both None")
+        return workspace, None
     if isinstance(tensor, QuantizedTensor):
         if quantizer is not None:
             have, wanted = tensor.get_usages(), quantizer.get_usages()

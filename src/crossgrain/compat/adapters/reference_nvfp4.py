@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,9 +67,13 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
         pow_2_scales: not supported; must be False.
         eps: not supported; must be 0.
         quant_tile_shape: numbers that share a scale: (1, 16), or (16, 16).
+        row_scaled_nvfp4: see `NVFP4Quantizer`; so are the other options of 4-over-6.
+        nvfp4_use_4over6: use the better of two scales for each block.
+        nvfp4_e4m3_max: the largest scale.
+        nvfp4_4over6_err_mode: how errors are compared.
+        nvfp4_4over6_err_use_fast_math: must be False.
         with_rht: rotate the columnwise plane by a random Hadamard transform.
         with_random_sign_mask: use random signs in the rotation.
-        **options: further options of `NVFP4Quantizer`.
     """
 
     _tensor_class = _ReferenceTensor
@@ -83,10 +87,19 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
         pow_2_scales: bool = False,
         eps: float = 0.0,
         quant_tile_shape: tuple[int, int] = (1, 16),
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE",
+        nvfp4_4over6_err_use_fast_math: bool = False,
         with_rht: bool = False,
         with_random_sign_mask: bool = True,
-        **options: Any,
     ) -> None:
+        if nvfp4_4over6_err_use_fast_math:
+            raise NotImplementedError(
+                "NVFP4QuantizerRef: nvfp4_4over6_err_use_fast_math=True compares the errors of 4-over-6 in half "
+                "precision, for the speed of GPUs. crossgrain only compares them in float32"
+            )
         if pow_2_scales or eps:
             raise NotImplementedError(
                 "NVFP4QuantizerRef does not support pow_2_scales and eps: the scales of NVFP4 are E4M3 numbers"
@@ -101,7 +114,10 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
             with_post_rht_amax=with_rht,
             with_2d_quantization=quant_tile_shape == (16, 16),
             with_random_sign_mask=with_random_sign_mask,
-            **options,
+            row_scaled_nvfp4=row_scaled_nvfp4,
+            nvfp4_use_4over6=nvfp4_use_4over6,
+            nvfp4_e4m3_max=nvfp4_e4m3_max,
+            nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
         )
         self.internal = True
 

@@ -109,8 +109,8 @@ def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
-def ceil_div(value: int, divisor: int) -> int:
-    return -(-value // divisor)
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

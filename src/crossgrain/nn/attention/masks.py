@@ -55,16 +55,16 @@ def make_mask(mask_type: str, window: Window | None = None, bottom_right: bool |
     return Mask(mask_type, check_set_window_size(mask_type, window), bottom_right)
 
 
-def check_set_window_size(mask_type: str, window: Window | None = None) -> Window:
+def check_set_window_size(attn_mask_type: str, window_size: Window | None = None) -> Window:
     """Return the window ``(left, right)`` for a type of mask; ``right`` is 0 for causal masks."""
-    left, right = NO_WINDOW if window is None else window
+    left, right = NO_WINDOW if window_size is None else window_size
     if left < -1 or right < -1:
         raise ValueError(f"window_size must be (left, right), each >= 0 or -1 for no limit, got {(left, right)}")
-    if "causal" not in mask_type:
+    if "causal" not in attn_mask_type:
         return left, right
     if right > 0:
         raise ValueError(
-            f"with a {mask_type} mask, a query sees no keys to the right, but window_size is {(left, right)}; use "
+            f"with a {attn_mask_type} mask, a query sees no keys to the right, but window_size is {(left, right)}; use "
             "right=0"
         )
     return left, 0

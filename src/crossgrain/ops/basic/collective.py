@@ -68,7 +68,15 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """Sums over the ranks. The gradient is the same on all ranks and is passed on unchanged."""
+    """Sums over the ranks. The gradient is the same on all ranks and is passed on unchanged.
+
+    Args:
+        process_group: the ranks.
+        reduce_in_backward: accepted; as in Transformer Engine, backward never reduces.
+    """
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        super().__init__(process_group)
 
     def _run(self, x: Tensor) -> Tensor:
         return summed(x, self.process_group)

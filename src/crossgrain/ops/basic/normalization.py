@@ -90,9 +90,15 @@ class RMSNorm(_Norm):
 
 
 class L2Normalization(Computation):
-    """``y = x / sqrt(sum(x²) + eps)`` along the last dimension."""
+    """``y = x / sqrt(sum(x²) + eps)`` along the last dimension.
 
-    def __init__(self, eps: float = 1e-6) -> None:
+    Args:
+        eps: added to the sum.
+        seq_length: accepted; it is for warming up GPU kernels.
+        micro_batch_size: accepted; it is for warming up GPU kernels.
+    """
+
+    def __init__(self, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
         super().__init__()
         self.eps = eps
 

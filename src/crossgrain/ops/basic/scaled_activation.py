@@ -98,11 +98,11 @@ class ScaledSiTUGLU(ScaledActivation):
 
     def __init__(
         self,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
         glu_interleave_size: int | None = None,
         *,
         activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
     ) -> None:
         super().__init__(activation_recompute_in_mlp, beta1=beta1, beta2=beta2, interleave=glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
