@@ -264,7 +264,8 @@ class FusedOptimizer(Optimizer):
         """
         state = self.state[param][state_name]
         if skip_unscale and state.dtype == torch.bfloat16:
-            return local_part(state)
+            stored: Tensor = local_part(state)
+            return stored
         if state_name == MASTER and self._keeps_remainder(param):
             return join_master(local_part(param).detach(), state)
         return unscaled(state, self._scale(param, state_name)).view(local_part(param).shape)

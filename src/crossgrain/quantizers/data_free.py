@@ -57,7 +57,7 @@ class DataFree:
             requires_grad: must be False.
         """
         described = self._described(_shape, dtype)
-        if requires_grad or not isinstance(described, Tensor):
+        if requires_grad or not hasattr(described, "__tensor_flatten__"):
             raise NotImplementedError(
                 f"{type(self).__name__}: __tensor_unflatten__ makes tensors that require no gradient, and no storages. "
                 "Set internal=False, and call requires_grad_(True) on the tensor that it returns"

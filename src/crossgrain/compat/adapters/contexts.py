@@ -14,7 +14,8 @@ from ..environment import warn_about_ignored, with_attention_of_environment
 class autocast(context.autocast):
     """`crossgrain.autocast`, in which layers saturate infinities, unless their recipe says something else.
 
-    Entering it reads the environment variables of Transformer Engine that change numbers. Arguments as there. ``_graph`` must be False.
+    Entering it reads the environment variables of Transformer Engine that change numbers. ``_graph`` must be
+    False.
     """
 
     _nonfinite = "saturate"
