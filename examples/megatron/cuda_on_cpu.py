@@ -100,6 +100,7 @@ def _translating(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # it is for copies to a GPU
         return function(*args, **kwargs)
 
     return call

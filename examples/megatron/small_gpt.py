@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
 VOCABULARY, CONTEXT = 64, 32
 
@@ -72,6 +73,7 @@ class Options:
     local_spec: bool = False  # Megatron's own layers, without Transformer Engine
     tensor_parallel: int = 1
     sequence_parallel: bool = False
+    context_parallel: int = 1  # ranks that share each text
     distributed_optimizer: bool = False
     fsdp: bool = False  # Megatron's own
     torch_fsdp: bool = False  # torch's FSDP2
@@ -88,6 +90,7 @@ def transformer_config(options: Options) -> TransformerConfig:
         "num_attention_heads": 4,
         "tensor_model_parallel_size": options.tensor_parallel,
         "sequence_parallel": options.sequence_parallel,
+        "context_parallel_size": options.context_parallel,
         "params_dtype": torch.bfloat16 if options.bf16 else torch.float32,
         "bf16": options.bf16,
         "hidden_dropout": 0.0,
@@ -107,6 +110,7 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             options.tensor_parallel,
+            context_parallel_size=options.context_parallel,
             expert_model_parallel_size=config.expert_model_parallel_size,
             create_gloo_process_groups=False,
         )
@@ -161,7 +165,8 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tup
     tokens, labels = next(data)
     positions = torch.arange(CONTEXT).expand_as(tokens)
     mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool).triu(1)
-    losses = model(tokens, positions, mask, labels=labels)
+    batch = get_batch_on_this_cp_rank({"tokens": tokens, "positions": positions, "labels": labels})
+    losses = model(batch["tokens"], batch["positions"], mask, labels=batch["labels"])
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = output.float().mean()
@@ -192,5 +197,6 @@ def run(model: nn.Module, optimizer: Any, options: Options, steps: int) -> Itera
         if not updated:
             raise RuntimeError("a gradient is not finite")
         loss = torch.stack([each["loss"] for each in losses]).mean()
-        torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        yield loss.item() / parallel_state.get_data_parallel_world_size(), float(norm)
+        ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(loss, group=ranks)
+        yield loss.item() / ranks.size(), float(norm)

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--context-parallel", type=int, default=1)
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--fp8-param-gather", action="store_true", help="keep weights quantized")
     given = parser.parse_args()
@@ -35,6 +36,7 @@ def main() -> None:
         width=given.width,
         tensor_parallel=given.tensor_parallel,
         sequence_parallel=given.sequence_parallel,
+        context_parallel=given.context_parallel,
         distributed_optimizer=given.distributed_optimizer,
         quantized_parameters=given.fp8_param_gather,
     )

@@ -26,6 +26,7 @@ def name_devices(rank):
     installed()
     made = [
         torch.zeros(2, device="cuda"),
+        torch.zeros(2, device="cpu", pin_memory=True),
         torch.tensor([1.0], device=torch.cuda.current_device()),
         torch.empty_like(torch.ones(2), device=torch.device("cuda", 0)),
         torch.ones(2).cuda(),
