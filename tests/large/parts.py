@@ -51,7 +51,7 @@ def parts(shape):
 def random_bytes_at(row, column, shape):
     """The random numbers of the reference for a part of a matrix that begins at this row and column."""
 
-    def random_bytes(seed, direction, operand_shape, device, source):
+    def random_bytes(seed, direction, operand_shape, device, source, within):
         rows, length = operand_shape
         lines, words = torch.arange(rows).unsqueeze(1), torch.arange(-(-length // 4))
         if direction is ROWWISE:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..linear.call import activation_dtype
-from ..linear.gather_activations import why_places_matter
 from ..planes import ROWWISE, Plane
 from ..planes.rows import bytes_of_rows, plane_of_rows, rows_stand_alone
 from ..quantizers.base import Quantizer
@@ -227,9 +226,10 @@ def _of_rows(quantizer: Quantizer) -> Quantizer:
 def why_not_sent(quantizer: Quantizer) -> str | None:
     """The reason why rows that ``quantizer`` has quantized cannot be sent to different ranks; None if they can."""
     row = _of_rows(quantizer)
-    reason = why_places_matter(row, ROWWISE)
-    if reason is not None:
-        return reason
+    if row.custom:
+        return "the bytes that a custom quantizer makes may depend on the position of a row"
+    if row.encoding(ROWWISE).stochastic:
+        return "stochastic rounding depends on the position of a row among all tokens of its expert"
     fmt = row.encoding(ROWWISE).format
     if not rows_stand_alone(fmt):
         return f"a rowwise {fmt.name} block spans {fmt.block_rows} rows, which may belong to different experts"

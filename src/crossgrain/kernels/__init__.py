@@ -15,7 +15,7 @@ from ..planes import Plane, shape_problem
 from .backend import Backend
 from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
 from .layout import swizzle_scales, unswizzle_scales
-from .target import GroupedTarget, Target
+from .target import GroupedTarget, Target, Within
 from .transpose import transposed_plane
 from .workspaces import free_workspaces, workspace
 
@@ -24,6 +24,7 @@ __all__ = [
     "Backend",
     "GroupedTarget",
     "Target",
+    "Within",
     "amax",
     "can_multiply",
     "check_targets",
@@ -68,8 +69,7 @@ def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> l
     if missing:
         found = _backend(x).measure(x, [ready[at] for at in missing])
         for at, amax in zip(missing, found, strict=True):
-            target = ready[at]
-            ready[at] = Target(target.plane, target.encoding, amax, target.scale)
+            ready[at] = ready[at].with_amax(amax)
     return ready
 
 

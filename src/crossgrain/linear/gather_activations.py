@@ -1,8 +1,8 @@
 """Gather rows from several ranks as bytes of planes. The result has the bytes that quantizing all rows would give.
 
 Each rank quantizes its rows with the scales of the whole tensor, for which amaxes are reduced over ranks first. That
-gives the bytes of the whole, unless a block contains rows of two ranks, or a code depends on the position of its number
-in the whole (stochastic rounding). Such tensors are gathered in high precision, and every rank quantizes all of them.
+gives the bytes of the whole, also with stochastic rounding, unless a block contains rows of two ranks. Such tensors are
+gathered in high precision, and every rank quantizes all of them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,12 @@ def why_not_gathered(quantizer: Quantizer, direction: Direction, rows: int) -> s
         derived = direction is COLUMNWISE and quantizer.derives_columns
         source = why_not_gathered(quantizer.child(ROWWISE), ROWWISE, rows) if derived else None
         return source or why_not_gathered(quantizer.child(direction), direction, rows)
-    reason = why_places_matter(quantizer, direction)
-    if reason is not None:
-        return reason
+    if quantizer.custom:
+        return "the bytes that a custom quantizer makes may depend on the position of a row"
     fmt = quantizer.encoding(direction).format
     tall = fmt.block_rows if direction is ROWWISE else fmt.block_length
     if rows % tall:
         return f"{rows} rows per rank are not a multiple of the {tall} rows of a {direction.value} {fmt.name} block"
-    return None
-
-
-def why_places_matter(quantizer: Quantizer, direction: Direction) -> str | None:
-    """Why the bytes of a row may depend on its position in the tensor, apart from blocks; None if they do not."""
-    if quantizer.custom:
-        return "the bytes that a custom quantizer makes may depend on the position of a row"
-    if quantizer.encoding(direction).stochastic:
-        return "stochastic rounding depends on the position of a number in the whole tensor"
     return None
 
 
@@ -79,7 +69,7 @@ def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
     """
     directions = quantizer._directions_to_make()
     if any(why_not_gathered(quantizer, direction, x.shape[0]) for direction in directions):
-        return quantizer.quantize(gathered_rows(x, group))
+        return quantizer.same_on(group).quantize(gathered_rows(x, group))
     sent = [ROWWISE] if len(directions) == 2 and columns_follow_from_rows(quantizer) else directions
     usages = {direction.value: direction in sent for direction in Direction}
     part: QuantizedTensorStorage = quantizer.storing(**usages).reducing(group, axis=0).quantize(x)

@@ -33,12 +33,15 @@ class TensorParallel:
         group: the process group.
         size: number of ranks.
         sequence_parallel: each rank has only its share of the rows of x (column) or y (row).
+        segments: if the outputs of a column-parallel layer consist of several pieces, each of which is divided among
+            the ranks (queries, keys and values; the two halves of a gated MLP): the sizes of this rank's share of each.
     """
 
     mode: ParallelMode
     group: Any
     size: int
     sequence_parallel: bool
+    segments: tuple[int, ...] = ()
 
     @property
     def gathers_input(self) -> bool:
@@ -72,7 +75,10 @@ class TensorParallel:
         if self.mode == "row":
             cut = {"input": 1, "weight": 1, "grad_output": rows}
         axis = cut[tensor]
-        return quantizer if axis is None else quantizer.reducing(self.group, axis=axis)
+        if axis is None:
+            return quantizer.same_on(self.group)
+        segments = self.segments if self.mode == "column" and tensor != "input" else ()
+        return quantizer.reducing(self.group, axis=axis, segments=segments)
 
     def sum(self, x: Tensor, layer: str) -> Tensor:
         """The sum over ranks; with sequence parallelism only this rank's rows of it."""
@@ -135,7 +141,12 @@ def resolved_group(layer: str, group: Any, size: int) -> tuple[Any, int]:
 
 
 def shared_by(
-    layer: str, mode: ParallelMode | None, group: Any, size: int, sequence_parallel: bool
+    layer: str,
+    mode: ParallelMode | None,
+    group: Any,
+    size: int,
+    sequence_parallel: bool,
+    segments: Sequence[int] = (),
 ) -> TensorParallel | None:
     """How ranks share a layer; None if each rank has the whole layer.
 
@@ -149,7 +160,7 @@ def shared_by(
             f"{layer} was created for tp_size={size} ranks, but has no process group: call set_tensor_parallel_group "
             "first"
         )
-    return TensorParallel(mode, group, size, sequence_parallel)
+    return TensorParallel(mode, group, size, sequence_parallel, tuple(segments))
 
 
 def local(parameter: Any) -> Any:

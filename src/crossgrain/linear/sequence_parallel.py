@@ -40,7 +40,7 @@ def gathered_input(
     wanted = [ROWWISE, COLUMNWISE] if columns else [ROWWISE]
     possible = [ROWWISE, COLUMNWISE] if padded.m == sizes.m else [ROWWISE]  # only wgrad needs M to be padded
     sent = [d for d in wanted if d in possible and why_not_gathered(quantizer, d, matrix.shape[0]) is None]
-    if columns and COLUMNWISE not in sent and not _same_bytes_again(quantizer):
+    if columns and sent != wanted and not _same_bytes_again(quantizer):
         whole = _gathered_and_quantized(matrix, quantizer, group, padded.m, rowwise=True, columnwise=True)
         return _plane(whole, ROWWISE), KeptInput(_plane(whole, COLUMNWISE))
     mine = {}
@@ -101,12 +101,12 @@ def _gathered_and_quantized(
 ) -> PlaneSource:
     """Gather in high precision, then quantize."""
     matrix = padded_matrix(gathered_rows(part, group), rows, part.shape[1])
-    return quantizer.make_planes(matrix, rowwise=rowwise, columnwise=columnwise)
+    return quantizer.same_on(group).make_planes(matrix, rowwise=rowwise, columnwise=columnwise)
 
 
 def _same_bytes_again(quantizer: Quantizer) -> bool:
-    """Whether a columnwise plane that is made in backward has the bytes that forward would have made."""
-    return quantizer.storing(rowwise=False, columnwise=True).is_requantization_safe()
+    """Whether planes that are not made in one call have the bytes that one call would have made."""
+    return quantizer.storing(rowwise=True, columnwise=True).is_requantization_safe()
 
 
 def _plane(made: PlaneSource, direction: Direction) -> Plane:

@@ -110,6 +110,9 @@ class LayerNormMLP(NormFirst):
             return None
         return "column" if index == 0 else "row"
 
+    def _segments(self, index: int) -> tuple[int, ...]:
+        return (self.ffn_hidden_size,) * 2 if index == 0 and self._activation().gated else ()
+
     def _activation(self) -> Activation:
         return activation(self.activation, **self.activation_params)
 

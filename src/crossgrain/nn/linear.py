@@ -28,6 +28,7 @@ class SingleLinear(LinearModule):
     in_features: int
     out_features: int
     _splits: dict[str, int]  # rows by the prefix of the parameter's name
+    _fused: tuple[int, ...] = ()  # rows of this rank in each piece of one weight, as of queries, keys and values
     _role_name: str | None = None  # the last part of the name in roles, if Transformer Engine has another one there
 
     def _make_linear(
@@ -57,6 +58,9 @@ class SingleLinear(LinearModule):
         for split, rows in self._splits.items():
             self._add_weight(f"{split}weight", (rows, in_features), self.init_method, factory, mode)
             self._add_bias(f"{split}bias", rows, factory, present=self.use_bias, mode=mode)
+
+    def _segments(self, index: int) -> tuple[int, ...]:
+        return self._fused or tuple(self._splits.values())
 
     @property
     def weight_names(self) -> list[str]:

@@ -262,8 +262,16 @@ class LinearModule(QuantizedModule):
         """How ranks share linear layer ``index``: "column", "row" or None."""
         return self.parallel_mode
 
+    def _segments(self, index: int) -> tuple[int, ...]:
+        """The rows of this rank in each piece of the weight ``index`` that column-parallel ranks divide separately."""
+        return ()
+
     def _parallel(self, index: int) -> TensorParallel | None:
-        return shared_by(self.layer, self._mode(index), self.tp_group, self.tp_size, self.sequence_parallel)
+        return self._shared_by(index, self.tp_group)
+
+    def _shared_by(self, index: int, group: Any) -> TensorParallel | None:
+        mode, segments = self._mode(index), self._segments(index)
+        return shared_by(self.layer, mode, group, self.tp_size, self.sequence_parallel, segments)
 
     def _sharing_of_weight(self, index: int) -> TensorParallel | None:
         group = self.tp_group or AwaitedGroup(
@@ -271,7 +279,7 @@ class LinearModule(QuantizedModule):
             "common, but the process group is not set yet. Pass tp_group; or make the layer on the meta device, call "
             "set_tensor_parallel_group and then reset_parameters"
         )
-        return shared_by(self.layer, self._mode(index), group, self.tp_size, self.sequence_parallel)
+        return self._shared_by(index, group)
 
     # ---- recipes -------------------------------------------------------------------------------
 

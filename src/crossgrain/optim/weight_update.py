@@ -22,7 +22,8 @@ from ..planes import COLUMNWISE, ROWWISE
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
-from ..runtime.collectives import maximise_, maximised, without_group
+from ..quantizers.parts import agreed_seed, placed
+from ..runtime.collectives import joined_groups, maximised, without_group
 from ..runtime.random_numbers import draw_seed
 from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
@@ -163,8 +164,7 @@ def quantize_master_weights(
     weights: list[_Weight] = []
     try:
         weights = _checked(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
-        if ranks > 1:
-            _refuse_unshared_randomness(weights)
+        _refuse_unshared_randomness([item for item in weights if ranks > 1 or not item.is_complete()], ranks)
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         problem = error
     _raise_together(problem, weights, group, ranks)
@@ -269,10 +269,18 @@ def _check_memory(item: _Weight, where: str) -> None:
             )
 
 
-def _refuse_unshared_randomness(weights: Sequence[_Weight]) -> None:
+def _refuse_unshared_randomness(weights: Sequence[_Weight], ranks: int) -> None:
     for item in weights:
         quantizer: Any = item.weight._get_quantizer()
-        if item.lacks_rows() and quantizer._quantizer_of(ROWWISE).encoding(ROWWISE).stochastic:
+        for own, storage in item.holders():
+            rounds = any(own.encoding(plane.direction).stochastic for plane in storage.planes())
+            if rounds and own.part is not None and len(own.part.segments) > 1:
+                raise NotImplementedError(
+                    f"quantize_master_weights: this {type(item.weight).__name__} is rounded stochastically, and has "
+                    f"{len(own.part.segments)} pieces that tensor-parallel ranks divide separately. Its master can "
+                    "only be written as a whole: round the weight to nearest, or do not cut its master"
+                )
+        if ranks > 1 and item.lacks_rows() and quantizer._quantizer_of(ROWWISE).encoding(ROWWISE).stochastic:
             raise NotImplementedError(
                 f"quantize_master_weights: the columns of this {type(item.weight).__name__} are made from "
                 "stochastically rounded rows that it does not keep, so each rank would round differently; keep the "
@@ -371,7 +379,8 @@ def _parts(item: _Weight, x: Tensor) -> list[_Part]:
     shards = iter(item.shard if isinstance(item.shard, tuple) else ())
     parts = []
     for quantizer, storage in item.holders():
-        for target in quantizer._targets(quantizer._in_own_formats(storage.planes())):
+        targets = quantizer._targets(quantizer._in_own_formats(storage.planes()))
+        for target in placed(targets, [(quantizer, len(targets))], *item.weight._matrix):
             overall, block_max = part_amaxes(x, target)
             shares = quantizer.with_amax_reduction and quantizer._shares_amax(target)
             groups = quantizer.amax_reduction_group if shares else None
@@ -407,7 +416,7 @@ def _reduce_overall(parts: Sequence[_Part], group: Any) -> None:
 
 
 def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, ranks: int) -> None:
-    seed = _shared_seed(group, ranks) if any(part.target.encoding.stochastic for part in parts) else None
+    seed = _shared_seed(item, group, ranks) if any(part.target.encoding.stochastic for part in parts) else None
     weight = item.weight
     columns = columns_made_from_rows(weight)
     with nullcontext() if columns is not None and ranks > 1 else _one_write(weight):
@@ -423,11 +432,11 @@ def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, r
             make_columns_from_rows(weight, columns)
 
 
-def _shared_seed(group: Any, ranks: int) -> int:
-    seed = torch.tensor([draw_seed()], dtype=torch.int64, device="cpu")
-    if ranks > 1:
-        maximise_(seed, group)
-    return int(seed)
+def _shared_seed(item: _Weight, group: Any, ranks: int) -> int:
+    """The seed of the first of all ranks that have pieces of the weight, or other tensor-parallel parts of it."""
+    parts = [quantizer.part.group for quantizer, _ in item.holders() if quantizer.part is not None]
+    groups = joined_groups(group if ranks > 1 else None, *parts[:1])
+    return draw_seed() if groups is None else agreed_seed(draw_seed(), groups)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ class Quantizer(AmaxReduction, DataFree):
             ranks.
         amax_reduction_axis: the axis along which ranks divide a tensor (0: rows, 1: columns). None if they share
             all its amaxes.
+        part: which part of a tensor the ranks of a group quantize with the random numbers of the whole; see `Part`.
         nonfinite: what to do about NaNs and infinities (see `quantizers.nonfinite`); None for what `settings` say.
         subject: what the quantizer is for, for messages: "fc1, input".
     """
@@ -560,6 +561,7 @@ class Quantizer(AmaxReduction, DataFree):
             state["amax_reduction_group"] = None
             state["with_amax_reduction"] = False  # otherwise group None would mean all ranks
             state["amax_reduction_axis"] = None
+        state.pop("part", None)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:

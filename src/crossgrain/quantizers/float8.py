@@ -249,7 +249,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     def statistics(self) -> list[Tensor]:
         return [self.scale, self.amax]
 
-    def reducing(self, group: Any, *, axis: int) -> Self:
+    def reducing(self, group: Any, *, axis: int, segments: Sequence[int] = ()) -> Self:
         """Return this quantizer: the recipe reduces histories at the end of a step."""
         return self
 

@@ -22,6 +22,7 @@ from .base import Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
 from .nonfinite import act_on_nonfinite
+from .parts import agree, placed
 
 
 class _Share(NamedTuple):
@@ -117,15 +118,16 @@ def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
     if not shares:
         return
     asked = [_targets(share) for share in shares]
-    rest = iter(kernels.measure_groups(rows, [target for targets in asked for target in targets]))
-    ready: list[GroupedTarget] = []
-    for share, targets in zip(shares, asked, strict=True):
-        own = share.quantizers[0]._reduced([next(rest) for _ in targets])
-        type(share.quantizers[0])._observe_all(share.quantizers, own)
-        ready += own
+    ready = kernels.measure_groups(rows, [target for targets in asked for target in targets])
     stochastic = any(target.encoding.stochastic for target in ready)
-    seeds = [draw_seed() for _ in ready[0].planes.heights] if stochastic else None
-    seen = kernels.encode_groups(rows, ready, seeds)
+    drawn = [draw_seed() for _ in ready[0].planes.heights] if stochastic else []
+    counts = [(share.quantizers[0], len(targets)) for share, targets in zip(shares, asked, strict=True)]
+    ready, seeds = agree(ready, counts, drawn)
+    rest = iter(ready)
+    for share, targets in zip(shares, asked, strict=True):
+        type(share.quantizers[0])._observe_all(share.quantizers, [next(rest) for _ in targets])
+    # Ranks divide the columns of groups, never their rows, so it does not matter how many rows each group has.
+    seen = kernels.encode_groups(rows, placed(ready, counts, 0, rows.shape[1]), seeds or None)
     if seen is not False:
         _act_on_nonfinite(rows, shares, seen)
 

@@ -428,10 +428,17 @@ class HybridQuantizer(Quantizer):
         """The children that can reduce amaxes: they have set the attribute."""
         return [child for direction in Direction if "amax_reduction_group" in vars(child := self.child(direction))]
 
-    def reducing(self, group: Any, *, axis: int) -> Self:
+    def reducing(self, group: Any, *, axis: int, segments: Sequence[int] = ()) -> Self:
         new = self.copy()
         for direction in Direction:
-            setattr(new, _name(direction), new._quantizer_of(direction).reducing(group, axis=axis))
+            child = new._quantizer_of(direction)
+            setattr(new, _name(direction), child.reducing(group, axis=axis, segments=segments))
+        return new
+
+    def same_on(self, group: Any) -> Self:
+        new = self.copy()
+        for direction in Direction:
+            setattr(new, _name(direction), new._quantizer_of(direction).same_on(group))
         return new
 
     def leave_group(self) -> None:

@@ -20,6 +20,7 @@ from ..planes import Direction, Plane
 from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype
 from ..runtime.random_numbers import draw_seed
 from .nonfinite import act_on_nonfinite
+from .parts import agree, encode_parts
 
 if TYPE_CHECKING:
     from .base import Quantizer
@@ -102,18 +103,27 @@ def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> 
 
 def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer, int]]) -> None:
     """Measure and encode. ``shares`` says how many of the targets belong to each quantizer."""
-    stochastic = measures = False
+    stochastic = measures = common = observed = False
     for target in targets:
         stochastic = stochastic or target.encoding.stochastic
         measures = measures or target.encoding.needs_amax
+    for quantizer, _ in shares:
+        common = common or quantizer.with_amax_reduction or quantizer.part is not None
+        observed = observed or quantizer._observes
     if measures:
         targets = kernels.measure(src, targets, checked=True)
-        start = 0
+    seed = draw_seed() if stochastic else None
+    if common:
+        targets, seeds = agree(targets, shares, [] if seed is None else [seed])
+        seed = seeds[0] if seeds else None
+    if observed and measures:
+        rest = iter(targets)
         for quantizer, count in shares:
-            if quantizer.with_amax_reduction or quantizer._observes:
-                targets[start : start + count] = quantizer._settled(targets[start : start + count])
-            start += count
-    seen = kernels.encode(src, targets, draw_seed() if stochastic else None, checked=True)
+            quantizer._observe([next(rest) for _ in range(count)])
+    if common and seed is not None:
+        seen = encode_parts(src, targets, shares, seed)
+    else:
+        seen = kernels.encode(src, targets, seed, checked=True)
     if seen is not False:
         planes = iter([target.plane for target in targets])
         act_on_nonfinite(src, [(quantizer, [next(planes) for _ in range(n)]) for quantizer, n in shares], seen)

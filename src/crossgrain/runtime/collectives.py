@@ -20,6 +20,8 @@ def group_size(group: Any = None) -> int:
 
 def group_rank(group: Any = None) -> int:
     """The index of this rank in a group; 0 if torch.distributed is not initialised."""
+    if isinstance(group, AwaitedGroup):
+        raise RuntimeError(group.problem)
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 

@@ -332,7 +332,7 @@ def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
             return None
         if encoding.format.global_amax is not None and not _has_usable_amax(target):
             return None
-        kinds.append((id(encoding), plane.direction, plane.shape, plane.transposed))
+        kinds.append((id(encoding), plane.direction, plane.shape, plane.transposed, target.within))
         if encoding.format.block is None:  # planes with the same scale are written in one pass
             per_tensor.append(target)
             kinds.append([t.scale is target.scale and same_amax(t.amax, target.amax) for t in per_tensor].index(True))

@@ -54,7 +54,7 @@ def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element,
 def mx_columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, row_codes, row_codes_stride, row_scales,
     row_scales_stride, encode_scales, decode_scales, scale_step, first, last, cols, width, scratch, key0, key1,
-    dtype, element, row_element, row_rule, row_stochastic,
+    origin, row_words, dtype, element, row_element, row_rule, row_stochastic,
 ):  # fmt: skip
     """MXFP8 columnwise, strips ``first:last`` of 32 rows, with a rowwise plane of ``row_rule`` in the same pass.
 
@@ -78,7 +78,7 @@ def mx_columns(
                     row_codes + at * row_codes_stride + bytes_of_codes(left, row_element),
                     row_scales + at * row_scales_stride + left // block_length(row_rule),
                     load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
-                    run_scratch, (at * cols + left) // 4, 1, key0, key1,
+                    run_scratch, origin + at * row_words + left // 4, 1, key0, key1,
                     dtype, row_element, row_rule, row_stochastic,
                 )  # fmt: skip
             target = codes + top * codes_stride + left

@@ -21,6 +21,7 @@ from .places import Ints, Numbers, place_of
 from .runtime import Arguments, run_kernel
 from .support import (
     Seed,
+    Stream,
     factor_for_kernels,
     global_scales,
     goes_along,
@@ -33,10 +34,10 @@ from .support import (
     is_nvfp4_columns,
     is_nvfp4_tile_rows,
     is_row_run,
-    keys_of,
     one_per_direction,
     scales_of_each_row,
     scratch_memory,
+    stream_of,
     tag,
     tag_of_input,
     tag_of_plane,
@@ -73,7 +74,7 @@ class Run(NamedTuple):
     """The arguments of kernels for a plane whose blocks are contiguous in memory."""
 
     place: tuple[Ints, ...]  # of codes, scales and global scales: addresses and steps from row to row
-    keys: tuple[Ints, Ints]
+    stream: Stream
     tags: tuple[Tag, Tag, Tag]  # element, scale rule, stochastic
     global_scales: tuple[Numbers, Numbers]  # kept alive
 
@@ -84,8 +85,7 @@ def _run(x: Tensor, target: Target, seed: Seed, rule: str | None = None) -> Run:
     step = 4 if fmt.global_amax == "row" else 0
     place = (at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step)
     stochastic = YES if target.encoding.stochastic else NO
-    keys = (0, 0) if seed is None else keys_of(seed, target)
-    return Run(place, keys, (tag_of_plane(plane), tag(rule or fmt.scale_rule), stochastic), scales)
+    return Run(place, stream_of(seed, target), (tag_of_plane(plane), tag(rule or fmt.scale_rule), stochastic), scales)
 
 
 def _beside(column: Target | None, targets: Sequence[Target]) -> Chosen | None:
@@ -136,7 +136,7 @@ def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     def arguments(first: Ints, last: Ints) -> Arguments:
         return (
             at.x, width * x.element_size(), *run.place,
-            first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.keys, tag_of_input(x), *run.tags,
+            first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.stream, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
     bits = max(run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen), default=0)
@@ -155,7 +155,7 @@ def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         scratch = scratch_memory(strip * transposed.PITCH + rows.RUN_SCRATCH)
         return (
             at.x, width * x.element_size(), *run.place,
-            first, last, at.height, width, strip, scratch, *run.keys, tag_of_input(x), *run.tags,
+            first, last, at.height, width, strip, scratch, *run.stream, tag_of_input(x), *run.tags,
         )  # fmt: skip
 
     tiles = -(-at.height // transposed.HEIGHT)
@@ -194,7 +194,7 @@ def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         scratch = scratch_memory(33 * strip * 4 + rows.RUN_SCRATCH)
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            *run.place, first, last, width, strip, scratch, *run.keys, tag_of_input(x), element, *run.tags,
+            *run.place, first, last, width, strip, scratch, *run.stream, tag_of_input(x), element, *run.tags,
         )  # fmt: skip
 
     bits = max(run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen), default=0)
@@ -216,7 +216,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     strip = width if width < 64 else min(_TILE_WIDTH, width // 32 * 32)
     encode, decode, amax = scales_of_each_row(column)
     bound = E2M1.max * plane.format.scale_bound
-    keys = (0, 0) if seed is None else keys_of(seed, column)
+    stream = stream_of(seed, column)
     tags = (
         tag("none" if plane.format.rotation is None else str(plane.format.rotation)),
         YES if column.encoding.stochastic else NO,
@@ -228,7 +228,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
             encode.address, decode.address, amax.address, bound, *run.place,
-            first, last, at.height, width, strip, scratch, *keys, *run.keys,
+            first, last, at.height, width, strip, scratch, *stream, *run.stream,
             plane.format.block != (1, 16), tag_of_input(x), *tags, *run.tags,
         )  # fmt: skip
 
@@ -247,7 +247,7 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     fmt, width, at = target.plane.format, target.plane.shape[1], place_of(target, x)
     encode, decode, amax = scales_of_each_row(target)
     bound = E2M1.max * fmt.scale_bound
-    keys = (0, 0) if seed is None else keys_of(seed, target)
+    stream = stream_of(seed, target)
     tags = (YES if target.encoding.stochastic else NO, tag(target.encoding.four_over_six or "none"))
 
     def arguments(first: Ints, last: Ints) -> Arguments:
@@ -255,7 +255,7 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
             encode.address, decode.address, amax.address, bound, first, last, width, scratch,
-            *keys, tag_of_input(x), *tags,
+            *stream, tag_of_input(x), *tags,
         )  # fmt: skip
 
     by_rows = nvfp4_rows.tile_rows if is_nvfp4_tile_rows(target) else nvfp4_rows.block_rows

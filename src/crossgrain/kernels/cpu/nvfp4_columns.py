@@ -16,7 +16,8 @@ from .simd import load, load_f32, store
 def columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, amaxes, bound,
     row_codes, row_codes_stride, row_scales, row_scales_stride, row_encode_scales, row_decode_scales, row_scale_step,
-    first, last, height, cols, width, scratch, key0, key1, row_key0, row_key1,
+    first, last, height, cols, width, scratch, key0, key1, origin, row_words,
+    row_key0, row_key1, row_origin, words_of_row,
     square, dtype, rotation, stochastic, four_over_six, row_element, row_rule, row_stochastic,
 ):  # fmt: skip
     """Tiles ``first:last`` of 128 rows, with a rowwise plane of ``row_rule`` in the same pass.
@@ -51,7 +52,7 @@ def columns(
                         row_scales + at * row_scales_stride + left // block_length(row_rule),
                         load_f32(row_encode_scales + at * row_scale_step),
                         load_f32(row_decode_scales + at * row_scale_step),
-                        run_scratch, (at * cols + left) // 4, 1, row_key0, row_key1,
+                        run_scratch, row_origin + at * words_of_row + left // 4, 1, row_key0, row_key1,
                         dtype, row_element, row_rule, row_stochastic,
                     )  # fmt: skip
                 position = 0
@@ -62,7 +63,7 @@ def columns(
                         scratch + col * 4, width * 4, lines + col * 64 + group * 8, 64, bytes_ + col * 8 + group, 8,
                         load(encode_scales + at * 4, 16, "f32"), load(decode_scales + at * 4, 16, "f32"),
                         load(amaxes + at * 4, 16, "f32"), bound, square,
-                        (top // 4 + group * 4) * cols + at, 1, cols, key0, key1,
+                        origin + (top // 4 + group * 4) * row_words + at, 1, row_words, key0, key1,
                         rotation, stochastic, four_over_six,
                     )  # fmt: skip
                     best = max(best, bits)

@@ -20,7 +20,7 @@ TURNED, CODES, SCALES, SCRATCH = 1024, 2048, 2176, 2192
 @kernel
 def tile_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, amaxes, bound,
-    first, last, cols, scratch, key0, key1, dtype, stochastic, four_over_six,
+    first, last, cols, scratch, key0, key1, origin, row_words, dtype, stochastic, four_over_six,
 ):  # fmt: skip
     """A scale per 16x16 tile, stored for each of its rows; strips of 16 rows. Stops at a NaN."""
     size, best = input_size(dtype), 0
@@ -35,7 +35,7 @@ def tile_rows(
                 turned, 64, codes + top * codes_stride + col // 2, codes_stride,
                 scales + top * scales_stride + col // 16, scales_stride,
                 encode_scale, decode_scale, amax, bound, True,
-                (top * cols + col) // 4, cols // 4, 1, key0, key1, NOT_ROTATED, stochastic, four_over_six,
+                origin + top * row_words + col // 4, row_words, 1, key0, key1, NOT_ROTATED, stochastic, four_over_six,
             )  # fmt: skip
             best = max(best, bits)
             if best > INFINITY_BITS:
@@ -46,7 +46,7 @@ def tile_rows(
 @kernel
 def block_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, amaxes, bound,
-    first, last, cols, scratch, key0, key1, dtype, stochastic, four_over_six,
+    first, last, cols, scratch, key0, key1, origin, row_words, dtype, stochastic, four_over_six,
 ):  # fmt: skip
     """A scale per 16 numbers of a row. Stops at a NaN."""
     size, best = input_size(dtype), 0
@@ -65,7 +65,7 @@ def block_rows(
             bits = encode_blocks(
                 scratch + TURNED, 64, scratch + CODES, 8, scratch + SCALES, 1,
                 encode_scale, decode_scale, amax, bound, False,
-                (row * cols + col) // 4, 4, 1, key0, key1, NOT_ROTATED, stochastic, four_over_six,
+                origin + row * row_words + col // 4, 4, 1, key0, key1, NOT_ROTATED, stochastic, four_over_six,
             )  # fmt: skip
             best = max(best, bits)
             if best > INFINITY_BITS:

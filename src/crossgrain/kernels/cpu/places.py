@@ -35,7 +35,7 @@ class GroupsAsOne(Target):
 def as_one(target: GroupedTarget) -> GroupsAsOne:
     planes = target.planes
     highest = max(range(len(planes.heights)), key=planes.heights.__getitem__)
-    return GroupsAsOne(planes.planes[highest], target.encoding, target.amax, target.scale, planes)
+    return GroupsAsOne(planes.planes[highest], target.encoding, target.amax, target.scale, target.within, planes)
 
 
 def groups_of(target: Target) -> PlaneGroups | None:

@@ -244,19 +244,20 @@ def _block_length(rule):
 @kernel
 def encode_rows(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
-    first, last, cols, scratch, key0, key1, dtype, element, rule, stochastic,
+    first, last, cols, scratch, key0, key1, origin, row_words, dtype, element, rule, stochastic,
 ):  # fmt: skip
     """Rowwise planes of MX formats and of NVFP4 with a scale per 16: x [rows, cols].
 
     The global scales are read from ``encode_scales`` and ``decode_scales``, ``scale_step`` bytes apart
-    from row to row: 0 where the whole tensor shares one.
+    from row to row: 0 where the whole tensor shares one. ``origin`` is the counter of the first random word,
+    ``row_words`` the number of words from row to row.
     """
     best = 0
     for row in range(first, last):
         bits = encode_run(
             x + row * x_stride, cols, codes + row * codes_stride, scales + row * scales_stride,
             load_f32(encode_scales + row * scale_step), load_f32(decode_scales + row * scale_step),
-            scratch, row * (cols // 4), 1, key0, key1, dtype, element, rule, stochastic,
+            scratch, origin + row * row_words, 1, key0, key1, dtype, element, rule, stochastic,
         )  # fmt: skip
         best = max(best, bits)
     return best

@@ -166,14 +166,26 @@ def write_tensor_scale(target: Target) -> None:
 _SIXTH = scalars.fp32(1.0 / E2M1.max)
 
 
-def keys_of(seed: Seed, target: Target) -> tuple[Any, Any]:
-    """The keys of the random stream of a plane, or of each group."""
+Stream = tuple[Any, Any, int, int]
+
+NO_STREAM: Stream = (0, 0, 0, 0)
+
+
+def stream_of(seed: Seed, target: Target) -> Stream:
+    """The random stream of a plane: two keys (of each group), the first counter, and the counters of a row.
+
+    A row is one of the matrix for rowwise planes, and four of them for columnwise planes.
+    """
     if seed is None:
-        return 0, 0
+        return NO_STREAM
+    direction = target.plane.direction
+    top, left, width = target.within or (0, 0, target.plane.shape[1])
+    step = -(-width // 4) if direction is ROWWISE else width
+    origin = top * step + left // 4 if direction is ROWWISE else top // 4 * step + left
     if isinstance(seed, int):
-        return stream_keys(seed, target.plane.direction)
-    first, second = zip(*(stream_keys(each, target.plane.direction) for each in seed), strict=True)
-    return np.array(first), np.array(second)
+        return *stream_keys(seed, direction), origin, step
+    first, second = zip(*(stream_keys(each, direction) for each in seed), strict=True)
+    return np.array(first), np.array(second), origin, step
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -266,10 +278,21 @@ def _is_run(target: Target) -> bool:
 
 
 def _is_plain(target: Target) -> bool:
-    """Whether codes and scales are stored row by row, and few enough to count random words in 32 bits."""
+    """Whether codes and scales are stored row by row, and kernels can count their random words."""
     plane = target.plane
-    few = not target.encoding.stochastic or plane.shape[0] * plane.shape[1] < _MOST_COUNTED
-    return plane.data.is_contiguous() and scales_of(plane).stride(1) == 1 and few
+    return plane.data.is_contiguous() and scales_of(plane).stride(1) == 1 and _is_countable(target)
+
+
+def _is_countable(target: Target) -> bool:
+    """Whether random words begin with the first number of a block, and are few enough to count in 32 bits."""
+    if not target.encoding.stochastic:
+        return True
+    rows, columns = target.plane.shape
+    if target.within is None:
+        return rows * columns < _MOST_COUNTED
+    top, left, width = target.within
+    first = left if target.plane.direction is ROWWISE else top
+    return first % 4 == 0 and (top + rows) * width < _MOST_COUNTED
 
 
 def is_mxfp8(target: Target, block: tuple[int, int]) -> bool:

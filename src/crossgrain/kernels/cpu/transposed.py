@@ -34,11 +34,12 @@ def _turn(x, x_stride, height, width, turned, dtype):
 @kernel
 def encode_columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
-    first, last, height, cols, width, scratch, key0, key1, dtype, element, rule, stochastic,
+    first, last, height, cols, width, scratch, key0, key1, origin, row_words, dtype, element, rule, stochastic,
 ):  # fmt: skip
     """Tiles ``first:last`` of 128 rows: x [height, cols] -> a plane [cols, height], as `encode_rows` would.
 
-    ``scratch`` is ``width`` turned rows, and what a run needs.
+    ``scratch`` is ``width`` turned rows, and what a run needs. ``origin`` is the counter of the first random word,
+    ``row_words`` the number of words from four rows of x to the next four.
     """
     run_scratch, best = scratch + width * PITCH, 0
     for tile in range(first, last):
@@ -54,7 +55,8 @@ def encode_columns(
                     codes + at * codes_stride + bytes_of_codes(top, element),
                     scales + at * scales_stride + top // block_length(rule),
                     load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
-                    run_scratch, (top // 4) * cols + at, cols, key0, key1, F32, element, rule, stochastic,
+                    run_scratch, origin + (top // 4) * row_words + at, row_words, key0, key1,
+                    F32, element, rule, stochastic,
                 )  # fmt: skip
                 best = max(best, bits)
     return best

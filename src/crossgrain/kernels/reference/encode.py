@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
-from ...formats.encoding import Encoding
 from ...planes import ROWWISE, Plane
 from ..target import GroupedTarget, Target
 from .blocks import amax, block_amax, row_amax, spread
@@ -73,7 +72,7 @@ def encoded(x: Tensor, target: Target, seed: int | None, block_max: Tensor | Non
     stored, factor = _scales(block_max, target, overflow=_overflow_scale(x, fmt))
     block = fmt.block or (operand.shape[0], operand.shape[1])
     scaled = operand * spread(factor, block, plane.operand_shape)
-    return _round(scaled, encoding, plane, seed), stored
+    return _round(scaled, target, seed), stored
 
 
 def write_scales(stored: Tensor, target: Target) -> None:
@@ -140,13 +139,14 @@ def _overflow_scale(x: Tensor, fmt: Format) -> float:
     return FP32_MAX if fmt.block is None else torch.finfo(x.dtype).max
 
 
-def _round(scaled: Tensor, encoding: Encoding, plane: Plane, seed: int | None) -> Tensor:
-    element = encoding.format.element
+def _round(scaled: Tensor, target: Target, seed: int | None) -> Tensor:
+    encoding, plane, element = target.encoding, target.plane, target.encoding.format.element
     assert element is not None
     if not encoding.stochastic:
         return round_to_nearest(scaled, element)
     assert seed is not None
-    randomness = random_bytes(seed, plane.direction, plane.operand_shape, scaled.device, encoding.random)
+    where = (plane.direction, plane.operand_shape, scaled.device)
+    randomness = random_bytes(seed, *where, encoding.random, target.within)
     return round_stochastically(scaled, element, randomness)
 
 

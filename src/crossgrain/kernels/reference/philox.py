@@ -38,12 +38,12 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return c0, c1, c2, c3
 
 
-def philox_words(seed: int, direction: Direction, operand_shape: tuple[int, int], device: torch.device) -> Tensor:
-    """A random word for every four numbers in a row of an operand."""
-    line = torch.arange(operand_shape[0], device=device, dtype=torch.int64).unsqueeze(1)
-    four = torch.arange(0, operand_shape[1], 4, device=device, dtype=torch.int64)
-    row, column = (line, four) if direction is ROWWISE else (four, line)
-    width = operand_shape[1] if direction is ROWWISE else operand_shape[0]
+def philox_words(seed: int, direction: Direction, line: Tensor, word: Tensor, width: int) -> Tensor:
+    """A random word for every four numbers in a row of an operand: rows ``line``, and fours ``word`` along them.
+
+    ``width`` is the number of columns of the matrix.
+    """
+    row, column = (line, 4 * word) if direction is ROWWISE else (4 * word, line)
     y, x = row % _STAGE, column % _STAGE
     stage = row % _CHUNK // _STAGE * 2 + column % _CHUNK // _STAGE
     if direction is ROWWISE:
@@ -51,13 +51,13 @@ def philox_words(seed: int, direction: Direction, operand_shape: tuple[int, int]
         # of a warp begin with the second half of a block, because of the banks of shared memory.
         thread = y % 32 * 4 + x // _BLOCK
         half = (x % _BLOCK // 8 + thread % _WARP // 16) % 2
-        word = y // 32 * 4 + half * 2 + x % 8 // 4
+        drawn = y // 32 * 4 + half * 2 + x % 8 // 4
     else:
         # A thread has the blocks of two neighbouring columns. Neighbouring threads are 16 rows apart.
         lane = x // 2
         thread = (y // _BLOCK - lane) % 4 * _WARP + lane
-        word = _ROWWISE_WORDS + x % 2 * 4 + y % _BLOCK // 4
-    draw = stage * _WORDS_OF_STAGE + word
+        drawn = _ROWWISE_WORDS + x % 2 * 4 + y % _BLOCK // 4
+    draw = stage * _WORDS_OF_STAGE + drawn
     chunk = row // _CHUNK * -(-width // _CHUNK) + column // _CHUNK
     sequence = chunk * _THREADS + thread
     zero = torch.zeros_like(sequence)

@@ -1,4 +1,4 @@
-"""Random bytes for stochastic rounding, as a function of seed, direction and position.
+"""Random bytes for stochastic rounding, as a function of seed, direction and position in the whole tensor.
 
 There is no sequence of draws, so that the result does not depend on tiles, threads and backends. Four numbers in a row
 along the blocks use one 32-bit word, one byte each, the lowest first: a hash, or a word of Philox (`philox`). Each
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...formats.encoding import RandomSource
 from ...planes import ROWWISE, Direction
+from ..target import Within
 from .philox import philox_words
 
 _Bits = TypeVar("_Bits", int, Tensor)
@@ -28,25 +29,32 @@ def random_bytes(
     operand_shape: tuple[int, int],
     device: torch.device,
     source: RandomSource = "hash",
+    within: Within | None = None,
 ) -> Tensor:
-    """Random bytes [R, C] for an operand."""
-    make = philox_words if source == "philox" else _hashed_words
-    shifts = torch.tensor([0, 8, 16, 24], device=device)
-    bytes_ = (make(seed, direction, operand_shape, device).unsqueeze(-1) >> shifts) & 0xFF
-    return bytes_.view(operand_shape[0], -1)[:, : operand_shape[1]].to(torch.uint8)
+    """Random bytes [R, C] for an operand, which may be that of a part ``within`` a larger matrix.
 
-
-def _hashed_words(seed: int, direction: Direction, operand_shape: tuple[int, int], device: torch.device) -> Tensor:
-    """A hash for every four numbers in a row of an operand.
-
-    The counter of four numbers is their position in the matrix, row by row: ``m * ceil(K / 4) + k // 4`` for rowwise
-    planes, ``(m // 4) * K + k`` for columnwise planes.
+    A word depends on the position of its numbers in the whole matrix, so a part has the random bytes of the whole.
     """
     rows, length = operand_shape
-    words = -(-length // 4)
-    row = torch.arange(rows, device=device, dtype=torch.int64).unsqueeze(1)
-    word = torch.arange(words, device=device, dtype=torch.int64)
-    counter = row * words + word if direction is ROWWISE else word * rows + row
+    rowwise = direction is ROWWISE
+    top, left, width = within or (0, 0, length if rowwise else rows)
+    first_line, first = (top, left) if rowwise else (left, top)
+    first_word, end_word = first // 4, -(-(first + length) // 4)
+    line = torch.arange(first_line, first_line + rows, device=device, dtype=torch.int64).unsqueeze(1)
+    word = torch.arange(first_word, end_word, device=device, dtype=torch.int64)
+    words = (philox_words if source == "philox" else _hashed_words)(seed, direction, line, word, width)
+    shifts = torch.tensor([0, 8, 16, 24], device=device)
+    bytes_ = (words.unsqueeze(-1) >> shifts) & 0xFF
+    return bytes_.flatten(1).narrow(1, first - 4 * first_word, length).to(torch.uint8)
+
+
+def _hashed_words(seed: int, direction: Direction, line: Tensor, word: Tensor, width: int) -> Tensor:
+    """A hash for every four numbers in a row of an operand: rows ``line``, and fours ``word`` along them.
+
+    The counter is their position in the matrix, row by row: ``m * ceil(K / 4) + k // 4`` for rowwise planes,
+    ``(m // 4) * K + k`` for columnwise planes, where K is ``width``.
+    """
+    counter = line * -(-width // 4) + word if direction is ROWWISE else word * width + line
     return hash_counter(counter, *stream_keys(seed, direction))
 
 

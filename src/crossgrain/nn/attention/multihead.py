@@ -240,6 +240,8 @@ class MultiheadAttention(nn.Module):
         total = sum(sizes.values())
         made = cls(self.hidden_size, total, parameters_split=split, name=self._name_of(name), **options)
         made._role_name = _ROLE_NAMES[name]
+        if self.fuse_qkv_params and not self.qkv_weight_interleaved:
+            made._fused = tuple(size * made.out_features // total for size in sizes.values())
         return made
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
