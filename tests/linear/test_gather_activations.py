@@ -19,6 +19,10 @@ MAKERS = {
     **QUANTIZERS,
     **{f"{row}, {column}": partial(hybrid_of, row, column) for row, column in PAIRS},
     "derived": partial(hybrid_of, "nvfp4", "mxfp8", "rowwise_dequantized"),
+    "nvfp4_2d_sr": lambda: cg.NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True),
+    "nvfp4_sr, nvfp4_rht_sr": lambda: cg.HybridQuantizer(
+        rowwise_quantizer=cg.NVFP4Quantizer(stochastic_rounding=True), columnwise_quantizer=QUANTIZERS["nvfp4_rht_sr"]()
+    ),
     "derived_sr": partial(hybrid_of, "mxfp4_sr", "mxfp8", "rowwise_dequantized"),
 }
 USAGES = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
@@ -70,7 +74,7 @@ def on_ranks(rank, ranks, names):
 
     dist.all_gather_single = counting
     for name, usages, rows in cases(ranks, names):
-        torch.manual_seed(0)
+        torch.manual_seed(rank)  # the seed of the first rank counts
         sent.clear()
         quantizer = made(name, USAGES[usages])
         x = whole(rows * ranks).chunk(ranks)[rank]

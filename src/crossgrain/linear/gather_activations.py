@@ -87,8 +87,8 @@ def gather_quantized_rows(x: Tensor, quantizer: Quantizer, group: Any) -> Any:
 
 
 def columns_follow_from_rows(quantizer: Quantizer) -> bool:
-    """Whether the codes of one direction can be made from those of the other."""
+    """Whether the codes of one direction can be made from those of the other: not if each is rounded at random."""
     if isinstance(quantizer, HybridQuantizer) or quantizer.custom:
         return False
     row, column = (quantizer.encoding(direction) for direction in (ROWWISE, COLUMNWISE))
-    return row == column and same_codes_in_both(row.format, column.format)
+    return row == column and not row.stochastic and same_codes_in_both(row.format, column.format)
