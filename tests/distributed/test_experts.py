@@ -118,8 +118,8 @@ class Custom(cg.MXFP8Quantizer):
     "make, reason",
     [
         (QUANTIZERS["mxfp8_2d"], "block spans 32 rows, which may belong to different experts"),
-        (QUANTIZERS["nvfp4_rht_sr"], "stochastic rounding depends on the position of a number"),
-        (QUANTIZERS["fp8_delayed"], "scale is set from outside, so it may differ between ranks"),
+        (QUANTIZERS["nvfp4_rht_sr"], "stochastic rounding depends on the position of a row among all tokens"),
+        (QUANTIZERS["fp8_delayed"], "scale is set from outside, as by delayed scaling, so it may differ between ranks"),
         (lambda: hybrid_of("fp8_delayed", "mxfp8"), "scale is set from outside"),
         (lambda: hybrid_of("mxfp4_sr", "mxfp8"), "stochastic rounding"),
         (

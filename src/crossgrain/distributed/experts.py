@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..linear.call import activation_dtype
+from ..linear.grouped_input import quantizer_of_rows, why_not_sent
 from ..planes import ROWWISE, Plane
-from ..planes.rows import bytes_of_rows, plane_of_rows, rows_stand_alone
+from ..planes.rows import bytes_of_rows, plane_of_rows
 from ..quantizers.base import Quantizer
-from ..quantizers.hybrid import HybridQuantizer
 from ..runtime.collectives import group_size
 from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import communicate, telling_others
@@ -212,27 +212,14 @@ def _row_quantizer(quantizer: Quantizer, group: Any) -> Quantizer:
     """A quantizer for rows that are sent separately, with scales that are computed from the rows of all ranks."""
     reason = why_not_sent(quantizer)
     if reason is None and quantizer.with_amax_reduction and quantizer.amax_reduction_group is not group:
-        reason = "its amax is reduced over other ranks than the group that the tokens are sent in"
+        reason = (
+            "its amax is reduced over other ranks than the group that the tokens are sent in; use a format without an "
+            "amax of the whole tensor"
+        )
     if reason is not None:
-        raise ValueError(f"tokens cannot be sent as rowwise planes of {type(quantizer).__name__}: {reason}")
-    row = _of_rows(quantizer)
+        raise ValueError(
+            f"tokens cannot be sent as rowwise planes of {type(quantizer).__name__}: {reason}. Or dispatch them "
+            "without a quantizer"
+        )
+    row = quantizer_of_rows(quantizer)
     return row.reducing(group, axis=0) if group_size(group) > 1 else row
-
-
-def _of_rows(quantizer: Quantizer) -> Quantizer:
-    return quantizer._quantizer_of(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
-
-
-def why_not_sent(quantizer: Quantizer) -> str | None:
-    """The reason why rows that ``quantizer`` has quantized cannot be sent to different ranks; None if they can."""
-    row = _of_rows(quantizer)
-    if row.custom:
-        return "the bytes that a custom quantizer makes may depend on the position of a row"
-    if row.encoding(ROWWISE).stochastic:
-        return "stochastic rounding depends on the position of a row among all tokens of its expert"
-    fmt = row.encoding(ROWWISE).format
-    if not rows_stand_alone(fmt):
-        return f"a rowwise {fmt.name} block spans {fmt.block_rows} rows, which may belong to different experts"
-    if any(given is not None for given in row._given()):
-        return f"its {fmt.name} scale is set from outside, so it may differ between ranks"
-    return None

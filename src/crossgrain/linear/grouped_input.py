@@ -25,12 +25,41 @@ from .gather_activations import columns_follow_from_rows
 from .padding import Sizes, known_format, padded_matrix
 
 
+def quantizer_of_rows(quantizer: Quantizer) -> Quantizer:
+    """The quantizer that makes rowwise planes: itself, or the rowwise child of a hybrid."""
+    return quantizer._quantizer_of(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
+
+
+def why_not_sent(quantizer: Quantizer) -> str | None:
+    """Why rows that ``quantizer`` has quantized cannot be sent to different ranks, and what to do; None if they can."""
+    row = quantizer_of_rows(quantizer)
+    if row.custom:
+        return "the bytes that a custom quantizer makes may depend on the position of a row; use a built-in format"
+    if row.encoding(ROWWISE).stochastic:
+        return (
+            "stochastic rounding depends on the position of a row among all tokens of its expert; round the input to "
+            "nearest"
+        )
+    fmt = row.encoding(ROWWISE).format
+    if not rows_stand_alone(fmt):
+        return (
+            f"a rowwise {fmt.name} block spans {fmt.block_rows} rows, which may belong to different experts; use a "
+            "format with blocks of one row for the input"
+        )
+    if any(given is not None for given in row._given()):
+        return (
+            f"its {fmt.name} scale is set from outside, as by delayed scaling, so it may differ between ranks; use "
+            "current scaling for the input"
+        )
+    return None
+
+
 def why_rows_are_not_enough(quantizer: Quantizer, override: BackwardOverride, keeps_input: bool) -> str | None:
-    """Why the rowwise plane of an input is not enough for wgrad; None if it is."""
+    """Why the rowwise plane of an input is not enough for wgrad, and what to do; None if it is."""
     if keeps_input:
-        return "save_original_input keeps the input in high precision"
+        return "save_original_input keeps the input in high precision; switch it off"
     if override == "high_precision":
-        return "backward_override='high_precision' multiplies the input in high precision"
+        return "backward_override='high_precision' multiplies the input in high precision; use 'dequantized'"
     if override == "dequantized":
         return None
     if quantizer.derives_columns or columns_follow_from_rows(quantizer):
@@ -65,8 +94,7 @@ def takes_rows(x: QuantizedTensor, call: LinearCall, *, wgrad: bool) -> bool:
 
 def _has_history(quantizer: Quantizer) -> bool:
     """Whether a quantizer keeps a history of amaxes, so that it must measure every input."""
-    row: Quantizer = quantizer.child(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
-    return bool(row.statistics())
+    return bool(quantizer_of_rows(quantizer).statistics())
 
 
 def hollow_rows(x: Tensor) -> Tensor:

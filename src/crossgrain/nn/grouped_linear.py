@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..linear.grouped_function import Groups, grouped_linear
-from ..linear.grouped_input import hollow_rows, why_rows_are_not_enough
+from ..linear.grouped_input import hollow_rows, why_not_sent, why_rows_are_not_enough
 from ..linear.padding import known_format
 from ..linear.parallel import share
 from ..linear.split_quantize import padded_groups
@@ -229,7 +229,7 @@ class GroupedLinear(GroupedParameters, LinearModule):
             The quantizer, or None if the layer reads its input unquantized.
 
         Raises:
-            ValueError: training needs more of the tokens than their rowwise planes.
+            ValueError: rows of this format cannot be sent separately, or training needs more than rowwise planes.
         """
         recipe = self._recipe_in_force()
         if recipe is None or self._only_calibrates():
@@ -240,9 +240,14 @@ class GroupedLinear(GroupedParameters, LinearModule):
             return None
         trains = current_pass().trains and any(getattr(self, name).requires_grad for name in self.weight_names)
         override = recipe.backward_override
-        reason = why_rows_are_not_enough(quantizer, override, self.save_original_input) if trains else None
+        reason = why_not_sent(quantizer)
+        if reason is None and trains:
+            reason = why_rows_are_not_enough(quantizer, override, self.save_original_input)
         if reason is not None:
-            raise ValueError(f"{self.layer}: the input cannot be sent to this layer as rowwise planes: {reason}")
+            raise ValueError(
+                f"{self.layer}: the input cannot be sent to this layer as rowwise planes: {reason}. Or dispatch the "
+                "tokens without a quantizer"
+            )
         return quantizer
 
     def row_multiple(self) -> int:

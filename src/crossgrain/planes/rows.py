@@ -33,7 +33,7 @@ def rows_stand_alone(fmt: Format) -> bool:
 def bytes_of_rows(plane: Plane) -> Tensor:
     """The bytes of each row, [M, bytes]: its codes, scales and amax. A row of zero bytes decodes to zeros."""
     plane.check_readable()
-    return torch.cat([_matrix(part).contiguous().view(torch.uint8) for _, part in m_major_buffers(plane)], dim=1)
+    return torch.cat([_copied(_matrix(part)).view(torch.uint8) for _, part in m_major_buffers(plane)], dim=1)
 
 
 def plane_of_rows(rows: Tensor, like: Plane) -> Plane:
@@ -43,11 +43,19 @@ def plane_of_rows(rows: Tensor, like: Plane) -> Plane:
     parts = [_matrix(part) for _, part in m_major_buffers(plane)]
     widths = [part.shape[1] * part.element_size() for part in parts]
     for part, own in zip(parts, rows.split(widths, dim=1), strict=True):
-        part.copy_(own.contiguous().view(part.dtype))
+        part.copy_(_copied(own).view(part.dtype))
     common, theirs = plane.scale_across((0,)), like.scale_across((0,))
     if common is not None and theirs is not None:
         common.copy_(theirs)
     return plane
+
+
+def _copied(matrix: Tensor) -> Tensor:
+    """A copy whose bytes can be viewed as other numbers.
+
+    A single row or column counts as contiguous, but may begin at any byte, or have any stride.
+    """
+    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix)
 
 
 def _matrix(part: Tensor) -> Tensor:
