@@ -94,15 +94,16 @@ def test_groups_of_rows_of_some_columns_have_the_codes_of_all_columns(backend):
         assert torch.equal(some, all_columns[left:right])
 
 
+@pytest.mark.parametrize("source", ["hash", "philox"])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_random_bytes_of_a_part_that_begins_anywhere(direction):
+def test_random_bytes_of_a_part_that_begins_anywhere(direction, source):
     rows, columns = 21, 30
     rowwise = direction is ROWWISE
-    whole = random_bytes(5, direction, (rows, columns) if rowwise else (columns, rows), CPU)
+    whole = random_bytes(5, direction, (rows, columns) if rowwise else (columns, rows), CPU, source)
     whole = whole if rowwise else whole.t()
     for top, bottom, left, right in ((0, 21, 0, 30), (3, 9, 5, 6), (10, 21, 7, 30), (1, 2, 29, 30)):
         shape = (bottom - top, right - left)
-        part = random_bytes(5, direction, shape if rowwise else shape[::-1], CPU, Within(top, left, columns))
+        part = random_bytes(5, direction, shape if rowwise else shape[::-1], CPU, source, Within(top, left, columns))
         assert torch.equal(part if rowwise else part.t(), whole[top:bottom, left:right])
 
 
