@@ -2,12 +2,16 @@
 #
 #   make test    lint, types, tests      make demo    a small GPT by several recipes, against fp32
 #   make lint    lint and types only     make bench   times of kernels and layers
+#   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
 #   make test-clients    the same library under Megatron-core, accelerate, Lightning Fabric and torchtitan
 
 PYTHON ?= python3
 WORKERS ?= 2
+PROGRAMS ?= 1000
+SEED ?= 0
+MUTATIONS ?= 10000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +20,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients test-large lint demo bench clean
+.PHONY: setup test test-clients test-large lint fuzz demo bench clean
 
 setup: $(STAMP)
 
@@ -48,6 +52,12 @@ test-clients: $(CLIENTS)/.installed
 # One process, because each test needs many gigabytes. One that does not fit is skipped, and says what it needs.
 test-large: $(STAMP)
 	$(BIN)/python -m pytest tests/large -rs
+
+# Logs of passing steps are left out: torch's checkpoints write many.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --show-capture=no tests/attack/test_tensors.py \
+		tests/attack/test_modules.py tests/attack/test_files.py --programs $(PROGRAMS) --seed $(SEED) \
+		--mutations $(MUTATIONS)
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out

@@ -6,12 +6,14 @@ import pytest
 
 PROGRAMS = 100  # of each kind, unless asked for more
 PART = 10  # programs in one test, so that processes can share the work
+MUTATIONS = 30  # of each kind of file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attack", "random programs of tests/attack")
     group.addoption("--programs", type=int, default=PROGRAMS, help="number of random programs of each kind")
-    group.addoption("--seed", type=int, default=0, help="number of the first program")
+    group.addoption("--mutations", type=int, default=MUTATIONS, help="number of mutations of each kind of file")
+    group.addoption("--seed", type=int, default=0, help="number of the first program, and of the first mutation")
     group.addoption("--steps", default=None, help="run only these steps of a program: 0,3,7")
 
 
@@ -31,3 +33,10 @@ def chosen_steps(request: pytest.FixtureRequest) -> list[int] | None:
     """The numbers of the steps to run; None for all of them."""
     steps = request.config.getoption("steps", None)
     return None if steps is None else [int(number) for number in steps.split(",")]
+
+
+@pytest.fixture
+def mutations(request: pytest.FixtureRequest) -> range:
+    """The numbers of the mutations of each kind of file."""
+    first = request.config.getoption("seed", 0)
+    return range(first, first + request.config.getoption("mutations", MUTATIONS))

@@ -1,5 +1,7 @@
 """Checkpoints in shards: every format, from any number of ranks to any other, whole or not there."""
 
+import hashlib
+import json
 import os
 import signal
 import warnings
@@ -414,3 +416,46 @@ def test_torchs_load_into_another_format_is_refused_unless_asked_for(tmp_path):
         dcp.load(same.state_dict(), checkpoint_id=tmp_path)
     assert torch.equal(same[0].weight.dequantize(), saved[0].weight.dequantize())
     other[0].weight.data.copy_(saved[0].weight)  # whoever copies means it
+
+
+# ---- forged manifests --------------------------------------------------------------------------------------
+
+
+def forged(directory, change):
+    """A checkpoint of one process whose manifest says something else, under a seal that fits."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    path = checkpoint.save(directory, 1, model=model, optimizer=optimizer)
+    content = json.loads((path / "manifest.json").read_text())
+    change(content["shards"])
+    text = json.dumps(content)
+    (path / "manifest.json").write_text(text)
+    (path / "manifest.sha256").write_text(hashlib.sha256(text.encode()).hexdigest())
+    return path, model, optimizer
+
+
+def weight_in(shards):
+    return dict(shards["model"]["mapping"])["weight"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda shards: weight_in(shards).pop("dtype"), "KeyError: 'dtype'"),
+        (lambda shards: weight_in(shards).update(tensor=[2**40, 2**20]), "does not fit into files of [0-9]+ bytes"),
+        (lambda shards: shards.pop("extras"), "it says nothing about extras"),
+        (lambda shards: shards.update(model={"mapping": 3}), "TypeError"),
+    ],
+)
+def test_a_manifest_that_describes_no_checkpoint_is_refused(tmp_path, change, message):
+    path, model, optimizer = forged(tmp_path, change)
+    with pytest.raises(files.DamagedFileError, match=message):
+        checkpoint.load(path, model=model, optimizer=optimizer)
+
+
+def test_a_state_that_lacks_what_an_optimizer_needs_is_refused(tmp_path):
+    path, model, optimizer = forged(tmp_path, lambda shards: shards.update(optimizer={"mapping": []}))
+    with pytest.raises(
+        ValueError, match="the saved state of optimizer does not fit this SGD: KeyError: 'param_groups'"
+    ):
+        checkpoint.load(path, model=model, optimizer=optimizer)

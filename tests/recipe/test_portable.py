@@ -135,3 +135,21 @@ def test_a_recipe_runs_as_its_text_does():
         expected = layer(x)
     with cg.autocast(recipe=recipe_from_text(recipe_to_text(recipe))):
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("fp8_format", [{"Format": "HYBRID"}]),
+        ("fp8_format", 3),
+        ("backward_override", [None]),
+        ("amax_history_len", {"Format": "E4M3"}),
+        ("amax_history_len", 0),
+        ("amax_compute_algo", "least"),
+        ("fp8_dpa", 1),
+    ],
+)
+def test_values_of_wrong_types_are_refused(option, value):
+    content = {**json.loads(recipe_to_text(recipes.DelayedScaling())), option: value}
+    with pytest.raises(ValueError, match=option):
+        recipe_from_text(json.dumps(content))

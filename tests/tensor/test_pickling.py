@@ -115,3 +115,23 @@ def test_state_dict_round_trip(quantizer, x):
     target.weight = nn.Parameter(quantizer(x * 2))
     target.load_state_dict(source.state_dict(), assign=True)
     assert_same_bytes(target.weight, source.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_rowwise_data": "text"},
+        {"_rowwise_scale_inv": 1.0},
+        {"_shape": (64,)},
+        {"_shape": (2**40, 2**40)},
+        {"_rowwise_data": torch.zeros(32, 64, dtype=torch.uint8).t()},
+        {"_quantizer": True},
+    ],
+    ids=["text", "number", "another shape", "a huge shape", "turned codes", "no quantizer"],
+)
+def test_states_that_do_not_fit_together_are_refused(change):
+    from crossgrain.tensor.pickling import make_tensor, reduce_tensor
+
+    cls, state, *rest = reduce_tensor(cg.quantize(torch.ones(32, 64), "mxfp8"))[1]
+    with pytest.raises(ValueError, match="the pickled state of a MXFP8Tensor does not fit together"):
+        make_tensor(cls, {**state, **change}, *rest)

@@ -14,6 +14,7 @@ manifest of checksums. An interrupted save never leaves an incomplete checkpoint
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as async_sa
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ..files.bound import RecipeChoice, recipe_text
+from ..files.description import dtype_from
 from ..files.durable import new_directory_beside, publish_directory
-from ..files.manifest import check_files, write_manifest
+from ..files.loading import load_into
+from ..files.manifest import DamagedFileError, check_files, write_manifest
 from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
 from ..files.training import INIT_VALUES, Checkpoint, check_request, manifest_of
 from ..files.undo import all_or_nothing
@@ -168,11 +171,12 @@ def load(
     found, manifest = on_first_rank(lambda: _checked(Path(path), verify, objects))
     tensors: Tensors = {}
     problems: list[str] = []
-    finishes = {
-        name: put_together(plain, (name,), tensors, _layout_of(name, objects), problems)
-        for name, plain in manifest["shards"].items()
-        if name.removeprefix(INIT_VALUES) in objects or name == _EXTRAS
-    }
+    with _described_by(found):
+        finishes = {
+            name: put_together(plain, (name,), tensors, _layout_of(name, objects), problems)
+            for name, plain in manifest["shards"].items()
+            if name.removeprefix(INIT_VALUES) in objects or name == _EXTRAS
+        }
     raise_together(
         ValueError(f"the checkpoint {found} does not fit the model: {'; '.join(problems)}") if problems else None
     )
@@ -187,7 +191,7 @@ def load(
                 shards_stand_alone(value)
                 value.load_state_dict(states[name], strict=strict)
             else:
-                value.load_state_dict(states[name])
+                load_into(name, value, states[name])
         set_random_state()
     for name, value in objects.items():
         preserved = states.get(f"{INIT_VALUES}{name}", {})
@@ -284,7 +288,35 @@ def _checked(path: Path, verify: bool, objects: Mapping[str, Any]) -> tuple[Path
         raise ValueError(f"the checkpoint {path} has no {', '.join(missing)}; it has {there}")
     if verify:
         check_files(path, manifest)
+    with _described_by(path):
+        absent = {*manifest["objects"], _EXTRAS} - manifest["shards"].keys()
+        if absent:
+            raise ValueError(f"it says nothing about {', '.join(sorted(absent))}")
+        _check_sizes(manifest["shards"], sum(file.stat().st_size for file in path.iterdir()))
     return path, manifest
+
+
+@contextmanager
+def _described_by(path: Path) -> Iterator[None]:
+    """Turn errors about what the manifest says into one that names the checkpoint: it may say anything."""
+    try:
+        yield
+    except Exception as error:
+        raise DamagedFileError(
+            f"the manifest of {path} does not describe a checkpoint: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_sizes(plain: Any, most: int) -> None:
+    """Raise if a tensor is said to be larger than all files together: memory is allocated before they are read."""
+    if isinstance(plain, list):
+        for each in plain:
+            _check_sizes(each, most)
+    elif isinstance(plain, dict):
+        if "tensor" in plain and math.prod(plain["tensor"]) * dtype_from(plain["dtype"]).itemsize > most:
+            raise ValueError(f"a tensor of shape {plain['tensor']} does not fit into files of {most} bytes")
+        for each in plain.values():
+            _check_sizes(each, most)
 
 
 def _layout_of(name: str, objects: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:

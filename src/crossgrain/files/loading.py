@@ -53,3 +53,17 @@ def load_in_place(
         if not assign:
             check_formats(dict(model.named_parameters(remove_duplicate=False)), state_dict)
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def load_into(name: str, value: Any, state: Any) -> None:
+    """Load the saved state of anything that is not a module.
+
+    Raises:
+        ValueError: ``state`` does not have what ``value`` looks for in it.
+    """
+    try:
+        value.load_state_dict(state)
+    except (LookupError, AttributeError, AssertionError, ArithmeticError) as error:
+        raise ValueError(
+            f"the saved state of {name} does not fit this {type(value).__name__}: {type(error).__name__}: {error}"
+        ) from error

@@ -27,7 +27,7 @@ from ..tensor import QuantizedTensor
 from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from .bound import RecipeChoice, recipe_text
 from .durable import whole_directory
-from .loading import load_in_place
+from .loading import load_in_place, load_into
 from .manifest import DamagedFileError, check_files, is_file_name, read_manifest, write_manifest
 from .random_state import get_random_state, set_random_state
 from .steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
@@ -161,7 +161,7 @@ def load_checkpoint(
                 load_in_place(value, contents[name], strict=strict, assign=assign, requantize=requantize)
                 _preserve(value, contents.get(f"{INIT_VALUES}{name}", {}))
             else:
-                value.load_state_dict(contents[name])
+                load_into(name, value, contents[name])
         if random_state:
             set_random_state(contents[_RANDOM])
     return Checkpoint(path, manifest["step"], manifest["recipe"], contents[_EXTRAS])

@@ -71,7 +71,12 @@ def recipe_from_text(text: str, *, import_functions: bool = False) -> Recipe:
         raise ValueError(f"this is not the text of a recipe: {text[:200]!r}") from error
     options = {option: _from_plain(value, import_functions) for option, value in content.items()}
     arguments = {field.name for field in fields(cls) if field.init}
-    recipe: Recipe = cls(**{option: value for option, value in options.items() if option in arguments})
+    for option, value in options.items():
+        _check_type(cls, option, value)
+    try:
+        recipe: Recipe = cls(**{option: value for option, value in options.items() if option in arguments})
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"this is not the text of a {cls.__name__}: {error}") from error
     unknown = options.keys() - recipe.options().keys()
     settable = {option for option in unknown if isinstance(getattr(cls, option, None), QParams)}
     if unknown - settable:
@@ -79,6 +84,14 @@ def recipe_from_text(text: str, *, import_functions: bool = False) -> Recipe:
     for option in options.keys() - arguments:
         setattr(recipe, option, options[option])
     return recipe
+
+
+def _check_type(cls: type[Any], option: str, value: Any) -> None:
+    """Raise if a value is of another type than the default of its option."""
+    default = getattr(cls, option, None)
+    kind: Any = next((kind for kind in (bool, int, FP8Format, QParams, MMParams) if isinstance(default, kind)), object)
+    if not isinstance(value, kind) or isinstance(value, list) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{cls.__name__}: {option} cannot be {value!r}")
 
 
 def _to_plain(value: Any, where: str) -> Any:
