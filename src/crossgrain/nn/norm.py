@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..gemm.norms import normalize, normalize_backward
 from ..linear.call import activation_dtype
 from ..linear.parallel import mark_sequence_parallel
+from ..runtime.transforms import refuse_transforms
 from ..tensor import QuantizedTensor
 from .options import parameter_options
 
@@ -29,6 +30,8 @@ def normalized(
         )
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
+    if not torch.compiler.is_compiling():
+        refuse_transforms("a norm of crossgrain")
     result: Tensor = _NormFunction.apply(x.to(dtype), weight, bias, eps, zero_centered_gamma)
     return result
 

@@ -19,6 +19,7 @@ from ..quantizers.base import Quantizer
 from ..recipe import Recipe, active, backward_note, forward_step
 from ..runtime.derivatives import differentiable_once
 from ..runtime.torch_patches.compiler_marks import eager_only
+from ..runtime.transforms import refuse_transforms
 from .channels import Port, Wiring
 from .context import OperationContext, SavedTensors
 from .fusions import FusionFunction, apply_fusions
@@ -68,6 +69,7 @@ class OperationFuser:
                 f"basic_op_kwargs has keyword arguments for {len(kwargs)} operations, but there are "
                 f"{self.num_basic_ops}"
             )
+        refuse_transforms("a sequence of fusible operations")
         wiring = Wiring(self._basic_ops)
         extras = wiring.public_inputs(extra_inputs)
         if not self._ran_before:

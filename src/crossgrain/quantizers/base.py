@@ -32,6 +32,7 @@ from ..planes import (
 )
 from ..runtime.devices import resolved_device
 from ..runtime.settings import is_non_tn_fp8_gemm_supported, settings
+from ..runtime.transforms import refuse_transforms
 from ..tensor.autograd import QuantizeFunction
 from ..tensor.storage import QuantizedTensorStorage
 from ..tensor.tensor import QuantizedTensor
@@ -181,6 +182,7 @@ class Quantizer(AmaxReduction, DataFree):
             TypeError: ``tensor`` is not a tensor of one of these dtypes.
             ValueError: the shape cannot be quantized in this format, or no usage is set.
         """
+        refuse_transforms(type(self).__name__)
         if out is not None:
             return self.update_quantized(tensor, out)
         if torch.is_grad_enabled() and not self.internal and getattr(tensor, "requires_grad", False):

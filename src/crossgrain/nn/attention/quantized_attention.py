@@ -26,6 +26,7 @@ from ...planes import COLUMNWISE, ROWWISE, Direction
 from ...quantizers.base import Quantizer
 from ...recipe.base import BackwardOverride
 from ...runtime.derivatives import differentiable_once
+from ...runtime.transforms import refuse_transforms
 from .heads import decoded_heads, quantized_heads
 from .layout import to_groups, to_heads
 from .plain_attention import Attended
@@ -86,6 +87,7 @@ def quantized_attention(
     ``allowed`` is True where a query may see a key. Queries that may see none give 0. ``sink`` [1, heads, 1, 1] is the
     score of the sink by head; it is in high precision.
     """
+    refuse_transforms("quantized attention")
     grad = torch.is_grad_enabled()
     needs = Needs(*(grad and x is not None and x.requires_grad for x in (q, k, v, sink)))
     return Attended(*QuantizedAttention.apply(q, k, v, sink, allowed, call, needs))

@@ -1,0 +1,29 @@
+"""Code that torch records or transforms: nothing can be quantized there.
+
+`torch.jit.trace` records operations of torch. Kernels of crossgrain are none: their results would become constants of
+the recorded graph. The transforms of `torch.func` (vmap, grad, jvp, jacrev, ...) pass stand-ins for tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _functorch
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise NotImplementedError inside `torch.jit.trace` and inside the transforms of `torch.func`.
+
+    Args:
+        what: what would quantize there, for the message.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"{what} cannot be recorded by torch.jit.trace, which would store quantized numbers as constants. Use "
+            "torch.compile or torch.export, or export the weights (crossgrain.unconvert gives the plain model back)."
+        )
+    if _functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            f"{what} cannot run inside the transforms of torch.func (vmap, grad, vjp, jvp, jacrev, hessian): these do "
+            "not see how quantized products are computed. Use torch.autograd and a loop or a batch dimension; "
+            "torch.func.functional_call works. crossgrain.unconvert gives the plain model back."
+        )
