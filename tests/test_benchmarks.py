@@ -11,6 +11,7 @@ from benchmarks import calls, groups, linear, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times, one_thread
 from crossgrain.formats import formats
+from crossgrain.kernels.cpu.products import has_byte_dot_products
 
 from .test_layers import ROOMS
 
@@ -146,6 +147,7 @@ def test_slow_jobs_are_repeated_less_often():
 # ---- calls of a step -----------------------------------------------------------------------------------
 
 MOST_CALLS = {"MXFP8": (300, 250), "MXFP8 forward, NVFP4 backward": (400, 300), "NVFP4": (400, 300)}
+DECODING = 60  # more calls of backward if NVFP4 operands are decoded, on CPUs without dot products of bytes
 MOST_FILES = 25
 
 
@@ -155,7 +157,9 @@ def test_a_step_of_a_linear_layer_takes_few_calls_and_never_turns_back(name):
     with one_thread():
         step = calls.step_of(calls.RECIPES[name])
     counts = (len(step.forward.calls), len(step.backward.calls))
-    assert counts[0] <= MOST_CALLS[name][0] and counts[1] <= MOST_CALLS[name][1], f"{counts} Python calls"
+    forward, backward = MOST_CALLS[name]
+    backward += DECODING * ("NVFP4" in name and not has_byte_dot_products())
+    assert counts[0] <= forward and counts[1] <= backward, f"{counts} Python calls"
     for walk in step:
         assert not walk.upward(ROOMS)
         assert len(walk.files) <= MOST_FILES, walk.files
