@@ -332,3 +332,16 @@ def test_states_in_bfloat16_can_be_read_as_they_are():
 def test_a_tensor_that_was_not_offloaded_is_popped_as_it_is():
     x = torch.ones(3)
     assert te.cpu_offload.OffloadableLayerState(None).pop_tensor(x) is x
+
+
+def test_an_operation_has_the_states_of_each_pass():
+    op, manager = te.ops.BasicLinear(16, 16), te.quantization.FP8GlobalStateManager
+    assert op._fp8_metas == {"forward": None, "backward": None} and op._quantizers == {"forward": [], "backward": []}
+    with te.autocast(recipe=cg.recipe.DelayedScaling(amax_history_len=4)):
+        y = op(torch.full((16, 16), 3.0, requires_grad=True))
+    y.backward(torch.full((16, 16), 5.0))
+    for mode, amax in (("forward", 3.0), ("backward", 5.0)):
+        state = op._fp8_metas[mode][manager.get_meta_tensor_key(forward=mode == "forward")]
+        assert state.amax_history[-1, 0] == amax
+        assert op._quantizers[mode][0] is op.get_quantizer(mode, 0)
+    assert te.ops.ReLU()._fp8_metas == {"forward": None, "backward": None}

@@ -49,7 +49,7 @@ def test_create(recipe, cls):
     assert type(state) is cls
     assert (state.recipe, state.mode, state.num_quantizers, state.roles) == (recipe, "forward", 3, roles)
     assert len(state.make_quantizers()) == 3
-    with pytest.raises(ValueError, match="mode must be 'forward' or 'backward', got 'sideways'"):
+    with pytest.raises(ValueError, match=r"Unexpected recipe mode \(sideways\): it must be forward or backward"):
         RecipeState.create(recipe, mode="sideways")
     with pytest.raises(ValueError, match="one role for each of the 3 quantizers, got 2"):
         RecipeState.create(recipe, mode="forward", num_quantizers=3, roles=roles[:2])

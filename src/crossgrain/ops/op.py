@@ -246,6 +246,18 @@ class BasicOperation(QuantizedModule, FusibleOperation):
             return None
         return self.quantizers[SLOTS[mode]][index]
 
+    @property
+    def _fp8_metas(self) -> dict[Mode, dict[str, Any] | None]:
+        """``fp8_meta`` of each pass by itself, as Transformer Engine keeps it; None before the first recipe."""
+        return {
+            mode: {**self.fp8_meta} if slot in self.fp8_meta and self.num_quantizers(mode) else None
+            for mode, slot in SLOTS.items()
+        }
+
+    @property
+    def _quantizers(self) -> dict[Mode, list[Quantizer]]:
+        return {mode: self.quantizers[slot] for mode, slot in SLOTS.items()}
+
     def get_input_quantizer(self) -> Quantizer | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
 

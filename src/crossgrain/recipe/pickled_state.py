@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from .base import RecipeFields
 from .custom import CustomRecipe
 from .gemm_recipe import GemmRecipe
 
@@ -45,6 +46,7 @@ _POLICY_OF: dict[type[Recipe], CheckpointExtraStatePolicy] = {
     MXFP8BlockScaling: CheckpointExtraStatePolicy.STATELESS,
     Float8BlockScaling: CheckpointExtraStatePolicy.STATELESS,
     NVFP4BlockScaling: CheckpointExtraStatePolicy.STATELESS,
+    RecipeFields: CheckpointExtraStatePolicy.DYNAMIC,
     CustomRecipe: CheckpointExtraStatePolicy.DYNAMIC,
     GemmRecipe: CheckpointExtraStatePolicy.DYNAMIC,
 }

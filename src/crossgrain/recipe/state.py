@@ -76,7 +76,7 @@ class RecipeState:
         roles: Roles | None = None,
     ) -> None:
         if mode not in _BY_POSITION:
-            raise ValueError(f"mode must be 'forward' or 'backward', got {mode!r}")
+            raise ValueError(f"Unexpected recipe mode ({mode}): it must be forward or backward")
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"there must be one role for each of the {num_quantizers} quantizers, got {len(roles)}")
         self.recipe = recipe
