@@ -81,9 +81,9 @@ def test_a_class_that_is_named_through_the_memo_is_seen():
     """The second time, a pickle repeats the position of a text instead of the text."""
     data = pickle.dumps(["transformer_engine.common.recipe", "DelayedScaling", {"recipe": MXFP8BlockScaling()}])
     assert not should_load_extra_state_pickle(data, "fc1")
-    texts = (b"recipe", MXFP8BlockScaling.__module__.encode(), b"MXFP8BlockScaling")
+    texts = (MXFP8BlockScaling.__module__.encode(), b"MXFP8BlockScaling", b"recipe")
     pushed = b"".join(b"\x8c" + bytes([len(text)]) + text + b"\x940" for text in texts)
-    by_memo = b"\x80\x04" + pushed + b"h\x01h\x02\x93."
+    by_memo = b"\x80\x04" + pushed + b"h\x00h\x01\x93."
     assert not should_load_extra_state_pickle(by_memo, "fc1")
 
 
