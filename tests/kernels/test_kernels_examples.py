@@ -298,7 +298,7 @@ def test_documented_nvfp4_example():
     scale = global_scale(torch.tensor([[6.0]]), fmt)
     assert scale.encode.item() == 448.0
     assert scale.decode.item() == np.float32(0.002232143)
-    stored, factor = two_level_scales(torch.tensor([[6.0, 0.03]]), scale, fmt.element)
+    stored, factor = two_level_scales(torch.tensor([[6.0, 0.03]]), scale, fmt)
     assert stored.tolist() == [[0x7E, 0x41]]
     np.testing.assert_allclose(factor, [[1.0, 199.1111]], rtol=1e-7, atol=0)
 

@@ -17,7 +17,6 @@ _SCALES = {
     "fp32": "fp32",
     "e8m0_up": "E8M0, rounded up",
     "e8m0_floor": "E8M0, OCP rule",
-    "two_level": "E4M3",
 }
 
 
@@ -36,7 +35,7 @@ def formats(as_json: AsJson = False) -> None:
         block = "x".join(map(str, row["block"])) if row["block"] else ("tensor" if row["element"] else "-")
         amax = f", amax per {row['amax_per']}" if row["amax_per"] else ""
         maximum = "-" if row["max"] is None else f"{row['max']:.5g}"
-        scale = _SCALES[row["scale"]] + amax
+        scale = _SCALES.get(row["scale"], str(row["scale_element"]).upper()) + amax
         table.add_row(row["name"], row["element"] or "-", block, scale, f"{row['bits_per_element']:.2f}", maximum)
     console = Console(highlight=False)
     console.print(table)
@@ -52,6 +51,7 @@ def describe(fmt: Format) -> dict[str, Any]:
         "element": fmt.element and fmt.element.name,
         "block": fmt.block,
         "scale": fmt.scale_rule,
+        "scale_element": fmt.scale_element.name if fmt.scale_rule == "two_level" else None,
         "amax_per": fmt.global_amax,
         "bits_per_element": fmt.bits_per_element,
         "max": fmt.element and fmt.element.max,

@@ -55,6 +55,8 @@ def format_from(plain: Mapping[str, Any]) -> Format:
     fields = _with_tuples(plain)
     if fields["element"] is not None:
         fields["element"] = _element_from(fields["element"])
+    if "scale_element" in fields:
+        fields["scale_element"] = _element_from(fields["scale_element"])
     if "layout" in fields:
         fields["layout"] = from_fields(ScaleLayout.__name__, _with_tuples(fields["layout"]))
     fmt: Format = from_fields(Format.__name__, fields)
@@ -116,10 +118,12 @@ def quantizer_from(plain: Mapping[str, Any] | None) -> Quantizer | None:
         return None
     example = _examples()[plain["class"]]
     options = {key: _value(value) for key, value in plain["options"].items()}
-    if options.keys() - example.__getstate__().keys() or example.__getstate__().keys() - options.keys():
+    known = example.__getstate__().keys()
+    required = {key for key in known if not hasattr(type(example), key)}  # what was added later has a default there
+    if options.keys() - known or required - options.keys():
         raise ValueError(
             f"the file describes a {plain['class']} with options {sorted(options)}, but this version of crossgrain has "
-            f"{sorted(example.__getstate__())}"
+            f"{sorted(known)}"
         )
     return make_quantizer(type(example), options)
 

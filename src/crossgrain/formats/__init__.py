@@ -1,7 +1,7 @@
 """Formats as frozen data: elements, block shapes and scale rules, and the registry of formats by name."""
 
 from .built_in import BUILT_IN
-from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Element
+from .element import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, UE5M3, Element
 from .format import (
     DEFAULT_SIGN_MASK,
     HADAMARD_SIZE,
@@ -30,6 +30,7 @@ __all__ = [
     "E8M0",
     "HADAMARD_SIZE",
     "IDENTITY",
+    "UE5M3",
     "AnyElement",
     "Element",
     "Format",

@@ -6,6 +6,7 @@ from .element import E2M1, E2M3, E3M2, E4M3, E5M2
 from .format import IDENTITY, Format, fp8_block_format, fp8_format, mxfp8_format, nvfp4_format, ocp_mx_format
 from .hifloat8 import HIFLOAT8
 from .mxint8 import MXINT8
+from .nvfp4_ue5m3 import NVFP4_UE5M3
 
 BUILT_IN: tuple[Format, ...] = (
     fp8_format(E4M3),
@@ -28,5 +29,6 @@ BUILT_IN: tuple[Format, ...] = (
     ocp_mx_format("mxfp6_e3m2", E3M2),
     MXINT8,
     HIFLOAT8,
+    NVFP4_UE5M3,
     IDENTITY,
 )

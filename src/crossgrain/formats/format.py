@@ -52,8 +52,8 @@ class Format(WrittenByFields):
         block: (rows, length) of the numbers that share a scale; None for one scale per tensor.
         scale_rule: how the scale of a block is computed from its amax. "fp32": an fp32 number that maps the amax to the
             largest number. "e8m0_up": the smallest power of two with which the amax is not clipped. "e8m0_floor": a
-            power of two by the rule of the OCP specification. "two_level": an E4M3 number, and an fp32 scale for the
-            tensor or for each row. "none": no scales (identity).
+            power of two by the rule of the OCP specification. "two_level": a number of ``scale_element``, and an fp32
+            scale for the tensor or for each row. "none": no scales (identity).
         layout: how the scales are stored.
         transposes: columnwise planes are stored as [K, M].
         ragged: a dimension does not need to be a multiple of the block: the last block may be smaller.
@@ -61,6 +61,7 @@ class Format(WrittenByFields):
         scale_bound: for "two_level": the block scale of the block with the largest amax.
         rotation: signs of the Hadamard rotation of the data, as a bit mask; None if it is not rotated.
         amax_to: for "fp32": the number to which a scale maps the amax; None for the largest number of the element.
+        scale_element: for "two_level": what the byte of a block scale means.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -77,6 +78,7 @@ class Format(WrittenByFields):
     scale_bound: int = 448
     rotation: int | None = None
     amax_to: float | None = None
+    scale_element: Element = E4M3
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -125,9 +127,20 @@ class Format(WrittenByFields):
                 f"amax_to needs scale_rule='fp32' and must be above 0 and at most {self.element.max:g}, got "
                 f"{self.amax_to} with {self.scale_rule!r}"
             )
+        if self.scale_element != E4M3 and self.scale_rule != "two_level":
+            return f"scale_element needs scale_rule='two_level', got {self.scale_element.name} with {self.scale_rule!r}"
+        if self.scale_rule == "two_level" and not (self.scale_element.bits == 8 and self._bound_is_a_scale):
+            return (
+                f"block scales are bytes, and scale_bound must be above 0 and at most the largest of them; got "
+                f"scale_bound={self.scale_bound} with {self.scale_element}"
+            )
         if self.rotation is not None and self.ragged:
             return f"the rotation mixes {HADAMARD_SIZE} numbers, so it needs whole blocks: ragged must be False"
         return None
+
+    @property
+    def _bound_is_a_scale(self) -> bool:
+        return 0 < self.scale_bound <= self.scale_element.max
 
     @property
     def is_identity(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .built_in import BUILT_IN
-from .element import E8M0
+from .element import E8M0, UE5M3
 from .format import AnyElement, Format
 
 _FORMATS: dict[str, Format] = {}
@@ -49,7 +49,9 @@ def get_element(name: str) -> AnyElement:
     Raises:
         KeyError: there is no element of this name.
     """
-    known = {fmt.element.name: fmt.element for fmt in reversed(_FORMATS.values()) if fmt.element} | {E8M0.name: E8M0}
+    known = {fmt.element.name: fmt.element for fmt in reversed(_FORMATS.values()) if fmt.element} | {
+        scale.name: scale for scale in (E8M0, UE5M3)
+    }
     try:
         return known[name]
     except KeyError:

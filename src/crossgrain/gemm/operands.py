@@ -6,7 +6,7 @@ GEMM, not for the two directions of a tensor.
 
 from __future__ import annotations
 
-from ..formats import Format, TableElement
+from ..formats import E4M3, Format, TableElement
 from ..planes import COLUMNWISE, ROWWISE, Direction
 
 # The three GEMMs of a linear layer and the direction in which each reads its two operands.
@@ -33,7 +33,8 @@ def scaling_family(fmt: Format) -> str:
     if fmt.scale_rule == "fp32":
         return f"FP8 in blocks of {fmt.block_length}"
     if fmt.scale_rule == "two_level":
-        return "NVFP4" if fmt.block_length == 16 else f"two-level scales over {fmt.block_length}"
+        name = "NVFP4" if fmt.block_length == 16 else f"two-level scales over {fmt.block_length}"
+        return name if fmt.scale_element == E4M3 else f"{name} with {fmt.scale_element.name} block scales"
     return "MX" if fmt.block_length == 32 else f"power-of-two scales over {fmt.block_length}"
 
 

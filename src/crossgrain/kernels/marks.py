@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..formats.element import E4M3, E8M0
+from ..formats.element import E8M0
 from ..planes import ROWWISE, Plane
 from .choice import backend_for
 
@@ -44,7 +44,7 @@ def mark_nonfinite(x: Tensor, plane: Plane) -> None:
     if _has_nan(fmt) and fmt.element.bits == 8:
         plane.operand_codes().masked_fill_(lost, fmt.element.nan_code)
         return
-    code = {"two_level": E4M3.nan_code, "fp32": math.nan}.get(fmt.scale_rule, E8M0.nan_code)
+    code = {"two_level": fmt.scale_element.nan_code, "fp32": math.nan}.get(fmt.scale_rule, E8M0.nan_code)
     if fmt.block is None:
         plane.scale.masked_fill_(lost.any(), code)
     else:

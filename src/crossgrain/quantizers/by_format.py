@@ -37,7 +37,7 @@ def _native_quantizer(fmt: Format) -> Quantizer | None:
         if fmt.block is None:
             return Float8CurrentScalingQuantizer(dtype)
         return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=2 if tiles else 1)
-    if fmt.scale_rule == "two_level":
+    if fmt.scale_rule == "two_level" and fmt.scale_element == E4M3:
         return NVFP4Quantizer(
             with_rht=fmt.rotation is not None,
             with_post_rht_amax=fmt.rotation is not None,

@@ -24,7 +24,12 @@ ELEMENTS: dict[str, Element] = {element.name: element for element in (E4M3, E5M2
 
 _TILE = ScaleLayout(pad=(128, 4))
 _REPLICATED = ScaleLayout(pad=(128, 4), replicated=True)
-_NVFP4: dict[str, Any] = {"scale_rule": "two_level", "layout": _TILE, "global_amax": "tensor"}
+_NVFP4: dict[str, Any] = {
+    "scale_rule": "two_level",
+    "layout": _TILE,
+    "global_amax": "tensor",
+    "scale_element": E4M3,
+}
 _NVFP4_2D: dict[str, Any] = {**_NVFP4, "layout": _REPLICATED}
 _BLOCK: dict[str, Any] = {"block": (1, 128), "layout": ScaleLayout(pad=(4, 1), transposed=True), "ragged": True}
 _BLOCK_2D: dict[str, Any] = {"block": (128, 128), "layout": ScaleLayout(pad=(1, 4)), "ragged": True}

@@ -114,7 +114,7 @@ def _scales(block_max: Tensor | None, target: Target, overflow: float) -> Scales
     if fmt.scale_rule == "e8m0_floor":
         return e8m0_floor_scales(block_max, fmt.element)
     assert fmt.scale_rule == "two_level" and target.amax is not None
-    return two_level_scales(block_max, global_scale(target.amax.view(-1, 1), fmt), fmt.element)
+    return two_level_scales(block_max, global_scale(target.amax.view(-1, 1), fmt), fmt)
 
 
 def tensor_scale(target: Target | GroupedTarget) -> Scales:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import E4M3
 from ...formats.encoding import Encoding
 from .blocks import block_amax, blocked, spread
 from .elements import element_values, round_to_nearest
-from .scaling import GlobalScale, e4m3_block_scales, global_scale
+from .scaling import GlobalScale, block_scales, global_scale
 
 
 def encode_four_over_six(operand: Tensor, encoding: Encoding, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,10 +33,11 @@ def _candidate(
     fmt = encoding.format
     assert fmt.element is not None and fmt.block is not None
     wanted = (block_amax(operand, fmt.block) / fmt.element.max) * scale.encode
-    stored, factor = e4m3_block_scales((wanted * stretch).clamp(max=E4M3.max), scale)
+    stored, factor = block_scales((wanted * stretch).clamp(max=fmt.scale_element.max), scale, fmt.scale_element)
     codes = round_to_nearest(operand * spread(factor, fmt.block, _shape(operand)), fmt.element)
 
-    decoded = element_values(codes, fmt.element) * spread(element_values(stored, E4M3), fmt.block, _shape(operand))
+    scales = element_values(stored, fmt.scale_element)
+    decoded = element_values(codes, fmt.element) * spread(scales, fmt.block, _shape(operand))
     difference = (decoded * amax) / (fmt.element.max * fmt.scale_bound) - operand
     error = difference.abs() if encoding.four_over_six == "MAE" else difference * difference
     return codes, stored, _sum_per_block(blocked(error, fmt.block))

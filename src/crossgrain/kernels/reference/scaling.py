@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import E4M3, AnyElement, Format
+from ...formats import AnyElement, Element, Format
 from .elements import FP32_MAX, element_values, round_to_nearest
 
 
@@ -107,17 +107,18 @@ def global_scale(amax: Tensor, fmt: Format) -> GlobalScale:
     return GlobalScale(encode, quotient(1.0, encode))
 
 
-def two_level_scales(amax: Tensor, scale: GlobalScale, element: AnyElement) -> Scales:
-    """E4M3 scales of blocks, for a given global scale."""
-    sixth = torch.tensor(1.0 / element.max, dtype=torch.float32, device=amax.device)
+def two_level_scales(amax: Tensor, scale: GlobalScale, fmt: Format) -> Scales:
+    """The scales of blocks, for a given global scale."""
+    assert fmt.element is not None
+    sixth = torch.tensor(1.0 / fmt.element.max, dtype=torch.float32, device=amax.device)
     wanted = (amax * (scale.encode * sixth)).clamp(max=FP32_MAX)
-    return e4m3_block_scales(wanted, scale)
+    return block_scales(wanted, scale, fmt.scale_element)
 
 
-def e4m3_block_scales(wanted: Tensor, scale: GlobalScale) -> Scales:
-    """``wanted`` rounded to E4M3, and the factor: the reciprocal of both scales."""
-    stored = round_to_nearest(wanted, E4M3)
-    factor = quotient(1.0, element_values(stored, E4M3) * scale.decode).clamp(max=FP32_MAX)
+def block_scales(wanted: Tensor, scale: GlobalScale, element: Element) -> Scales:
+    """``wanted`` rounded to the element of scales, and the factor: the reciprocal of both scales."""
+    stored = round_to_nearest(wanted, element)
+    factor = quotient(1.0, element_values(stored, element) * scale.decode).clamp(max=FP32_MAX)
     return Scales(stored, factor)
 
 
@@ -125,4 +126,4 @@ def two_level_decode_factor(stored: Tensor, amax: Tensor, fmt: Format) -> Tensor
     """The number by which the decoded elements of a block are multiplied, computed in the order of hardware."""
     assert fmt.element is not None
     constant = torch.tensor(1.0 / (fmt.element.max * fmt.scale_bound), dtype=torch.float32, device=stored.device)
-    return (element_values(stored, E4M3) * amax) * constant
+    return (element_values(stored, fmt.scale_element) * amax) * constant
