@@ -16,7 +16,7 @@ from crossgrain.kernels.cpu.known import is_known
 from crossgrain.kernels.reference import ReferenceBackend
 from crossgrain.planes import empty_plane
 
-WITHOUT_KERNELS = {"mxint8", "hifloat8", "identity"}
+WITHOUT_KERNELS = {"mxint8", "nvfp4_ue5m3", "hifloat8", "identity"}
 """Built-in formats that the reference serves. Whoever writes a kernel for one takes it out here."""
 
 

@@ -50,6 +50,7 @@ def test_the_families_among_the_built_in_formats() -> None:
         "NVFP4",
         "int8 with power-of-two scales over 32",
         "hifloat8 with a scale per tensor",
+        "NVFP4 with ue5m3 block scales",
     }
 
 

@@ -23,6 +23,7 @@ AS_BEFORE = {
     "mxfp6_e3m2": ("sr",),
     "mxint8": ("sr",),
     "hifloat8": ("sr",),
+    "nvfp4_ue5m3": ("sr",),
 }
 
 
