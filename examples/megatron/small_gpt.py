@@ -73,6 +73,8 @@ class Options:
     local_spec: bool = False  # Megatron's own layers, without Transformer Engine
     tensor_parallel: int = 1
     sequence_parallel: bool = False
+    pipeline_parallel: int = 1
+    virtual_stages: int | None = None  # of each rank, which are interleaved
     context_parallel: int = 1  # ranks that share each text
     distributed_optimizer: bool = False
     fsdp: bool = False  # Megatron's own
@@ -90,6 +92,12 @@ def transformer_config(options: Options) -> TransformerConfig:
         "num_attention_heads": 4,
         "tensor_model_parallel_size": options.tensor_parallel,
         "sequence_parallel": options.sequence_parallel,
+        "pipeline_model_parallel_size": options.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": options.virtual_stages,
+        "pipeline_dtype": torch.bfloat16 if options.bf16 else torch.float32,
+        # Of two ranks each is before and after the other: what they send must not be mixed up in one batch.
+        "overlap_p2p_comm": options.virtual_stages is not None,
+        "batch_p2p_comm": options.virtual_stages is None,
         "context_parallel_size": options.context_parallel,
         "params_dtype": torch.bfloat16 if options.bf16 else torch.float32,
         "bf16": options.bf16,
@@ -97,19 +105,24 @@ def transformer_config(options: Options) -> TransformerConfig:
         "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,  # of Megatron's own layers: a CUDA extension of apex
         "masked_softmax_fusion": False,
-        "fp8_param": options.quantized_parameters,
+        "fp4_param" if options.recipe == "nvfp4" else "fp8_param": options.quantized_parameters,
         # FSDP2 reduces gradients by itself, and its wrapper does not take what Megatron would say to it here.
         "finalize_model_grads_func": None if options.torch_fsdp else finalize_model_grads,
     }
     return TransformerConfig(**{**settings, **RECIPES[options.recipe], **options.config})
 
 
-def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
-    """The model, wrapped for data parallelism, and its optimizer. Process groups of torch have to be there."""
+def build(options: Options, seed: int = 1234) -> tuple[nn.ModuleList, Any]:
+    """The stages of the model that this rank has, wrapped for data parallelism, and their optimizer.
+
+    Process groups of torch have to be there.
+    """
     config = transformer_config(options)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             options.tensor_parallel,
+            options.pipeline_parallel,
+            options.virtual_stages,
             context_parallel_size=options.context_parallel,
             expert_model_parallel_size=config.expert_model_parallel_size,
             create_gloo_process_groups=False,
@@ -117,7 +130,7 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     layer = get_gpt_layer_local_spec if options.local_spec else get_gpt_layer_with_transformer_engine_spec
     spec = layer(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
-    model = GPTModel(config, spec, VOCABULARY, CONTEXT, position_embedding_type="rope")
+    stages = [_stage(config, spec, stage) for stage in range(options.virtual_stages or 1)]
     sharded = options.distributed_optimizer or options.fsdp
     # MXFP8 parameters have no other way to the ranks of Megatron's distributed optimizer.
     reuse = options.quantized_parameters and options.recipe == "mxfp8" and not options.fsdp
@@ -135,7 +148,7 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
     wrapper = FullyShardedDataParallel if options.fsdp else DistributedDataParallel
     if options.torch_fsdp:
         ddp_config, wrapper = TorchFullyShardedDataParallelConfig(), TorchFullyShardedDataParallel
-    wrapped = wrapper(config, ddp_config, Float16Module(config, model) if options.bf16 else model)
+    wrapped = [wrapper(config, ddp_config, Float16Module(config, each) if options.bf16 else each) for each in stages]
     optimizer_config = OptimizerConfig(
         lr=2e-3,
         bf16=options.bf16,
@@ -145,7 +158,22 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.Module, Any]:
         use_distributed_optimizer=sharded,
         reuse_grad_buf_for_mxfp8_param_ag=reuse,
     )
-    return wrapped, get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
+    return nn.ModuleList(wrapped), get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
+
+
+def _stage(config: TransformerConfig, spec: Any, number: int) -> GPTModel:
+    """One of this rank's stages of the pipeline: the whole model, if there is no pipeline."""
+    virtual = {} if config.virtual_pipeline_model_parallel_size is None else {"vp_stage": number}
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        CONTEXT,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, **virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not virtual, **virtual),
+        position_embedding_type="rope",
+        **virtual,
+    )
 
 
 def batches(options: Options, seed: int = 7) -> Iterator[tuple[Tensor, Tensor]]:
@@ -169,8 +197,9 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tup
     losses = model(batch["tokens"], batch["positions"], mask, labels=batch["labels"])
 
     def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach().clone()}  # Megatron divides the loss itself by the number of microbatches
+        # Megatron adds up what ranks say that share texts, and divides by the number of microbatches.
+        loss = output.float().mean() / parallel_state.get_context_parallel_world_size()
+        return loss, {"loss": loss.detach().clone()}
 
     return losses, loss_of
 
@@ -180,23 +209,25 @@ def train(options: Options, steps: int) -> list[tuple[float, float]]:
     return list(run(*build(options), options, steps))
 
 
-def run(model: nn.Module, optimizer: Any, options: Options, steps: int) -> Iterator[tuple[float, float]]:
-    data = batches(options)
+def run(model: nn.ModuleList, optimizer: Any, options: Options, steps: int) -> Iterator[tuple[float, float]]:
+    stages, replicas = list(model), parallel_state.get_data_parallel_world_size()
+    data = [batches(options) for _ in stages]
     for _ in range(steps):
-        model.zero_grad_buffer()  # type: ignore[operator]
+        for stage in stages:
+            stage.zero_grad_buffer()  # type: ignore[operator]
         optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=data,
-            model=[model],
+            data_iterator=data if len(data) > 1 else data[0],
+            model=stages,
             num_microbatches=options.microbatches,
             seq_length=CONTEXT,
-            micro_batch_size=options.batch // options.microbatches,
+            micro_batch_size=options.batch // (replicas * options.microbatches),
         )
         updated, norm, _ = optimizer.step()
         if not updated:
             raise RuntimeError("a gradient is not finite")
-        loss = torch.stack([each["loss"] for each in losses]).mean()
-        ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        torch.distributed.all_reduce(loss, group=ranks)
-        yield loss.item() / ranks.size(), float(norm)
+        loss = torch.stack([each["loss"] for each in losses]).mean() if losses else torch.zeros(())
+        torch.distributed.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())  # the last has it
+        torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        yield loss.item() / replicas, float(norm)

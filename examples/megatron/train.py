@@ -3,6 +3,7 @@
     python examples/megatron/train.py --recipe mxfp8 --steps 5
     torchrun --nproc-per-node 2 examples/megatron/train.py --recipe hybrid --tensor-parallel 2 --sequence-parallel
     torchrun --nproc-per-node 2 examples/megatron/train.py --recipe blockwise --distributed-optimizer --fp8-param-gather
+    torchrun --nproc-per-node 2 examples/megatron/train.py --recipe nvfp4 --pipeline-parallel 2 --microbatches 2
 
 Megatron-core is as it comes from PyPI (`pip install 'crossgrain[megatron]'`). README.md says what stands in for CUDA.
 """
@@ -26,7 +27,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--virtual-stages", type=int, help="of each rank of a pipeline, which are interleaved")
     parser.add_argument("--context-parallel", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--fp8-param-gather", action="store_true", help="keep weights quantized")
     given = parser.parse_args()
@@ -36,7 +40,10 @@ def main() -> None:
         width=given.width,
         tensor_parallel=given.tensor_parallel,
         sequence_parallel=given.sequence_parallel,
+        pipeline_parallel=given.pipeline_parallel,
+        virtual_stages=given.virtual_stages,
         context_parallel=given.context_parallel,
+        microbatches=given.microbatches,
         distributed_optimizer=given.distributed_optimizer,
         quantized_parameters=given.fp8_param_gather,
     )

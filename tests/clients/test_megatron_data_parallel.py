@@ -2,10 +2,16 @@
 
 import pytest
 
-from ..common.megatron_runs import losses_and_norms, where_pieces_begin
+from ..common.megatron_runs import error_of_training, losses_and_norms, where_pieces_begin
 
-RECIPES = ["tensorwise", "delayed", "blockwise", "mxfp8", "hybrid"]
+RECIPES = ["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "hybrid"]
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 40_000}  # of one or two weights
+
+
+FP4_HYBRID = {
+    "fp4_recipe": "custom",
+    "fp4_quantizer_factory": "crossgrain.recipe.zoo.nvfp4_row_scaled_fwd_high_precision_bwd_factory",
+}
 
 
 def equal_runs(megatron, ranks, options):
@@ -25,6 +31,20 @@ def test_nor_do_hybrids_whose_rows_are_not_bytes_or_whose_columns_do_not_follow_
     """Megatron's buffer has a byte for each number of a weight, and nothing else of it is gathered."""
     config = {"fp8_quantizer_factory": f"crossgrain.recipe.zoo.{factory}_factory"}
     assert equal_runs(megatron, 2, {"recipe": "hybrid", "layers": 1, "config": config})
+
+
+def test_nor_do_hybrids_that_are_kept_as_fp4_parameters(megatron):
+    assert equal_runs(megatron, 2, {"recipe": "nvfp4", "layers": 1, "config": FP4_HYBRID})
+
+
+@pytest.mark.parametrize("options", [{"width": 96}, {"config": {"ffn_hidden_size": 224}}], ids=["norms", "a bias"])
+def test_mxfp8_parameters_are_refused_where_megatron_would_copy_neighbours(options, megatron):
+    """Megatron's buffers have gaps behind parameters of 96 and 224 elements, which it forgets about."""
+    options = {**options, "recipe": "mxfp8", "distributed_optimizer": True, "layers": 1}
+    for kind, text in megatron(error_of_training, 2, {**options, "quantized_parameters": True}):
+        assert kind == "RuntimeError" and "with which every parameter has a multiple of 64 elements" in text
+        assert f"[{options.get('width', 224)}] (" in text
+    assert megatron(error_of_training, 2, options) == [None, None]
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "hybrid"])

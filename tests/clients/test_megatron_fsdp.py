@@ -2,8 +2,7 @@
 
 import pytest
 
-from ..common.megatron_runs import NEVER_CLIPPED, losses
-from ..common.ranks import error_of
+from ..common.megatron_runs import NEVER_CLIPPED, error_of_training, losses
 
 OPTIONS = {"clip_grad": NEVER_CLIPPED}  # norms are added up from other pieces, and would scale gradients differently
 
@@ -30,7 +29,3 @@ def test_fsdp2_changes_no_bit(recipe, megatron):
     """In float32: Megatron's own wrapper reduces gradients of bfloat16 in float32, FSDP2 as they are."""
     options = {**OPTIONS, "recipe": recipe, "bf16": False}
     assert megatron(losses, 2, {**options, "torch_fsdp": True}) == megatron(losses, 2, options)
-
-
-def error_of_training(rank, options):
-    return error_of(lambda: losses(rank, options))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ..common.megatron_runs import NEVER_CLIPPED, STEPS, losses, losses_and_norms
+from ..common.megatron_runs import NEVER_CLIPPED, STEPS, error_of_training, losses_and_norms
 
 RECOMPUTED = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -30,12 +30,6 @@ def test_recomputation_changes_no_bit(recipe, megatron):
 def test_megatron_refuses_to_compute_norms_again_with_delayed_scaling(megatron):
     [(kind, text)] = megatron(error_of_training, 1, {"recipe": "delayed", "config": RECOMPUTED["layernorm"]})
     assert kind == "ValueError" and "Delayed scaling does not support" in text
-
-
-def error_of_training(rank, options):
-    from ..common.ranks import error_of
-
-    return error_of(lambda: losses(rank, options))
 
 
 @pytest.mark.parametrize("recipe", ["none", "mxfp8", "hybrid"])

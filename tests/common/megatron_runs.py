@@ -5,6 +5,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from .ranks import error_of
+
 STEPS = 5
 NEVER_CLIPPED = 1e9
 
@@ -14,6 +16,11 @@ def losses(rank, options):
     import small_gpt
 
     return [loss for loss, _ in small_gpt.train(small_gpt.Options(**options), STEPS)]
+
+
+def error_of_training(rank, options):
+    """The type and text of the error; None if there is none."""
+    return error_of(lambda: losses(rank, options))
 
 
 def losses_and_norms(rank, options):

@@ -152,6 +152,29 @@ def test_initial_values_are_kept_until_they_are_cleared(recipe):
     assert layer.weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.parametrize(
+    "recipe, kept",
+    [
+        (cg.recipe.NVFP4BlockScaling(), True),
+        (cg.recipe.CustomRecipe(qfactory=cg.recipe.zoo.mxfp8_fwd_nvfp4_bwd_factory), True),
+        (cg.recipe.MXFP8BlockScaling(), False),
+        (None, False),
+    ],
+)
+def test_initial_values_of_4_bit_weights_are_kept_unless_a_client_says_no(recipe, kept):
+    """Megatron says nothing about those of FP4 parameters, and makes masters of them if there are any."""
+
+    def has_them(**said):
+        with te.fp8_model_init(recipe=recipe, **said):
+            return hasattr(te.Linear(32, 32).weight, "get_high_precision_init_val")
+
+    assert has_them() == kept
+    assert not has_them(preserve_high_precision_init_val=False)
+    assert te.quantization.fp8_model_init is te.fp8_model_init
+    with torch.no_grad():
+        assert not has_them()
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_module_made_for_a_recipe_tells_it(device):
     with te.quantized_model_init(recipe=cg.recipe.MXFP8BlockScaling()):

@@ -1,6 +1,8 @@
 """`crossgrain.optim` under the module name of Transformer Engine."""
 
-from ..optim import FusedAdam, FusedSGD
+from typing import Any
+
+from .. import optim
 from ..optim.multi_tensor import (
     MultiTensorApply,
     multi_tensor_adam,
@@ -10,6 +12,7 @@ from ..optim.multi_tensor import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
+from .adapters.gradient_buffers import refuse_lost_places
 
 __all__ = [
     "FusedAdam",
@@ -22,3 +25,19 @@ __all__ = [
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
+
+
+class FusedAdam(optim.FusedAdam):
+    """`crossgrain.optim.FusedAdam`, which refuses parameters that Megatron-core would gather wrongly."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        refuse_lost_places(self.param_groups)
+
+
+class FusedSGD(optim.FusedSGD):
+    """`crossgrain.optim.FusedSGD`, which refuses parameters that Megatron-core would gather wrongly."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        refuse_lost_places(self.param_groups)

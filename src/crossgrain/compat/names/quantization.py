@@ -10,7 +10,7 @@ QUANTIZATION: dict[str, Entry] = {
     "transformer_engine.pytorch.quantization": {
         "*": ["crossgrain.recipe.context", _SUPPORT, "crossgrain.recipe"],  # first where contexts look names up
         **these("crossgrain.recipe.delayed_state", "_amax_and_scale_update", "_default_sf_compute"),
-        **these("crossgrain.compat.adapters.contexts", "autocast", "fp8_autocast"),
+        **these("crossgrain.compat.adapters.contexts", "autocast", "fp8_autocast", "fp8_model_init"),
         **these("crossgrain.quantizers.request", "QuantizerRequest"),
         **these("crossgrain.recipe.global_state", "FP8GlobalStateManager", FP8GlobalState="QuantizationState"),
     },

@@ -18,7 +18,7 @@ TOP: dict[str, Entry] = {
     },
     "transformer_engine.pytorch": {
         "*": ["crossgrain"],
-        **these("crossgrain.compat.adapters.contexts", "autocast", "fp8_autocast"),
+        **these("crossgrain.compat.adapters.contexts", "autocast", "fp8_autocast", "fp8_model_init"),
         **these("crossgrain.compat.adapters.utils", "get_cudnn_version", "is_bf16_available"),
         **these("crossgrain.compat.adapters.modules", "UserBufferQuantizationMode"),
         **these("crossgrain.nn.cross_entropy", "parallel_cross_entropy"),
@@ -45,8 +45,14 @@ TOP: dict[str, Entry] = {
     "transformer_engine.pytorch.constants": "crossgrain.compat.adapters.constants",
     "transformer_engine.pytorch.utils": "crossgrain.compat.adapters.utils",
     "transformer_engine.pytorch.optimizers": {"*": ["crossgrain.compat.optimizers"], **MULTI_TENSOR_ON_A_GPU},
-    "transformer_engine.pytorch.optimizers.fused_adam": "crossgrain.optim.fused_adam",
-    "transformer_engine.pytorch.optimizers.fused_sgd": "crossgrain.optim.fused_sgd",
+    "transformer_engine.pytorch.optimizers.fused_adam": {
+        "*": ["crossgrain.optim.fused_adam"],
+        **these("crossgrain.compat.optimizers", "FusedAdam"),
+    },
+    "transformer_engine.pytorch.optimizers.fused_sgd": {
+        "*": ["crossgrain.optim.fused_sgd"],
+        **these("crossgrain.compat.optimizers", "FusedSGD"),
+    },
     "transformer_engine.pytorch.optimizers.multi_tensor_apply": "crossgrain.optim.multi_tensor",
     "transformer_engine.pytorch.permutation": _PERMUTATION,
     "transformer_engine.pytorch.router": _ROUTER,
