@@ -117,6 +117,7 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.ModuleList, Any]:
 
     Process groups of torch have to be there.
     """
+    _refuse_what_megatron_gets_wrong(options)
     config = transformer_config(options)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -159,6 +160,25 @@ def build(options: Options, seed: int = 1234) -> tuple[nn.ModuleList, Any]:
         reuse_grad_buf_for_mxfp8_param_ag=reuse,
     )
     return nn.ModuleList(wrapped), get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
+
+
+def _refuse_what_megatron_gets_wrong(options: Options) -> None:
+    """Raise where Megatron-core 0.16.1 fails far from the cause, or not at all. README.md names its lines."""
+    if options.torch_fsdp and options.quantized_parameters:
+        raise ValueError(
+            "Megatron's wrapper for FSDP2 does not take weights that are kept quantized: it looks for attributes that the "
+            "tensors of Transformer Engine 1 had (save_custom_attrs). Use Megatron-FSDP or the distributed optimizer"
+        )
+    if options.fsdp and options.quantized_parameters and options.recipe == "nvfp4":
+        raise ValueError(
+            "Megatron-FSDP does not take 4-bit parameters: its buffers have a byte for each number (set_item). Use the "
+            "distributed optimizer"
+        )
+    if options.fsdp and torch.distributed.get_world_size() == 1:
+        raise ValueError(
+            "Megatron-FSDP on one rank adds every gradient to itself, of its own layers too (_bucket_group_gradient_reduce)"
+            ": use at least two ranks, or the distributed optimizer"
+        )
 
 
 def _stage(config: TransformerConfig, spec: Any, number: int) -> GPTModel:

@@ -15,13 +15,36 @@ def test_shards_of_weights_kept_quantized_change_no_bit(recipe, megatron):
         assert megatron(losses, 2, {**options, "fsdp": True, "quantized_parameters": kept}) == expected
 
 
-def test_hybrids_too_unless_they_are_kept_quantized(megatron):
-    """Megatron lets go of the columns of whatever is not an MXFP8Tensor; those of a hybrid are missed."""
-    options = {**OPTIONS, "recipe": "hybrid"}
+@pytest.mark.parametrize("factory", ["mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd"])
+def test_nor_do_hybrids_whose_columns_are_made_from_the_rows(factory, megatron):
+    """Megatron lets go of the columns of whatever is not an MXFP8Tensor; layers make them again."""
+    config = {"fp8_quantizer_factory": f"crossgrain.recipe.zoo.{factory}_factory"}
+    options = {**OPTIONS, "recipe": "hybrid", "layers": 1, "config": config}
     expected = megatron(losses, 2, {**options, "distributed_optimizer": True})
-    assert megatron(losses, 2, {**options, "fsdp": True}) == expected
-    for kind, text in megatron(error_of_training, 2, {**options, "fsdp": True, "quantized_parameters": True}):
+    for kept in (False, True):
+        assert megatron(losses, 2, {**options, "fsdp": True, "quantized_parameters": kept}) == expected
+
+
+def test_other_hybrids_are_refused_if_they_are_kept_quantized(megatron):
+    config = {"fp8_quantizer_factory": "tests.common.megatron_runs.columns_of_their_own_factory"}
+    options = {**OPTIONS, "recipe": "hybrid", "layers": 1, "config": config, "fsdp": True}
+    assert megatron(error_of_training, 2, options) == [None, None]
+    for kind, text in megatron(error_of_training, 2, {**options, "quantized_parameters": True}):
         assert kind == "RuntimeError" and "has no columnwise plane, which dgrad reads: HybridQuantizedTensor" in text
+        assert "as Megatron-FSDP drops the columns" in text
+
+
+@pytest.mark.parametrize(
+    "options, ranks, reason",
+    [
+        ({"recipe": "hybrid", "torch_fsdp": True, "quantized_parameters": True}, 2, "FSDP2 does not take weights that"),
+        ({"recipe": "nvfp4", "fsdp": True, "quantized_parameters": True}, 2, "does not take 4-bit parameters"),
+        ({"fsdp": True}, 1, "adds every gradient to itself"),
+    ],
+)
+def test_the_example_refuses_what_megatron_gets_wrong(options, ranks, reason, megatron):
+    for kind, text in megatron(error_of_training, ranks, options):
+        assert kind == "ValueError" and reason in text
 
 
 @pytest.mark.parametrize("recipe", ["none", "tensorwise", "blockwise", "mxfp8", "nvfp4", "hybrid"])

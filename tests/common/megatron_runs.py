@@ -5,6 +5,8 @@ import math
 import torch
 import torch.distributed as dist
 
+import crossgrain as cg
+
 from .ranks import error_of
 
 STEPS = 5
@@ -62,3 +64,10 @@ def exact_norm(optimizer):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, torch.cat(own).double().square().tolist() if own else [])
     return math.sqrt(math.fsum(square for squares in everyone for square in squares))
+
+
+def columns_of_their_own_factory(role):
+    """Weights have MXFP8 columns of their original numbers, which do not follow from the rows."""
+    row, column = (cg.MXFP8Quantizer(cg.DType.kFloat8E4M3) for _ in range(2))
+    is_weight = role is not None and role.tensor_type == "weight"
+    return cg.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column) if is_weight else row

@@ -115,6 +115,34 @@ def test_repr_names_both_directions(h, x):
     assert "rowwise=None, columnwise=None" in repr(q)
 
 
+@pytest.mark.parametrize("rows, columns", [("mxfp8", "nvfp4"), ("fp8", "mxfp8"), ("mxfp8", "identity")])
+def test_columns_that_are_made_from_the_rows_are_made_again(rows, columns, x, monkeypatch):
+    q = hybrid_of(rows, columns, "rowwise_dequantized")(x)
+    whole = q.clone()
+    q.update_usage(columnwise_usage=False)
+    q.quantize_(2 * x)
+    q.update_usage(rowwise_usage=True, columnwise_usage=True)
+    whole.quantize_(2 * x)
+    assert_same_bytes(q, whole)
+    q.quantize_(x)
+    assert_same_bytes(q, whole.quantize_(x))
+    q.update_usage(columnwise_usage=False)
+    monkeypatch.setattr(cg.settings, "strict", True)
+    with pytest.raises(RuntimeError, match=r"columnwise usage requested.* It was dropped \(update_usage\), as Megatron-FSDP"):
+        q.update_usage(columnwise_usage=True)
+
+
+def test_codes_that_replace_freed_ones_are_a_write(x):
+    """A sharding wrapper frees the memory of the codes and gathers them elsewhere; what was there is not read."""
+    q = hybrid_of("mxfp8", "nvfp4")(x)
+    moved = q._rowwise_data.clone()
+    q._rowwise_data = moved
+    assert q.columnwise_sub_storage is not None and not q._is_stale(COLUMNWISE)
+    moved.untyped_storage().resize_(0)
+    q._rowwise_data = torch.zeros(moved.shape, dtype=moved.dtype)
+    assert q._is_stale(COLUMNWISE)
+
+
 def test_usages_are_only_dropped_and_all_at_once(h, x):
     q = h(x.clone())
     q.update_usage(rowwise_usage=True, columnwise_usage=True)

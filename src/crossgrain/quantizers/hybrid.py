@@ -176,12 +176,16 @@ class HybridQuantizer(Quantizer):
             )
         children: dict[Direction, Any] = {ROWWISE: row}
         if COLUMNWISE in wanted:
-            children[COLUMNWISE] = self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
+            children[COLUMNWISE] = self.columns_from_rows(row)
         else:
             self._draw_for_what_is_left_out(wanted)
         if self.derives_columns and current_pass().hides_gradients:
             self._show_to_what_is_left_out(_decoded_like(row, row), children)
         return self._wrap(children, row.shape, row.dtype, row.device)
+
+    def columns_from_rows(self, row: QuantizedTensorStorage) -> Any:
+        """The columnwise child that is made from a decoded rowwise child."""
+        return self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
 
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
         row, column = self.rowwise_quantizer, self.columnwise_quantizer

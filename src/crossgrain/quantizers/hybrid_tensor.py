@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overlaps
+from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.holder import Epoch, PlaneHolder, next_write_number
@@ -27,6 +28,10 @@ from .child_names import ChildNames
 if TYPE_CHECKING:
     from .base import Quantizer
 
+_WAS_DROPPED = (
+    " It was dropped (update_usage), as Megatron-FSDP drops the columns of all weights that are kept quantized and are no "
+    "MXFP8Tensor: make columns from the rows (columnwise_source='rowwise_dequantized'), or keep weights in high precision."
+)
 
 class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     """The children of a hybrid tensor: ``_rowwise_storage`` and ``_columnwise_storage``. Either may be None."""
@@ -328,26 +333,42 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     # ---- usages and writing --------------------------------------------------------------------
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop children. A missing child cannot be made from the other, because it has another format.
+        """Drop children, or make columns that are defined to be made from the rows (``columnwise_source``).
+
+        No other missing child can be made, because its format does not follow from the other one.
 
         Args:
             rowwise_usage: False drops the rowwise child; True requires it; None leaves it as it is.
             columnwise_usage: the same for the columnwise child.
 
         Raises:
-            RuntimeError: a child is required that does not exist.
+            RuntimeError: a child is required that does not exist and cannot be made.
         """
         wanted = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
-        for direction, want in wanted.items():
-            if want and not self.get_usages()[direction.value]:
+        usages = self.get_usages()
+        missing = [direction for direction, want in wanted.items() if want and not usages[direction.value]]
+        for direction in missing:
+            if not self._can_make(direction):
                 raise RuntimeError(
                     f"{type(self).__name__} of shape {list(self._shape)}: {direction.value} usage requested, but there "
                     "is no such child, and its format cannot be made from the other child. Request it when quantizing."
+                    f"{_WAS_DROPPED if direction in self._dropped else ''}"
                 )
+        for direction in missing:
+            quantizer: Any = self._get_quantizer()
+            with torch.no_grad():
+                self._set_child(direction, quantizer.columns_from_rows(self._children()[ROWWISE]))
+            self._dropped = {gone: marks for gone, marks in self._dropped.items() if gone is not direction}
+            self._agree()
         for direction, child in self._children().items():
             if wanted[direction] is False:
                 self._dropped = {**self._dropped, direction: child._write_marks()}
                 self._set_child(direction, None)
+
+    def _can_make(self, direction: Direction) -> bool:
+        """Whether a missing child is made from the other one by definition."""
+        derives = direction is COLUMNWISE and self._quantizer is not None and self._quantizer.derives_columns
+        return derives and not settings.strict and ROWWISE in self._children() and not self._is_stale(ROWWISE)
 
     def _derivable(self, direction: Direction) -> Plane | None:
         return None
