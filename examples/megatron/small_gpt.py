@@ -166,7 +166,7 @@ def _refuse_what_megatron_gets_wrong(options: Options) -> None:
     """Raise where Megatron-core 0.16.1 fails far from the cause, or not at all. README.md names its lines."""
     if options.torch_fsdp and options.quantized_parameters:
         raise ValueError(
-            "Megatron's wrapper for FSDP2 does not take weights that are kept quantized: it looks for attributes that the "
+            "Megatron's wrapper for FSDP2 does not take weights that are kept quantized: it looks for attributes that "
             "tensors of Transformer Engine 1 had (save_custom_attrs). Use Megatron-FSDP or the distributed optimizer"
         )
     if options.fsdp and options.quantized_parameters and options.recipe == "nvfp4":
@@ -176,8 +176,8 @@ def _refuse_what_megatron_gets_wrong(options: Options) -> None:
         )
     if options.fsdp and torch.distributed.get_world_size() == 1:
         raise ValueError(
-            "Megatron-FSDP on one rank adds every gradient to itself, of its own layers too (_bucket_group_gradient_reduce)"
-            ": use at least two ranks, or the distributed optimizer"
+            "Megatron-FSDP on one rank adds every gradient to itself, of its own layers too "
+            "(_bucket_group_gradient_reduce). Use at least two ranks, or the distributed optimizer"
         )
 
 

@@ -1,8 +1,8 @@
 """Two ranks that share the texts of Megatron's GPT compute what one does.
 
-Sums are added up in another order, in float32 here: 1e-6. With a recipe, blocks along tokens have other tokens, scales of
-whole tensors are those of a rank's part, and a number on the edge between two codes may fall to the other side: losses
-differ by parts of a thousand, with 4-bit gradients by a hundredth after five steps.
+Sums are added up in another order, in float32 here: 1e-6. With a recipe, blocks along tokens have other tokens, scales
+of whole tensors are those of a rank's part, and a number on the edge between two codes may fall to the other side:
+losses differ by parts of a thousand, with 4-bit gradients by a hundredth after five steps.
 """
 
 import pytest
@@ -14,7 +14,9 @@ OTHER_CODES = {"mxfp8": 1e-3, "tensorwise": 1e-2, "nvfp4": 2e-2, "hybrid": 2e-2}
 
 @pytest.mark.parametrize("how", ["p2p", "all_gather", "a2a"])
 def test_two_ranks_compute_what_one_does(how, megatron):
-    """With a learnable sink, whose gradient Megatron sums over the ranks. Norms show how large gradients are."""
+    """With a learnable sink, whose gradient Megatron sums over the ranks. Norms show how large gradients are, which
+    Adam does not mind; it makes more of small differences in them, so that norms agree to 1e-4 only.
+    """
     options = {"bf16": False, "config": {"softmax_type": "learnable"}}
     [alone] = megatron(losses_and_megatrons_norms, 1, options)
     config = {**options["config"], "cp_comm_type": how}
@@ -22,7 +24,7 @@ def test_two_ranks_compute_what_one_does(how, megatron):
     assert first == second
     for (loss, norm), (expected, expected_norm) in zip(first, alone, strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
-        assert norm == pytest.approx(expected_norm, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
 
 
 def losses_and_megatrons_norms(rank, options):

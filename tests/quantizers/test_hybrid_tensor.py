@@ -128,7 +128,9 @@ def test_columns_that_are_made_from_the_rows_are_made_again(rows, columns, x, mo
     assert_same_bytes(q, whole.quantize_(x))
     q.update_usage(columnwise_usage=False)
     monkeypatch.setattr(cg.settings, "strict", True)
-    with pytest.raises(RuntimeError, match=r"columnwise usage requested.* It was dropped \(update_usage\), as Megatron-FSDP"):
+    with pytest.raises(
+        RuntimeError, match=r"columnwise usage requested.* It was dropped \(update_usage\), as Megatron-FSDP"
+    ):
         q.update_usage(columnwise_usage=True)
 
 

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from .base import Quantizer
 
 _WAS_DROPPED = (
-    " It was dropped (update_usage), as Megatron-FSDP drops the columns of all weights that are kept quantized and are no "
-    "MXFP8Tensor: make columns from the rows (columnwise_source='rowwise_dequantized'), or keep weights in high precision."
+    " It was dropped (update_usage), as Megatron-FSDP drops the columns of all weights that are kept quantized, except "
+    "MXFP8Tensors: use columnwise_source='rowwise_dequantized', or keep the weights in high precision."
 )
+
 
 class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     """The children of a hybrid tensor: ``_rowwise_storage`` and ``_columnwise_storage``. Either may be None."""
