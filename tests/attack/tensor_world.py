@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import crossgrain as cg
+from crossgrain.tensor.decoded_view import DecodedView
 
 from . import transcription as tr
 from .programs import World
@@ -191,7 +193,10 @@ class LiveTensors(World):
             return  # plain numbers that are not a run of rows
         self.note(f"t{self.step.number} = {name}.narrow({dim}, {start}, {stop - start})")
         index = (slice(None),) * dim + (slice(start, stop),)
-        made = self.attempt(lambda: tensor[index], model.slice_problem(dim, start, stop))
+        if model.slice_problem(dim, start, stop):
+            self._decoded(lambda: [tensor[index]], model, [index])
+            return
+        made = self.attempt(lambda: tensor[index], None)
         if made is not None:
             whole = (start, stop) == (0, size)
             self.keep(made, model.alias() if whole else model.sliced(dim, start, stop))
@@ -201,12 +206,30 @@ class LiveTensors(World):
         if 0 < dim < len(model.shape) - 1 and unit < size and model.slice_problem(dim, 0, unit) is None:
             return
         cuts = [(start, min(start + unit, size)) for start in range(0, size, unit)]
-        problems = [problem for cut in cuts if (problem := model.slice_problem(dim, *cut))]
         self.note(f"t{self.step.number}... = {name}.split({unit}, {dim})")
-        made = self.attempt(lambda: tensor.split(unit, dim), problems[0] if problems else None)
+        if any(model.slice_problem(dim, *cut) for cut in cuts):
+            self._decoded(
+                lambda: tensor.split(unit, dim), model, [(slice(None),) * dim + (slice(*cut),) for cut in cuts]
+            )
+            return
+        made = self.attempt(lambda: tensor.split(unit, dim), None)
         for index in self.draw.sample(range(len(cuts)), min(2, len(cuts))) if made is not None else ():
             whole = cuts[index] == (0, size)
             self.keep(made[index], model.alias() if whole else model.sliced(dim, *cuts[index]), f"_{index}")
+
+    def _decoded(self, cut: Callable[[], Any], model: TensorModel, indices: list[tuple[slice, ...]]) -> None:
+        """Pieces that planes cannot represent: their numbers, decoded, and no way to write to them."""
+        first = ROW if ROW in model.planes else COLUMN
+        problem, perhaps = model.read_problem([first])
+        pieces = self.attempt(cut, problem, perhaps=perhaps)
+        if pieces is None:
+            return
+        whole = model.decoded()
+        for piece, index in zip(pieces, indices, strict=True):
+            plain = piece.dequantize() if isinstance(piece, cg.QuantizedTensor) else piece.clone()
+            torch.testing.assert_close(plain, whole[index], rtol=0, atol=0, equal_nan=True)
+            if isinstance(piece, DecodedView):
+                self.attempt(lambda piece=piece: piece.mul_(2), "it is a decoded copy")
 
     # ---- checking --------------------------------------------------------------------------------------------
 

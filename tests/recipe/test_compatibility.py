@@ -84,6 +84,9 @@ def test_a_module_warns_when_the_class_of_its_recipe_changes(recwarn):
     for _ in range(2):
         with cg.autocast(recipe=DelayedScaling()):
             layer(x)
+    for recipe in ("mxfp8", "nvfp4-plain"):
+        with cg.autocast(recipe=recipe):
+            layer(x)
     (warning,) = recwarn.list
     assert "fc1: Recipe type changed from MXFP8BlockScaling to DelayedScaling" in str(warning.message)
     assert warning.filename == __file__, "it names the line of the caller"

@@ -13,6 +13,7 @@ from ..runtime.callers import levels_to_caller
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .custom import CustomRecipe
+from .gemm_recipe import GemmRecipe
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 
 # The recipe class that makes weights with each quantizer class. All other quantizers come from factories.
@@ -51,12 +52,16 @@ def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Reci
 def warn_of_another_recipe(before: Recipe | None, now: Recipe, name: str) -> None:
     """Warn if a module that ran with one class of recipe is about to run with another.
 
+    Recipes by GEMM say all their formats, and are meant to be tried one after the other: nothing is said about them.
+
     Args:
         before: the recipe that the module used last; None if there was none.
         now: the recipe that it will use.
         name: name of the module, for the message.
     """
     if before is None or isinstance(now, type(before)) or isinstance(before, type(now)):
+        return
+    if isinstance(before, GemmRecipe) or isinstance(now, GemmRecipe):
         return
     warnings.warn(
         f"{name}: Recipe type changed from {type(before).__name__} to {type(now).__name__}. Its tensors have other "
