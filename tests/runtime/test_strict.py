@@ -42,6 +42,10 @@ def other_usages():
     rows(x()).copy_(whole(x()))
 
 
+def cut_blocks():
+    assert len(hybrid_of(fp8(), cg.MXFP8Quantizer(FP8))(x()).split(16)) == 4
+
+
 def nvfp4_in_fsdp2():
     hybrid_of(cg.MXFP8Quantizer(FP8), cg.NVFP4Quantizer())(x()).fsdp_pre_all_gather(None)
 
@@ -109,6 +113,7 @@ CASES = {
     "nested request": nested_request,
     "storages in a hybrid": storages_in_a_hybrid,
     "other usages": other_usages,
+    "pieces that cut blocks of a hybrid": cut_blocks,
     "NVFP4 of a hybrid in FSDP2": nvfp4_in_fsdp2,
     "masters of block formats in a hybrid": masters_of_blocks,
     "masters of derived columns": masters_of_derived_columns,

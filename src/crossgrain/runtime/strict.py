@@ -41,6 +41,11 @@ LIMITS = {
         "requires matching rowwise/columnwise usages",
         "`copy_` between hybrids with different usages",
     ),
+    "pieces that cut blocks of a hybrid": Limit(
+        NotImplementedError,
+        "split produced a high-precision",
+        "`split` of a hybrid through a block gives decoded, read-only pieces",
+    ),
     "NVFP4 of a hybrid in FSDP2": Limit(
         NotImplementedError,
         "Hybrid FSDP2 all-gather is not supported",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..formats.dtypes import HIGH_PRECISION
 from ..planes import CutsBlocks, shape_problem
-from ..runtime.settings import settings
+from ..runtime.strict import refuse_if_strict
 from ..runtime.torch_patches.checkpoint_loads import is_loading
 from ..runtime.torch_patches.shards import is_cutting_shards
 from .decoded_view import decoded_view
@@ -63,8 +63,8 @@ def _decoded_piece(func: Any, args: Sequence[Any], kwargs: dict[str, Any], error
     tensor, *rest = args
     splits = func in (aten.split.Tensor, aten.split_with_sizes.default)
     dim = int(rest[1] if len(rest) > 1 else kwargs.get("dim", 0)) % max(tensor.dim(), 1) if splits else 0
-    if settings.strict and splits and dim == 0 and tensor._strict_refuses_cuts:
-        raise NotImplementedError(f"strict mode: {error}") from error
+    if splits and dim == 0 and tensor._strict_refuses_cuts:
+        refuse_if_strict("pieces that cut blocks of a hybrid", str(error))
     if is_cutting_shards():
         raise ValueError(str(error)) from None
     decoded = _decoded(tensor)
