@@ -174,6 +174,12 @@ def _refuse_what_megatron_gets_wrong(options: Options) -> None:
             "Megatron-FSDP does not take 4-bit parameters: its buffers have a byte for each number (set_item). Use the "
             "distributed optimizer"
         )
+    divided = options.config.get("expert_model_parallel_size", 1) > 1
+    if options.quantized_parameters and options.recipe == "mxfp8" and options.distributed_optimizer and divided:
+        raise ValueError(
+            "Megatron sets all parameters but the experts to zero if those are divided among ranks and kept in MXFP8 "
+            "(ChainedOptimizer.step_with_ready_grads). Keep them in bfloat16, or choose another recipe"
+        )
     if options.fsdp and torch.distributed.get_world_size() == 1:
         raise ValueError(
             "Megatron-FSDP on one rank adds every gradient to itself, of its own layers too "

@@ -1,5 +1,7 @@
 """Optimizers of clients see where gradients are, and refuse what Megatron-core would gather from elsewhere."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -58,3 +60,17 @@ def test_parameters_without_a_buffer_are_not():
 def test_each_optimizer_is_one_class_under_all_its_names():
     assert te.optimizers.fused_adam.FusedAdam is te.optimizers.FusedAdam is compat.optimizers.FusedAdam
     assert te.optimizers.fused_sgd.FusedSGD is te.optimizers.FusedSGD is compat.optimizers.FusedSGD
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_experts_in_mxfp8_that_are_divided_among_ranks_are_warned_about(optimizer):
+    params = buffered([64], "mxfp8", aligned=64)
+    with pytest.warns(UserWarning, match="1 experts are kept in MXFP8"):
+        optimizer([{"params": params[:1], "is_expert_parallel": True}], lr=1e-3, master_weights=True)
+    for group in (
+        {"params": params[:1], "is_expert_parallel": False},
+        {"params": params[1:], "is_expert_parallel": True},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer([group], lr=1e-3, master_weights=True)

@@ -5,11 +5,16 @@ optimizer, Megatron-core gathers all parameters, also those in bfloat16, through
 multiple of 64 elements. It copies them from there as if there were no gaps: ``_ParamAndGradBucket.__init__`` adds up
 sizes (``param_to_index``, megatron/core/distributed/param_and_grad_buffer.py, line 109 of 0.16.1). Whatever follows a
 gap gets numbers of its neighbours.
+
+It also empties the buffers when it has copied from them. If there are two optimizers, because experts are divided among
+ranks, each of them gathers and copies all buffers (``DistributedOptimizer.step_with_ready_grads``, called by that of
+``ChainedOptimizer``, megatron/core/optimizer/optimizer.py, line 1246): the second one finds those of the first empty.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +48,24 @@ def refuse_lost_places(groups: Iterable[Mapping[str, Any]]) -> None:
             "behind such parameters, and would give those that follow wrong numbers, without an error. Choose sizes "
             "(hidden_size, ffn_hidden_size) with which every parameter has a multiple of 64 elements, or do not keep "
             "parameters in MXFP8 (fp8_param_gather=False)"
+        )
+
+
+def warn_about_experts(group: Mapping[str, Any]) -> None:
+    """Warn if a parameter group of Megatron-core has experts in MXFP8 that are divided among ranks.
+
+    Args:
+        group: parameters of an optimizer. Megatron-core marks such experts with ``is_expert_parallel``.
+    """
+    kept = [param for param in group["params"] if isinstance(param, MXFP8Tensor) and _gradient(param) is not None]
+    if kept and group.get("is_expert_parallel"):
+        warnings.warn(
+            f"{len(kept)} experts are kept in MXFP8 and have an optimizer of their own. Megatron-core (0.16.1) then "
+            "sets all other parameters to zero in every step of its distributed optimizer, unless overlap_param_gather "
+            "is on: both optimizers gather all parameters through the gradient buffers, and the first one leaves them "
+            "empty. Do not keep parameters in MXFP8 (fp8_param_gather=False), or do not divide experts among ranks "
+            "(expert_model_parallel_size=1)",
+            stacklevel=4,
         )
 
 
