@@ -189,6 +189,17 @@ def test_double_precision_stays():
     torch.testing.assert_close(out, 3 + 2 * (x @ w.t()) + 1)
 
 
+@pytest.mark.parametrize("family", ["fp8", "fp8_delayed", "nvfp4", "nvfp4_row_scaled"])
+def test_a_scaled_product_is_rounded_before_it_is_added(family, which):
+    """So that gradients added in place are those that autograd adds."""
+    a, b = planes_of(which, family)
+    product = gemm(which, a, b, out_dtype=torch.float32)
+    total = torch.randn_like(product)
+    expected = total + product
+    gemm(which, a, b, out=total, accumulate=True)
+    assert torch.equal(total, expected)
+
+
 def test_torch_autocast_does_not_reach_the_product(which):
     for family in ("mxfp8", "nvfp4_row_scaled", "fp8"):
         a, b = planes_of(which, family)

@@ -273,7 +273,9 @@ def _product_memory(total: Tensor, aside: bool) -> Tensor:
 def _finish(product: Tensor, factor: float, total: Tensor, bias: Tensor | None, beta: float | None) -> None:
     """Compute ``total`` = factor * product + bias, plus beta * total if there is a beta."""
     if beta is not None:
-        total.mul_(beta).add_(product, alpha=factor)
+        if factor != 1.0:
+            product.mul_(factor)  # rounded here: add_(alpha=) would add before it rounds, on CPUs that have an FMA
+        total.mul_(beta).add_(product)
         if bias is not None:
             total.add_(bias)
     elif bias is not None:
