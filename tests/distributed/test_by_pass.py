@@ -56,7 +56,9 @@ def test_training_is_what_it_was(tmp_path, ranks):
 
 def _overridden(rank):
     found = []
-    for model in (converted_model(OVERRIDDEN), quantized_model(OVERRIDDEN)):
+    both = quantized_model("mxfp8")
+    bind(both, OVERRIDDEN)
+    for model in (converted_model(OVERRIDDEN), quantized_model(OVERRIDDEN), both):
         gather_quantized(model)
         gather_by_pass(shard(model, mesh_of(2)))
         found.append(error_of(lambda model=model: model(torch.randn(32, 64)).sum().backward()))
@@ -69,13 +71,18 @@ OVERRIDDEN = "mxfp8, backward_override: dequantized"
 
 
 def test_backward_that_reads_rows(tmp_path):
-    """Of weights that are quantized for the gather rows come again; kept ones bring columns, and it is said."""
-    model = converted_model(OVERRIDDEN)
-    losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 4)
-    for error, found, kept in run(_overridden, 2, tmp_path):
+    """Rows come again: of weights that are quantized for the gather, and of kept ones, which have nothing else.
+
+    Kept weights that also have columns bring these, and it is said.
+    """
+    expected = []
+    for model in (converted_model(OVERRIDDEN), quantized_model(OVERRIDDEN)):
+        expected.append(train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 4))
+    for error, converted, kept_error, kept, error_of_both in run(_overridden, 2, tmp_path):
         assert error is None
-        assert found == losses
-        assert "rowwise mxfp8 plane of this [64, 128] tensor has no memory" in kept[1]
+        assert kept_error is None
+        assert [converted, kept] == expected
+        assert "rowwise mxfp8 plane of this [64, 128] tensor has no memory" in error_of_both[1]
 
 
 class Wire:

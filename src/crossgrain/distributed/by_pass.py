@@ -18,7 +18,8 @@ def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
     ``reshard_after_forward=False``, and in the root module by default.
 
     Some layers read rowwise planes in backward: those that are recomputed inside a sharded module, and those whose
-    recipe has a ``backward_override``. Their backward raises; call ``gather_by_pass(module, enabled=False)`` for the
+    recipe has a ``backward_override``. Weights that have only rows, because they were made under such a recipe, are
+    gathered by rows in both passes. For others backward raises; call ``gather_by_pass(module, enabled=False)`` for the
     sharded module that contains them.
 
     Args:

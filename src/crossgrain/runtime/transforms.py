@@ -21,7 +21,9 @@ def refuse_transforms(what: str) -> None:
             f"{what} cannot be recorded by torch.jit.trace, which would store quantized numbers as constants. Use "
             "torch.compile or torch.export, or export the weights (crossgrain.unconvert gives the plain model back)."
         )
-    if _functorch.maybe_current_level() is not None:
+    # `functionalize` changes nothing about numbers or gradients.
+    top = _functorch.peek_interpreter_stack()
+    if top is not None and top.key() != _functorch.TransformType.Functionalize:
         raise NotImplementedError(
             f"{what} cannot run inside the transforms of torch.func (vmap, grad, vjp, jvp, jacrev, hessian): these do "
             "not see how quantized products are computed. Use torch.autograd and a loop or a batch dimension; "

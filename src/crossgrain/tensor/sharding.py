@@ -64,6 +64,9 @@ def pre_all_gather(shard: QuantizedTensor, mesh: Any) -> tuple[tuple[Tensor], Ga
         share_scales(shard, group)
     directions = gathered_directions()
     planes = shard._planes_that_travel(directions)
+    if not planes:  # weights of a recipe with backward_override have only rows, which backward decodes
+        directions = _BOTH
+        planes = shard._planes_that_travel(directions)
     shipment = Shipment((rows[-1][1], *shard.shape[1:]), rows, tuple(kind_of(plane) for plane in planes))
     return (packed(planes, shipment, rank),), Gather(shipment, directions, alone)
 
