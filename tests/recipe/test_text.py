@@ -109,3 +109,12 @@ def test_an_error_points_into_the_line(line: str, message: str, marked: str) -> 
 def test_every_gemm_has_to_be_said() -> None:
     with pytest.raises(ValueError, match="dgrad is not set; write 'dgrad: hp' to keep it"):
         GemmRecipe.load("fprop: mxfp8")
+
+
+def test_all_on_top_of_a_preset_replaces_its_gemms_and_sources() -> None:
+    for preset in ("nvfp4", "nvfp4-1d-weight", "nvfp4-fwd-mxfp8-bwd"):
+        assert GemmRecipe.load(f"{preset}, all: mxfp8") == GemmRecipe.load("mxfp8")
+        assert GemmRecipe.load({"preset": preset, "all": "mxfp8"}) == GemmRecipe.load("mxfp8")
+        assert GemmRecipe.load(f"hp; x: {preset}, all: mxfp8") == GemmRecipe.load("hp; x: mxfp8")
+    attention = GemmRecipe.load("nvfp4-fp8-attention, all: mxfp8")
+    assert str(attention.fprop) == "mxfp8" and attention.fp8_dpa

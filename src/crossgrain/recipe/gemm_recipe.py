@@ -27,7 +27,7 @@ from .presets import PRESETS, preset_name
 from .roles import QuantizerRole
 from .rules import ModuleType, Rule
 from .syntax import did_you_mean
-from .text import format_line, parse_line, parse_rule
+from .text import format_line, left_of_preset, parse_line, parse_rule
 
 if TYPE_CHECKING:
     from .explain import Explanation
@@ -251,7 +251,7 @@ class GemmRecipe(Recipe):
             if name is None:
                 raise ValueError(f"there is no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
             base = cls._from_document(parse_line(PRESETS[name].line))
-            settings = {key: value for key, value in base.settings if key.partition(".")[0] not in document.settings}
+            settings = left_of_preset(dict(base.settings), document.settings)
             rules, options = [*base.rules, *rules], {**base.set_options, **options}
         settings.update(document.settings)
         if isinstance(everything := settings.pop("all", None), FormatSpec):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..gemm.operands import TENSORS
+from ..gemm.operands import GEMMS, TENSORS
 from .document import OPTIONS, Document
 from .format_spec import FormatSpec, aliases, format_names
 from .layer_formats import KEYS, Settings, make_settings
@@ -56,6 +56,12 @@ def settings_of_preset(word: str) -> dict[str, Any]:
         raise ValueError(f"the preset {name} has options or rules of its own, so it cannot be used in a rule")
     sources = {} if "all" in document.settings else {f"{tensor}.source": "original" for tensor in TENSORS}
     return {**sources, **document.settings}
+
+
+def left_of_preset(base: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings of a preset that the settings after it do not replace: ``all`` replaces all about the GEMMs."""
+    replaced = {*settings, *((*GEMMS, *TENSORS) if "all" in settings else ())}
+    return {key: value for key, value in base.items() if key.partition(".")[0] not in replaced}
 
 
 def is_other_preset(text: str) -> bool:
@@ -118,8 +124,7 @@ def _rule(text: str, start: int, end: int) -> Rule:
         if key is None and index > 0:
             raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
         _set(document, key or "all", text, value_start, value_end)
-    kept = {key: value for key, value in base.items() if key.partition(".")[0] not in document.settings}
-    return Rule(matcher, make_settings({**kept, **document.settings}))
+    return Rule(matcher, make_settings({**left_of_preset(base, document.settings), **document.settings}))
 
 
 def _set(document: Document, key: str, text: str, start: int, end: int) -> None:
