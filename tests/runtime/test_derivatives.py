@@ -58,6 +58,20 @@ def test_a_gradient_with_a_graph_can_be_used_but_not_differentiated(name, recipe
         dx.square().sum().backward()
 
 
+@pytest.mark.parametrize("of", ["input", "weight of the layer before", "gradient that comes in"])
+def test_differentiating_is_refused_for_some_inputs_too(of):
+    """`torch.autograd.grad` visits only what leads to its inputs, so the refusal must lie on the way to each."""
+    before, layer = torch.nn.Linear(32, 32), cg.Linear(32, 32)
+    x, dy = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    hidden = before(x)
+    with cg.autocast(recipe="mxfp8"):
+        y = layer(hidden)
+    (dx,) = torch.autograd.grad(y, hidden, dy, create_graph=True)
+    one = {"input": x, "weight of the layer before": before.weight, "gradient that comes in": dy}[of]
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        torch.autograd.grad(dx.square().sum() + (y * dy).sum(), one)
+
+
 def torch_layer(name, layer):
     """The same computation by functions of torch."""
 

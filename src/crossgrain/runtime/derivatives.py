@@ -8,7 +8,7 @@ unless the function can also compute its gradients in operations that autograd s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def differentiable_once(
                 "is differentiated twice, or use the layer of torch.nn there."
             )
             several = isinstance(found, tuple)
-            refusing = tuple(_refusing(value, message) for value in (found if several else (found,)))
+            sources = [*(grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad), *_leaves(ctx)]
+            refusing = tuple(_refusing(value, message, sources) for value in (found if several else (found,)))
             return refusing if several else refusing[0]
 
         return once
@@ -50,15 +51,29 @@ def differentiable_once(
     return decorated
 
 
-def _refusing(value: Any, message: str) -> Any:
+def _leaves(node: Any) -> list[Tensor]:
+    """The leaves that a node of autograd leads to."""
+    found, seen, ahead = [], {node}, [node]
+    while ahead:
+        for following, _ in ahead.pop().next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+                if hasattr(following, "variable"):
+                    found.append(following.variable)
+    return found
+
+
+def _refusing(value: Any, message: str, sources: Sequence[Tensor]) -> Any:
+    """``value`` with a graph that leads to ``sources``: `torch.autograd.grad` visits only what leads to its inputs."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return _Refuses.apply(value.detach().requires_grad_(), message)
+    return _Refuses.apply(value.detach().requires_grad_(), message, *sources)
 
 
 class _Refuses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, message: str) -> Tensor:
+    def forward(ctx: Any, value: Tensor, message: str, *sources: Tensor) -> Tensor:
         ctx.message = message
         return value.detach()
 
