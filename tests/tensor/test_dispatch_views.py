@@ -3,6 +3,7 @@
 import contextlib
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -137,6 +138,29 @@ def test_a_cut_inside_a_block_is_decoded_and_names_the_boundary(x, name, directi
     q = cg.quantize(torch.cat((x, x)), name)
     assert_read_only(q[cut], q.dequantize()[cut], rf"{direction.value} {name} plane .* multiples of {multiple} along M")
     assert_read_only(q[:, 8:256], q.dequantize()[:, 8:256], "multiples of .* along K")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda view: torch.nn.functional.relu(view, inplace=True),
+        lambda view: torch.nn.init.normal_(view),
+        lambda view: torch.ops.aten.fill_.Scalar(view, 1.0),
+        lambda view: setattr(view, "data", torch.zeros(64)),
+    ],
+)
+def test_writes_to_a_decoded_view_that_no_name_tells_are_refused_too(write):
+    view = cg.quantize(torch.randn(32, 64), "mxfp8")[3]
+    with pytest.raises(RuntimeError, match="decoded view of a quantized tensor would be lost"):
+        write(view)
+
+
+def test_arrays_of_a_decoded_view_are_read_only():
+    view = cg.quantize(torch.randn(32, 64), "mxfp8")[3]
+    for array in (view.numpy(), np.asarray(view), view.view(8, 8).numpy()):
+        assert np.array_equal(array.ravel(), view.clone().numpy())
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1.0
 
 
 def assert_read_only(view, expected, why):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
 
 class DecodedView(Tensor):
     """A decoded copy that cannot be written to. Results of operations on it are plain tensors."""
@@ -25,14 +27,16 @@ class DecodedView(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         for view in _written(func, args, kwargs):
-            raise RuntimeError(
-                f"{func.__name__} on a decoded view of a quantized tensor would be lost, because the view is a copy"
-                f"{': ' + view._why if view._why else ''}. Write to the tensor itself (w[index] = value, "
-                "w.copy_(...)), or clone() the view to get a plain tensor."
-            )
+            raise RuntimeError(_lost(func, view))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
             views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+            versions = [_version(view) for view in views]
+            result = func(*args, **kwargs)
+            for view, version in zip(views, versions, strict=True):
+                if _version(view) != version:  # a write that the name does not tell: relu(view, inplace=True)
+                    raise RuntimeError(_lost(func, view))
+            if func in (Tensor.numpy, Tensor.__array__):
+                result.flags.writeable = False
             return tree_map(lambda value: _told_apart(value, views), result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,10 +55,24 @@ def decoded_view(value: Any, why: str) -> Any:
     return view
 
 
+def _lost(func: Any, view: DecodedView) -> str:
+    name = "an assignment to data" if func == _SET_DATA else func.__name__
+    return (
+        f"{name} on a decoded view of a quantized tensor would be lost, because the view is a copy"
+        f"{': ' + view._why if view._why else ''}. Write to the tensor itself (w[index] = value, w.copy_(...)), or "
+        "clone() the view to get a plain tensor."
+    )
+
+
+def _version(view: Tensor) -> int:
+    return 0 if view.is_inference() else view._version
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[DecodedView]:
     """The decoded views that ``func`` writes to: its first argument, tensors of a list that is, or ``out``."""
     name = getattr(func, "__name__", "")
-    first = args[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else ()
+    writes = name == "__setitem__" or func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
+    first = args[:1] if writes else ()
     for value in tree_leaves((list(first), kwargs.get("out"))):
         if isinstance(value, DecodedView):
             yield value
