@@ -273,6 +273,9 @@ def errors(rank):
             {"qkv_format": "thd", **padding}, {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}, inputs=(q[0],) * 3
         ),
         "copy": ranks.error_of(lambda: copy.deepcopy(cg.DotProductAttention(4, 8, cp_group=world))(q, q, q)),
+        "copy of a copy": ranks.error_of(
+            lambda: copy.deepcopy(copy.deepcopy(cg.DotProductAttention(4, 8, cp_group=world)))
+        ),
         "one rank": message(inputs=(q[:, :3],) * 3, group=single[rank]),
     }
 
@@ -280,6 +283,7 @@ def errors(rank):
 def test_what_is_refused(tmp_path):
     for found in ranks.run(errors, 2, tmp_path):
         assert found.pop("one rank") is None
+        assert found.pop("copy of a copy") is None
         expected = {
             "formats": ("NotImplementedError", "not supported with cp_comm_type='all_gather'.* use 'a2a'"),
             "copy": ("RuntimeError", "is a copy of a layer .* call set_context_parallel_group"),

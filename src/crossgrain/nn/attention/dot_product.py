@@ -173,8 +173,8 @@ class DotProductAttention(QuantizedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles. Process groups do not travel; a copy refuses to run without one."""
-        group = None
-        if self._context_parallel() is not None:
+        group = self.cp_group if isinstance(self.cp_group, AwaitedGroup) else None
+        if group is None and self._context_parallel() is not None:
             group = AwaitedGroup(
                 f"{self.layer} is a copy of a layer whose sequences are shared by ranks: call "
                 "set_context_parallel_group"
