@@ -114,6 +114,55 @@ def test_a_state_of_somebody_else_is_refused():
         ModelState(model).load_state_dict({"weight": torch.zeros(1)})
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, lr=0.1),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+        lambda params: torch.optim.Rprop(params, lr=0.1),
+    ],
+)
+def test_an_optimizer_that_was_saved_before_its_first_step_begins_as_a_new_one(make, tmp_path):
+    results = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = make(model.parameters())
+        (dcp.load if resumes else dcp.save)({"optimizer": OptimizerState(optimizer)}, checkpoint_id=tmp_path)
+        assert not optimizer.state
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().sum().backward()
+            optimizer.step()
+        results.append(model.weight)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("case", ["mxfp8-fwd-nvfp4-bwd", "fp8-delayed"])
+def test_masters_begin_with_preserved_initial_values_also_if_saved_before_the_first_step(case, tmp_path):
+    masters = []
+    for call in (None, dcp.save, dcp.load):  # neither saving nor loading makes a difference
+        torch.manual_seed(5 if call is dcp.load else 0)
+        with cg.quantized_model_init(recipe="all: mxfp8", preserve_high_precision_init_val=True):
+            model = nn.Sequential(cg.Linear(32, 32, bias=False))
+        optimizer = CASES[case](model)
+        if call is not None:
+            call(states(model, optimizer), checkpoint_id=tmp_path)
+        for _ in range(2):
+            model[0].weight.grad = torch.ones(32, 32)
+            optimizer.step()
+        masters.append(optimizer.state[model[0].weight]["master_param"])
+    assert torch.equal(masters[0], masters[1])
+    assert torch.equal(masters[0], masters[2])
+
+
+def test_looking_at_the_state_of_an_optimizer_warns_of_nothing():
+    model = kept("all: mxfp8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OptimizerState(torch.optim.AdamW(model.parameters(), lr=0.1)).state_dict()
+
+
 def test_a_plain_model_and_a_used_optimizer(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..files.undo import all_or_nothing
+from ..optim.base import MASTER
 from ..tensor import QuantizedTensor
+from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from ..tensor.sharding import local_part
 from .state_layout import layout_of, shards_stand_alone
 from .state_tree import Tensors, put_together, taken_apart
 
 _DESCRIPTION = "crossgrain"  # what each tensor is, as text, beside the tensors
+_BEGUN = "has_begun"  # whether an optimizer had made a step, beside its state
 
 
 class _State(Stateful):
@@ -106,26 +110,39 @@ class OptimizerState(_State):
         super().__init__(optimizer, "optimizer")
 
     def _present(self) -> Any:
-        return (self._value if self._value.state else _begun(self._value)).state_dict()
+        begun = bool(self._value.state)
+        return {**(self._value if begun else _begun(self._value)).state_dict(), _BEGUN: begun}
+
+    def _load(self, state: Any) -> None:
+        if not state.pop(_BEGUN, True):  # the states are those of a step that was never made
+            states = state["state"].items()
+            state["state"] = {index: {MASTER: own[MASTER]} for index, own in states if MASTER in own}
+        super()._load(state)
 
 
 def _begun(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy of an optimizer, for the same parameters, which has made a step that changes nothing."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     begun = copy.deepcopy(optimizer, {id(param): param for param in params})
-    before = [(param, param.grad, _copied(param)) for param in params]
+    before = [(param, param.grad, _copied(param), preserved_value(param)) for param in params]
     try:
         for group in begun.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for param in params:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-        begun.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "an in-place update left")  # this one is not meant to change anything
+            begun.step()
     finally:
-        for param, grad, numbers in before:
+        for param, grad, numbers, initial in before:
             param.grad = grad
             _restore(param, numbers)
+            if initial is not None:
+                keep_high_precision_init_val(local_part(param), initial)  # its step has dropped it
     for group, own in zip(begun.param_groups, optimizer.param_groups, strict=True):
         group["lr"] = own["lr"]
+        for counted in group.keys() - own.keys():  # some count their steps here
+            del group[counted]
     return begun
 
 
