@@ -516,3 +516,6 @@ def test_padding_follows_the_formats_of_the_layers():
     assert not list(pad.parameters()), "layers stay those of the caller"
     assert layers[0].row_multiple() == 1, "without a recipe"
     assert cg.Fp8Padding(2, 8, layers=layers).align_size == 8
+    for groups, wrong in ((2, torch.nn.Linear(3, 3)), (3, layers[0])):
+        with pytest.raises(ValueError, match=f"layers must be GroupedLinear with {groups} groups, got"):
+            cg.Fp8Padding(groups, layers=[wrong])

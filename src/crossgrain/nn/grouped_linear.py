@@ -301,6 +301,11 @@ class _Alignment(nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None, *, layers: Sequence[GroupedLinear] = ()) -> None:
         super().__init__()
+        for layer in layers:
+            if not isinstance(layer, GroupedLinear) or layer.num_gemms != num_gemms:
+                raise ValueError(
+                    f"{type(self).__name__}: layers must be GroupedLinear with {num_gemms} groups, got {layer}"
+                )
         self.num_gemms = num_gemms
         self._align_size = align_size
         self._layers = tuple(layers)  # in a tuple they are not submodules: their parameters are those of the caller

@@ -45,7 +45,7 @@ def make_option(key: str, value: Any) -> Any:
     """Parse and check the value of an option of the whole recipe."""
     if key == "allow_mixed":
         truths = {"true": True, "false": False, True: True, False: False}
-        if value not in truths:
+        if not isinstance(value, (str, bool)) or value not in truths:
             raise ValueError(f"allow_mixed must be true or false, got {value!r}")
         return truths[value]
     if value is None or value == "none":
