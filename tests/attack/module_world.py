@@ -310,6 +310,7 @@ class LiveRuns(World):
         warned = {message.split(":")[0] for message in messages if OLD_COPY in message}
         others = [message for message in messages if OLD_COPY not in message and OTHER_RECIPE not in message]
         assert not others, f"unexpected warnings: {others}"
+        assert not [message for message in messages if OTHER_RECIPE in message and "GemmRecipe" in message]
         assert len(warned) == old, f"{len(warned)} layers warned that their copies are old, {old} are"
 
     def do_nonfinite(self) -> None:

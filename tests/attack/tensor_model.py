@@ -386,3 +386,12 @@ def derived(model: TensorModel, direction: str) -> PlaneModel:
     if new.amax is not None and source.amax is not None:
         new.amax[...] = source.amax
     return new
+
+
+def columns_of_rows(model: TensorModel, direction: str) -> PlaneModel:
+    """Columns that are defined to be made from the decoded rows, in new memory."""
+    rows, fmt = model.planes[ROW], model.formats[direction]
+    new = empty_plane(fmt, direction, model.truth, model.kept_dtype or model.dtype, fmt.block is None)
+    new.store(rounded(rows.decoded(), model.dtype), torch.finfo(model.dtype).max)
+    new.written[...] = rows.written
+    return new

@@ -17,7 +17,7 @@ import crossgrain as cg
 
 from . import transcription as tr
 from .copy_plan import CopyPlan
-from .tensor_model import COLUMN, DIRECTIONS, OTHER, ROW, TensorModel, derived
+from .tensor_model import COLUMN, DIRECTIONS, OTHER, ROW, TensorModel, columns_of_rows, derived
 from .tensor_world import DTYPES, Live, LiveTensors, short
 
 
@@ -153,8 +153,8 @@ class Tensors(LiveTensors):
         """Drop a direction, or ask for one."""
         name, (tensor, model) = self.any()
         asked = {direction: self.draw.choice([None, None, False, True]) for direction in DIRECTIONS}
-        if model.derives and COLUMN not in model.planes:
-            asked[COLUMN] = None  # made from the rows by definition: tests/quantizers/test_hybrid_tensor.py has it
+        if model.derives and model.cut and COLUMN not in model.planes:
+            asked[COLUMN] = None  # columns that a slice alone has count as stale more often than the model says
         self.note(f"{name}.update_usage({asked[ROW]}, {asked[COLUMN]})")
         problem, perhaps = self._usage_problem(model, asked)
 
@@ -169,17 +169,27 @@ class Tensors(LiveTensors):
             if model.formats[ROW].element and not any(kept):
                 model.planes.clear()
             return
-        made = {d: derived(model, d) for d, want in asked.items() if want and d not in model.planes}
+        making = columns_of_rows if model.derives else derived
+        made = {d: making(model, d) for d, want in asked.items() if want and d not in model.planes}
         for direction, want in asked.items():
             if want is False:
                 model.planes.pop(direction, None)
         model.planes |= made
+
+    def _columns_problem(self, model: TensorModel) -> tuple[str | None, bool]:
+        """Why columns that are made from rows by definition cannot be made now."""
+        if len(model.shape) < 2 and model.formats[COLUMN].block is not None:
+            return "a flat tensor has no columns", False
+        problem = model.shape_problem(model.matrix, [COLUMN])
+        return (problem, False) if problem else model.read_problem([ROW])
 
     def _usage_problem(self, model: TensorModel, asked: dict[str, bool | None]) -> tuple[str | None, bool]:
         missing = [direction for direction, want in asked.items() if want and direction not in model.planes]
         if not missing:
             return None, False
         source = model.planes.get(OTHER[missing[0]])
+        if model.derives and missing == [COLUMN] and source is not None:
+            return self._columns_problem(model)
         if model.hybrid or source is None or not source.format.symmetric:
             return f"{missing[0]} codes cannot be made from what there is", False
         if source.format != model.formats[missing[0]]:

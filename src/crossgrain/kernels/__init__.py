@@ -69,7 +69,8 @@ def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> l
     if missing:
         found = _backend(x).measure(x, [ready[at] for at in missing])
         for at, amax in zip(missing, found, strict=True):
-            ready[at] = ready[at].with_amax(amax)
+            target = ready[at]
+            ready[at] = Target(target.plane, target.encoding, amax, target.scale, target.within)
     return ready
 
 

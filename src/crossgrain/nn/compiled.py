@@ -26,7 +26,7 @@ from ..quantizers.hybrid import rounds_stochastically
 from ..recipe import Recipe, active, this_pass
 from ..runtime.torch_patches.checkpoint_frames import in_backward
 from ..runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
-from ..runtime.transforms import refuse_transforms
+from ..runtime.transforms import current_transform, get_tracing_state, refuse_transforms
 from .forward_pass import ForwardPass, TracedPass
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
             plain = all(value is None or value is False for name, value in given.items() if name not in _OPERANDS)
             if not plain or isinstance(given.get("m_splits"), Tensor) or not _constant_traceable(self):
                 return untraced(self, *arguments, **options)
-        else:
+        elif get_tracing_state() is not None or current_transform() is not None:  # asked here: it is in every step
             refuse_transforms(self.layer)
         return forward(self, *arguments, **options)
 

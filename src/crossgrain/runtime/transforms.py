@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch._C import _functorch
 
+get_tracing_state = torch._C._get_tracing_state  # None outside of `torch.jit.trace`
+current_transform = _functorch.peek_interpreter_stack  # None outside of the transforms of `torch.func`
+
 
 def refuse_transforms(what: str) -> None:
     """Raise NotImplementedError inside `torch.jit.trace` and inside the transforms of `torch.func`.
@@ -16,13 +19,13 @@ def refuse_transforms(what: str) -> None:
     Args:
         what: what would quantize there, for the message.
     """
-    if torch._C._get_tracing_state() is not None:
+    if get_tracing_state() is not None:
         raise NotImplementedError(
             f"{what} cannot be recorded by torch.jit.trace, which would store quantized numbers as constants. Use "
             "torch.compile or torch.export, or export the weights (crossgrain.unconvert gives the plain model back)."
         )
     # `functionalize` changes nothing about numbers or gradients.
-    top = _functorch.peek_interpreter_stack()
+    top = current_transform()
     if top is not None and top.key() != _functorch.TransformType.Functionalize:
         raise NotImplementedError(
             f"{what} cannot run inside the transforms of torch.func (vmap, grad, vjp, jvp, jacrev, hessian): these do "
