@@ -7,7 +7,7 @@ from typing import Any as _Any
 import torch as _torch
 
 from . import files, formats, ops, optim, recipe
-from .convert import ConvertReport, convert, unconvert
+from .convert import ConvertReport, OwnForward, convert, unconvert
 from .formats import Format, get_format, register_format
 from .formats.dtypes import DType, TE_DType, TE_DType_To_Torch
 from .formats.encoding import Encoding
@@ -64,6 +64,7 @@ from .recipe import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from .recipe.projections import LayerAdapter, Projection, register_layer
 from .recipe.quantize import quantize, quantizer_for
 from .runtime.random_numbers import CudaRNGStatesTracker
 from .runtime.settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
@@ -113,6 +114,7 @@ __all__ = [
     "IdentityTensor",
     "IdentityTensorStorage",
     "InferenceParams",
+    "LayerAdapter",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -127,7 +129,9 @@ __all__ = [
     "NVFP4TensorStorage",
     "NonfiniteError",
     "OffloadError",
+    "OwnForward",
     "Plane",
+    "Projection",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
@@ -170,6 +174,7 @@ __all__ = [
     "quantizer_for",
     "recipe",
     "register_format",
+    "register_layer",
     "requantize_",
     "restore_from_func_ctx",
     "restore_from_saved",

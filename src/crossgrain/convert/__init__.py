@@ -1,5 +1,8 @@
-"""`convert` changes the linear layers and norms of a model to those of crossgrain, in place; `unconvert` undoes it."""
+"""`convert` changes the products of a model to those of crossgrain, in place; `unconvert` undoes it."""
 
-from .model import ConvertReport, convert, unconvert
+from . import attention, convolution, experts  # which register what they can convert
+from .model import convert, unconvert
+from .own_forward import OwnForward
+from .report import ConvertReport
 
-__all__ = ["ConvertReport", "convert", "unconvert"]
+__all__ = ["ConvertReport", "OwnForward", "attention", "convert", "convolution", "experts", "unconvert"]

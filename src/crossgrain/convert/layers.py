@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..nn.linear import Linear
 from ..nn.norm import LayerNorm, RMSNorm
@@ -88,7 +89,7 @@ ConvertedNorm = ConvertedLayerNorm | ConvertedRMSNorm
 
 def class_for(module: nn.Module) -> type[Converted] | None:
     """The class that `become_quantized` gives a module; None if it is not exactly an nn.Linear or Conv1D."""
-    if type(module) is nn.Linear:
+    if type(module) in (nn.Linear, NonDynamicallyQuantizableLinear):  # the latter: out_proj of torch's attention
         return ConvertedLinear
     return ConvertedConv1D if is_conv1d(module) else None
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..convert.layers import ConvertedConv1D
+from ..convert.projections import ConvertedProjections
 from ..formats import Format
 from ..linear.padding import Sizes, known_format
 from ..nn.base import QuantizedModule
@@ -70,7 +71,7 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
             if isinstance(weight, QuantizedTensor):
                 continue  # which travels quantized by itself
             own_recipe = module.bound_recipe or (None if recipe is None else as_recipe(recipe))
-            reason = _why_left(parameter, owners, own_recipe)
+            reason = _why_left(module, parameter, owners, own_recipe)
             layout = None if reason or own_recipe is None else _layout(module, index, weight, own_recipe, where)
             if layout is None:
                 report.left[where] = reason or "its recipe keeps it in high precision"
@@ -93,7 +94,9 @@ def _owners(model: nn.Module) -> dict[int, int]:
     return counts
 
 
-def _why_left(parameter: Tensor, owners: dict[int, int], recipe: Recipe | None) -> str | None:
+def _why_left(module: nn.Module, parameter: Tensor, owners: dict[int, int], recipe: Recipe | None) -> str | None:
+    if isinstance(module, ConvertedProjections):
+        return "it is not the one matrix of a linear layer, such as the weights of all experts in one parameter"
     if recipe is None:
         return "the layer is not bound to a recipe, and no recipe was passed"
     if owners.get(id(parameter), 1) > 1:

@@ -7,7 +7,7 @@ parameter. Sums over ranks are computed once for all groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Groups:
         calls: quantizers and options of each group. Their ``parallel`` is None.
         packed_weight: one parameter for all weights [groups, N, K], if there is one.
         packed_bias: one parameter for all biases [groups, N], if there is one.
+        members: the groups of the packed parameters that are here, if groups without rows are left out; None for all.
         out: memory of the caller for y, if given.
         dgrad_out: memory of the caller for dx, if given.
         parallel: how ranks share all groups; None if they do not.
@@ -45,9 +46,10 @@ class Groups:
     sizes: list[int]
     weights: Sequence[Tensor]
     biases: Sequence[Tensor] | Sequence[None]
-    calls: list[LinearCall]
+    calls: list[LinearCall] = field(default_factory=list)
     packed_weight: Tensor | None = None
     packed_bias: Tensor | None = None
+    members: list[int] | None = None
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
     parallel: TensorParallel | None = None
@@ -175,7 +177,8 @@ def grouped_backward(
     dx = None
     if contexts[0].needs.dx:
         dx = in_memory(_whole_input_gradient(dxs, groups), groups.dgrad_out, "dgrad_out", groups.calls[0].layer)
-    return dx, _by_parameter(dws, groups.packed_weight), _by_parameter(dbs, groups.packed_bias)
+    by_weight = _by_parameter(dws, groups.packed_weight, groups.members)
+    return dx, by_weight, _by_parameter(dbs, groups.packed_bias, groups.members)
 
 
 def _summed_output(y: Tensor, groups: Groups) -> Tensor:
@@ -267,8 +270,10 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
 # ---- gradients of parameters ---------------------------------------------------------------------------
 
 
-def _by_parameter(gradients: list[Tensor | None], packed: Tensor | None) -> list[Tensor | None]:
-    """The gradients by parameter: those of a packed parameter are stacked."""
+def _by_parameter(
+    gradients: list[Tensor | None], packed: Tensor | None, members: list[int] | None
+) -> list[Tensor | None]:
+    """The gradients by parameter: those of a packed parameter are stacked, with zeros for groups that are not here."""
     if packed is None:
         return gradients
     present = [gradient for gradient in gradients if gradient is not None]
@@ -276,7 +281,12 @@ def _by_parameter(gradients: list[Tensor | None], packed: Tensor | None) -> list
         return [None]
     if hasattr(packed, "grad_added_to_main_grad"):
         return [dummy_weight_gradient(packed)]
-    return [torch.stack(present)]
+    stacked = torch.stack(present)
+    if members is None or len(members) == len(packed):
+        return [stacked]
+    whole = stacked.new_zeros(packed.shape)
+    whole[members] = stacked
+    return [whole]
 
 
 def _give_parts_main_grads(contexts: list[GroupContext], groups: Groups) -> None:

@@ -214,7 +214,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         if recipe.allow_mixed or settings.strict:  # in strict mode the GEMM raises, as in Transformer Engine
             return
         gemms = GEMMS if backward and recipe.backward_override is None else {"fprop": GEMMS["fprop"]}
-        for name, by_tensor in zip(self.weight_names, self._gemm_operands(quantizers), strict=False):
+        for name, by_tensor in self._weights_and_operands(quantizers):
             for which, operands in gemms.items():
                 formats = [
                     (tensor, direction, _format(by_tensor[tensor], direction, quantized_weights.get(name), tensor))

@@ -275,7 +275,8 @@ def traced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, this: TracedPa
 
 
 @constant_in_graphs
-def _constant_traceable(module: LinearModule) -> bool:
+def constant_traceable(module: LinearModule) -> bool:
+    """Whether a graph can contain the linear layers of a module, evaluated once when it is traced."""
     return module._traceable()
 
 
@@ -296,7 +297,7 @@ def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             given = {**dict(zip(names, arguments, strict=False)), **options}
             plain = all(value is None or value is False for name, value in given.items() if name not in _OPERANDS)
-            if not plain or isinstance(given.get("m_splits"), Tensor) or not _constant_traceable(self):
+            if not plain or isinstance(given.get("m_splits"), Tensor) or not constant_traceable(self):
                 return untraced(self, *arguments, **options)
         elif get_tracing_state() is not None or current_transform() is not None:  # asked here: it is in every step
             refuse_transforms(self.layer)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..linear.grouped_function import Groups, grouped_linear
-from ..linear.grouped_input import hollow_rows, why_not_sent, why_rows_are_not_enough
+from ..linear.grouped_function import Groups
+from ..linear.grouped_input import why_not_sent, why_rows_are_not_enough
 from ..linear.padding import known_format
 from ..linear.parallel import share
 from ..linear.split_quantize import padded_groups
@@ -20,8 +19,8 @@ from ..planes import ROWWISE, round_up
 from ..quantizers.base import Quantizer
 from ..recipe import QuantizerRole, Recipe, active_recipe, get_align_size_for_quantization
 from ..runtime.passes import current_pass
-from ..tensor import QuantizedTensor
 from .compiled import compilable
+from .grouped_call import grouped_call
 from .grouped_parameters import GroupedParameters
 from .linear_module import InitMethod, LinearDetails, LinearModule, LinearSlots, ParameterSpec, default_init
 from .module_interface import Mode
@@ -197,27 +196,17 @@ class GroupedLinear(GroupedParameters, LinearModule):
         packed = self._named("weight") if self.single_grouped_weight else None
         this = self._forward_pass(inp, is_first_microbatch)
         with this.step:
-            if isinstance(inp, QuantizedTensor) and (this.recipe is None or this.calibrates):
-                inp = inp.dequantize()
-            rows = hollow_rows(inp) if isinstance(inp, QuantizedTensor) else inp.detach().reshape(-1, inp.shape[-1])
-            calls = [
-                replace(
-                    self._linear_call(g, group, weight, this, [weight if packed is None else packed]), parallel=None
-                )
-                for g, (group, weight) in enumerate(zip(rows.split(sizes), weights, strict=True))
-            ]
-            call = Groups(
+            groups = Groups(
                 sizes,
                 weights,
                 biases if self.apply_bias else [None] * self.num_gemms,
-                calls,
                 packed_weight=packed,
                 packed_bias=self._named("bias") if self.single_grouped_bias and self.apply_bias else None,
                 out=out,
                 dgrad_out=dgrad_out,
                 parallel=self._parallel(0),
             )
-            y = grouped_linear(inp, call)
+            y = grouped_call(self, inp, groups, this)
         return (y, biases) if self.return_bias else y
 
     def token_quantizer(self) -> Quantizer | None:

@@ -86,8 +86,7 @@ class KeptWeights(ModuleInterface):
         They make planes in both directions, also under no_grad, because the model may be trained later.
         """
         made = {}
-        weights = zip(self.weight_names, self._gemm_operands(quantizers), strict=False)
-        for index, (name, by_tensor) in enumerate(weights):
+        for index, (name, by_tensor) in enumerate(self._weights_and_operands(quantizers)):
             sharing, quantizer = self._sharing_of_weight(index), by_tensor["weight"].copy()
             made[name] = quantizer = quantizer if sharing is None else sharing.quantizer("weight", quantizer)
             quantizer.set_usage(rowwise=True, columnwise=True)

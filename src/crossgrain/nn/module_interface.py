@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -67,6 +67,12 @@ class ModuleInterface(nn.Module):
     def _gemm_operands(self, quantizers: Mapping[str, Sequence[Quantizer]]) -> Sequence[Mapping[str, Quantizer]]:
         """For each linear layer of the module, its quantizers by tensor."""
         raise NotImplementedError
+
+    def _weights_and_operands(
+        self, quantizers: Mapping[str, Sequence[Quantizer]]
+    ) -> Iterable[tuple[str, Mapping[str, Quantizer]]]:
+        """The name of each weight, and the quantizers of its linear layer; of the first one, if it has several."""
+        return zip(self.weight_names, self._gemm_operands(quantizers), strict=False)
 
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> Any:
         """What the module computes once per recipe; kept as ``Built.details``."""

@@ -85,9 +85,8 @@ class Count:
     # ---- layers --------------------------------------------------------------------------------
 
     def _stays(self, layer: LinearLayer) -> bool:
-        """Whether a layer stays in high precision, because no rule of the recipe is for it."""
-        named = any(rule.matcher.matches(layer.name, layer.module_type) for rule in self.recipe.rules)
-        return layer.stays and not named
+        """Whether a layer stays in high precision, because no rule of the recipe names it."""
+        return layer.stays and not self.recipe.names_layer(layer.name, layer.module_type)
 
     def _add_layer(self, layer: LinearLayer) -> None:
         setup, dtype, ranks = self.setup, self.setup.torch_dtype, self.setup.tensor_parallel

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ..convert.layers import ConvertedConv1D
+from ..convert.accounting import known_projections
+from ..convert.defaults import left_by_default
+from ..convert.layers import Converted, ConvertedConv1D
+from ..convert.projections import ConvertedProjections
 from ..nn import GroupedLinear, QuantizedModule
 from ..recipe import QuantizerRole
 from ..recipe.binding import is_conv1d, layers_of
+from ..recipe.projections import Projection, projections_of
 from .models import LAB, Transformer, transformer_of
 
 _UNIT = re.compile(r"^(.*?\.)?\d+(?=\.|$)")  # up to the first number of a path: a block
@@ -249,8 +253,10 @@ def _of_lab(name: str) -> Network | None:
 def _of_module(module: nn.Module, name: str) -> Network:
     layers: list[LinearLayer] = []
     taken: set[int] = set()
+    staying = left_by_default(module)
     for path, part in module.named_modules():
-        layers += _layers_in(part, path, name, taken)
+        stays = path in staying and (isinstance(part, Converted) or not isinstance(part, QuantizedModule))
+        layers += [replace(layer, stays=stays) for layer in _layers_in(part, path, name, taken)]
     if not layers:
         raise ValueError(f"this {name} has no linear layers, so there is nothing to plan")
     plain = [Plain(path, tuple(p.shape)) for path, p in module.named_parameters() if id(p) not in taken]
@@ -262,6 +268,11 @@ def _of_module(module: nn.Module, name: str) -> Network:
 
 def _layers_in(part: nn.Module, path: str, model: str, taken: set[int]) -> Iterator[LinearLayer]:
     """The linear layers that a module has itself. ``taken`` are the weights that were found before."""
+    projections = known_projections(part)
+    if projections:
+        yield from _projected(part, path, projections)
+        taken |= {id(projection.parameter(part)) for projection in projections}
+        return
     weights = _weights(part)
     if not weights:
         return
@@ -284,6 +295,18 @@ def _layers_in(part: nn.Module, path: str, model: str, taken: set[int]) -> Itera
             "does not know how to count"
         )
     taken |= {id(weight) for weight in weights}
+
+
+def _projected(part: nn.Module, path: str, projections: Sequence[Projection]) -> Iterator[LinearLayer]:
+    """The projections of a module that has no layers of its own, such as fused experts."""
+    convertible = isinstance(part, ConvertedProjections) or bool(projections_of(part))
+    if not convertible:
+        return
+    for projection in projections:
+        outputs, inputs = projection.matrices(part).shape[-2:]
+        copies = projection.groups or 1
+        share = Fraction(projection.used, copies)
+        yield LinearLayer(projection.path_in(path), inputs, outputs, copies, share, projection.module_type)
 
 
 def _weights(part: nn.Module) -> list[Any]:

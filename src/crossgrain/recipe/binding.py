@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from .projections import projections_of
 from .roles import QuantizerRole
 from .rules import Blocks, Glob, Matcher
 
@@ -26,7 +27,8 @@ class Layer:
 def layers_of(model: nn.Module, all_paths: bool = False) -> list[Layer]:
     """List the layers of a model that a recipe can be for, in the order of the model.
 
-    These are all ``nn.Linear``, Hugging Face's ``Conv1D``, and the layers of modules with `get_quantizer_roles`.
+    These are all ``nn.Linear``, Hugging Face's ``Conv1D``, the layers of modules with `get_quantizer_roles`, and the
+    projections of modules that have an adapter.
 
     Args:
         model: the model.
@@ -38,6 +40,9 @@ def layers_of(model: nn.Module, all_paths: bool = False) -> list[Layer]:
             layers.update(dict.fromkeys(_layers_of_roles(path, module)))
         elif isinstance(module, nn.Linear) or is_conv1d(module):
             layers[Layer(path)] = None
+        else:
+            for projection in projections_of(module):
+                layers[Layer(projection.path_in(path), projection.module_type)] = None
     return list(layers)
 
 

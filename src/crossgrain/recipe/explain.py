@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .gemm_recipe import GemmRecipe
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path
+_STAR = re.compile(r"(?<![^.])\*(?![^.])")
 _COLUMNS = ("gemm", "tensor", "direction", "format", "made from", "decided by")
 _WIDTHS = (9, 11, 10, 22, 11, 25)  # 98 columns with the gaps
 
@@ -147,9 +149,7 @@ def _rows(layer: str, chosen: LayerFormats, places: Iterable[str], override: Bac
 
 def collapsed(layers: Sequence[str], known: Iterable[str]) -> list[str]:
     """``["h.0.fc", "h.1.fc"]`` as ``["h.*.fc x2"]``, or as ``["h.0-1.fc x2"]`` if they are not all among ``known``."""
-    numbers: dict[str, list[list[int]]] = {}
-    for layer in layers:
-        numbers.setdefault(_NUMBER.sub("*", layer), []).append([int(n) for n in _NUMBER.findall(layer)])
+    numbers = _by_template(layers)
     totals: dict[str, int] = {}
     for layer in known:
         template = _NUMBER.sub("*", layer)
@@ -159,9 +159,28 @@ def collapsed(layers: Sequence[str], known: Iterable[str]) -> list[str]:
         columns = [sorted(set(column)) for column in zip(*found, strict=True)]
         parts = ["*" if len(found) == totals[template] and len(found) > 1 else _ranges(column) for column in columns]
         filled = iter(parts)
-        name = re.sub(r"(?<![^.])\*(?![^.])", lambda _, filled=filled: next(filled), template)  # type: ignore[misc]
+        name = _STAR.sub(lambda _, filled=filled: next(filled), template)  # type: ignore[misc]
         names.append(f"{name} x{len(found)}" if len(found) > 1 else name)
     return names
+
+
+def ranges(layers: Sequence[str]) -> list[str]:
+    """``["h.0.fc", "h.1.fc"]`` as ``["h.0-1.fc"]``. Their number is added if the ranges do not show it."""
+    names = []
+    for template, found in _by_template(layers).items():
+        columns = [sorted(set(column)) for column in zip(*found, strict=True)]
+        filled = map(_ranges, columns)
+        name = _STAR.sub(lambda _, filled=filled: next(filled), template)  # type: ignore[misc]
+        names.append(name if len(found) == math.prod(map(len, columns)) else f"{name} ({len(found)} layers)")
+    return names
+
+
+def _by_template(layers: Iterable[str]) -> dict[str, list[list[int]]]:
+    """The numbers in the names of layers, by the name with stars for the numbers."""
+    numbers: dict[str, list[list[int]]] = {}
+    for layer in layers:
+        numbers.setdefault(_NUMBER.sub("*", layer), []).append([int(n) for n in _NUMBER.findall(layer)])
+    return numbers
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from .mapping import document_of, make_rule, mapping_of
 from .params import FP8Format
 from .presets import PRESETS, preset_name
 from .roles import QuantizerRole
-from .rules import ModuleType, Rule
+from .rules import Glob, ModuleType, Rule
 from .syntax import did_you_mean
 from .text import format_line, left_of_preset, parse_line, parse_rule
 
@@ -292,6 +292,17 @@ class GemmRecipe(Recipe):
         """
         matching = [i for i, rule in enumerate(self.rules) if rule.matcher.matches(name, module_type)]
         return _checked_formats(self._stages(matching), self._gemms_to_check(), name)
+
+    def names_layer(self, name: str, module_type: str = "linear") -> bool:
+        """Whether a rule names this layer: by a pattern for its path that does not end in ``*`` for anything there.
+
+        Layers that stay in high precision by default, such as output heads, follow a recipe that names them.
+        """
+        patterns = [
+            pattern for rule in self.rules if isinstance(rule.matcher, Glob) for pattern in rule.matcher.patterns
+        ]
+        named = [pattern for pattern in patterns if pattern.rpartition(".")[2] != "*"]
+        return Glob(tuple(named)).matches(name, module_type)
 
     def for_model(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
         """Check this recipe with a model, and fill in the paths of its blocks ("first 2 blocks").

@@ -1,0 +1,233 @@
+"""Count the multiply-adds of a model, product by product, so that a report can say which share is quantized.
+
+By shapes: every weight multiplies every token once, so a weight counts as many multiply-adds as it has numbers. Of
+fused experts, a token uses only some. With sample inputs, the model runs once and every product is counted as it
+happens, also those of two activations, such as attention scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import ops
+from ..nn import QuantizedModule
+from ..recipe import autocast
+from ..recipe.binding import is_conv1d
+from ..recipe.projections import Projection, adapter_for
+from .projections import ConvertedProjections
+
+
+@dataclass(frozen=True)
+class Product:
+    """The products of one weight, or of two activations in one module.
+
+    Attributes:
+        path: the layer; of a parameter that is not of a layer, the path of the parameter; of activations, the module.
+        multiply_adds: the number of multiply-adds: of one token, or of the sample inputs.
+        weight: whether a weight is multiplied; otherwise two activations.
+        owner: the type of the module.
+        layer: whether `path` is a layer that a recipe can be for.
+    """
+
+    path: str
+    multiply_adds: int
+    weight: bool = True
+    owner: str = ""
+    layer: bool = True
+
+
+def count_products(model: nn.Module, inputs: Any = None) -> list[Product]:
+    """Count the products of one forward pass.
+
+    Args:
+        model: the model, converted or not.
+        inputs: arguments of the model: a tensor, a tuple of arguments or a mapping of keyword arguments. They may be on
+            the meta device, if the model is. Without them, products are counted by shapes, for one token.
+    """
+    by_shape = list(_by_shape(model))
+    return by_shape if inputs is None else _by_running(model, by_shape, inputs)
+
+
+# ---- by shapes -------------------------------------------------------------------------------------------
+
+
+def _by_shape(model: nn.Module) -> Iterator[Product]:
+    operations: list[str] = []  # paths of linear operations, whose parts hold the weights
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{operation}.") for operation in operations):
+            continue
+        if isinstance(module, ops.Linear):
+            operations.append(path)
+        owner = _own_class(module).__name__
+        for name, multiply_adds, layer in _own_products(module):
+            yield Product(f"{path}.{name}".strip("."), multiply_adds, owner=owner, layer=layer)
+
+
+def _own_products(module: Any) -> Iterator[tuple[str, int, bool]]:
+    """The products of a module without its children: name, multiply-adds, and whether a recipe can be for it."""
+    projections = known_projections(module)
+    if projections:
+        for projection in projections:
+            size = projection.parameter(module).numel()
+            yield projection.name, size * projection.used // projection.groups if projection.groups else size, True
+    elif isinstance(module, QuantizedModule):
+        for name in module.weight_names:
+            weight = getattr(module, name)
+            yield "" if len(module.weight_names) == 1 else name, weight.numel(), True
+    elif isinstance(module, nn.Linear | ops.Linear) or is_conv1d(module):
+        yield "", module.weight.numel(), True
+    elif not isinstance(module, nn.Embedding | nn.EmbeddingBag):  # which look numbers up
+        for name, parameter in module.named_parameters(recurse=False):
+            if _may_be_multiplied(parameter):
+                yield name, parameter.numel(), False
+
+
+def known_projections(module: nn.Module) -> tuple[Projection, ...]:
+    """The projections of a module that an adapter knows, also if it cannot be converted."""
+    if isinstance(module, ConvertedProjections):
+        return module._projections
+    adapter = adapter_for(module)
+    return () if adapter is None else tuple(adapter.projections(module))
+
+
+def _may_be_multiplied(parameter: Tensor) -> bool:
+    """Whether a parameter may be a weight: it has two dimensions that are more than one. Others scale or shift."""
+    return sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _own_class(module: Any) -> type:
+    """The class of a module, or what it was before it was converted."""
+    was: Any = vars(module).get("_was")
+    return type(module) if was is None else was[0]
+
+
+# ---- by running ------------------------------------------------------------------------------------------
+
+
+def _by_running(model: nn.Module, by_shape: list[Product], inputs: Any) -> list[Product]:
+    counter = _Counter(_weights(model, {product.path for product in by_shape}))
+    args, kwargs = _arguments(inputs)
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(enabled=False), _module_paths(model, counter), counter:
+            model(*args, **kwargs)
+    finally:
+        for module, training in was_training:
+            module.training = training
+    types = {path: _own_class(module).__name__ for path, module in model.named_modules()}
+    return [
+        *(replace(product, multiply_adds=counter.weights.get(product.path, 0)) for product in by_shape),
+        *(Product(path, count, False, types.get(path, ""), False) for path, count in counter.activations.items()),
+    ]
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def _weights(model: nn.Module, known: set[str]) -> dict[int, str]:
+    """The path of the product of each weight, by the address of its storage object."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        names = {projection.weight: projection.name for projection in known_projections(module)}
+        for name, parameter in module.named_parameters(recurse=False):
+            product = f"{path}.{names.get(name, name)}".strip(".")
+            for candidate in (product, path):  # a layer with one weight has the name of its module
+                if candidate in known and parameter.dim() > 1:
+                    found[_storage(parameter)] = candidate
+                    break
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+@contextmanager
+def _module_paths(model: nn.Module, counter: _Counter) -> Iterator[None]:
+    """Tell the counter which module is running."""
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, path=path: counter.stack.append(path)))
+        handles.append(module.register_forward_hook(lambda *_: counter.stack.pop() and None, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Counter(TorchDispatchMode):
+    """Counts products where they happen, and finds out which weight is in them."""
+
+    def __init__(self, weights: dict[int, str]) -> None:
+        super().__init__()
+        self._paths = weights
+        self._copies: list[Tensor] = []  # of weights; kept, so that their storages keep their addresses
+        self.weights: dict[str, int] = {}
+        self.activations: dict[str, int] = {}
+        self.stack: list[str] = [""]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = _PRODUCTS.get(func.overloadpacket)
+        if count is not None:
+            operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self._add(operands, count(result if isinstance(result, Tensor) else result[0], args))
+        elif func.overloadpacket in _COPIES and isinstance(args[0], Tensor):
+            path = self._paths.get(_storage(args[0]))
+            if path is not None and result.shape == args[0].shape:
+                self._copies.append(result)
+                self._paths[_storage(result)] = path
+        return result
+
+    def _add(self, operands: list[Tensor], multiply_adds: int) -> None:
+        paths = [
+            self._paths[key] for tensor in operands if (key := _storage(tensor)) in self._paths and tensor.dim() > 1
+        ]
+        counts, path = (self.weights, paths[0]) if paths else (self.activations, self.stack[-1])
+        counts[path] = counts.get(path, 0) + multiply_adds
+
+
+def _inner(at: int) -> Callable[[Tensor, Any], int]:
+    """Counts a product whose operand ``at`` has the summed dimension last."""
+    return lambda result, args: result.numel() * args[at].shape[-1]
+
+
+def _convolved(result: Tensor, args: Any) -> int:
+    positions: Tensor = args[0] if args[6] else result  # of a transposed convolution, those of its input
+    return positions.numel() * int(args[1][0].numel())
+
+
+def _attended(result: Tensor, args: Any) -> int:
+    return 2 * int(args[0].numel() * args[1].shape[-2])  # scores of queries and keys, and their product with values
+
+
+_aten = torch.ops.aten
+_PRODUCTS: dict[Any, Callable[[Tensor, Any], int]] = {
+    _aten.mm: _inner(0),
+    _aten.addmm: _inner(1),
+    _aten.bmm: _inner(0),
+    _aten.baddbmm: _inner(1),
+    _aten.mv: _inner(0),
+    _aten.dot: lambda result, args: args[0].numel(),
+    _aten.convolution: _convolved,
+    _aten._grouped_mm: _inner(0),
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attended,
+    _aten._scaled_dot_product_flash_attention: _attended,
+    _aten._scaled_dot_product_efficient_attention: _attended,
+    _aten._scaled_dot_product_cudnn_attention: _attended,
+}
+_COPIES = {_aten._to_copy, _aten.clone, _aten.mul, _aten.add}  # of a weight: as it is, or scaled or shifted
