@@ -76,7 +76,10 @@ def _own_products(module: Any) -> Iterator[tuple[str, int, bool]]:
     projections = known_projections(module)
     if projections:
         for projection in projections:
-            size = projection.parameter(module).numel()
+            weight: Any = projection.parameter(module)
+            if not isinstance(weight, Tensor):
+                continue  # an adapter that does not fit its module, which is left with that reason
+            size = weight.numel()
             yield projection.name, size * projection.used // projection.groups if projection.groups else size, True
     elif isinstance(module, QuantizedModule):
         for name in module.weight_names:

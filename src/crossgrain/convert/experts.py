@@ -57,7 +57,7 @@ class FusedExperts(LayerAdapter):
         weighted = projected * scores.reshape(-1)[order].unsqueeze(-1)
         # Rows go back to their places and are summed there, so the sum does not depend on the order of experts.
         places = weighted.new_zeros((chosen.numel(), weighted.shape[-1])).index_copy(0, order, weighted)
-        total: Tensor = places.view(len(hidden), top_k, -1).sum(1).to(hidden.dtype)
+        total: Tensor = places.unflatten(0, (len(hidden), top_k)).sum(1).to(hidden.dtype)
         return total
 
 

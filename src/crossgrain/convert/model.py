@@ -21,12 +21,13 @@ from ..recipe.binding import layers_of
 from ..recipe.summary import formats_in_short
 from ..runtime.torch_patches.transformer_fast_path import close_fast_path, open_fast_path
 from .accounting import Product, count_products, known_projections
+from .choice import Choice, layer_names
 from .defaults import KINDS, left_by_default
 from .layers import Converted, ConvertedNorm, become_our_norm, become_plain, become_quantized, norm_class_for
 from .model_step import forget_calls, step_with_calls
 from .projections import ConvertedProjections, become_projections
 from .report import UNASKED_LIMIT, ConvertReport
-from .selection import Choice, Selection, follows_recipes, layer_names, select
+from .selection import Selection, follows_recipes, select
 
 
 def convert(
@@ -69,10 +70,11 @@ def convert(
             too much is left with ``strict``.
     """
     recipe = as_recipe(recipe)
-    selection = select(model, recipe, skip, include)
+    products = count_products(model, inputs)
+    others = [product.path for product in products if product.weight and not product.layer]
+    selection = select(model, recipe, skip, include, others)
     if selection.unasked >= selection.modules.keys():
         raise ValueError(_nothing_to_convert(model, selection))
-    products = count_products(model, inputs)
     bound_recipe = _bound_recipe(recipe, model, selection)
     report = _report(model, bound_recipe, selection, products, sampled=inputs is not None)
     _look_at_what_is_left(report, model, strict)
@@ -169,9 +171,9 @@ def _report(
     by_default = left_by_default(model)
     for product in products:
         if product.weight and not product.layer and product.multiply_adds:
-            kind = by_default.get(product.path.rpartition(".")[0])
-            report.left[product.path] = _why_not_a_layer(product, kind)
-            unasked |= {product.path} if kind is None else set()
+            path, kind = product.path, by_default.get(product.path.rpartition(".")[0])
+            report.left[path] = selection.skipped.get(path) or _why_not_a_layer(product, kind)
+            unasked |= {path} if kind is None and path not in selection.skipped else set()
     return ConvertReport(**{**vars(report), "unasked": frozenset(unasked)})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +12,12 @@ from .. import ops
 from ..formats.dtypes import HIGH_PRECISION
 from ..nn import QuantizedModule
 from ..recipe import GemmRecipe, Recipe
-from ..recipe.binding import bound, layers_of, other_paths
 from ..recipe.projections import adapter_for
-from ..recipe.rules import Matcher, parse_matcher
 from .accounting import known_projections
+from .choice import Choice, Parts, chosen_by, layer_names
 from .defaults import KINDS, left_by_default
 from .layers import Converted, class_for
 from .projections import ConvertedProjections, why_not_projections
-
-Choice = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
 @dataclass
@@ -32,25 +29,39 @@ class Selection:
         chosen: modules to convert, or to bind to the recipe.
         left: modules to leave, with the reason.
         unasked: those in ``left`` that cannot be converted, which nobody asked for.
+        skipped: parameters of no layer that ``skip`` names, with the reason.
     """
 
-    modules: dict[str, nn.Module]
+    modules: Mapping[str, nn.Module]
     chosen: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     unasked: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
 def select(
-    model: nn.Module, recipe: Recipe, skip: Choice | Iterable[Choice], include: Choice | Iterable[Choice]
+    model: nn.Module,
+    recipe: Recipe,
+    skip: Choice | Iterable[Choice],
+    include: Choice | Iterable[Choice],
+    parameters: Sequence[str] = (),
 ) -> Selection:
     """Choose the layers to convert.
+
+    Args:
+        model: the model.
+        recipe: its rules may name layers that stay in high precision by default.
+        skip: see `convert`.
+        include: see `convert`.
+        parameters: paths of parameters that may be multiplied and are of no layer, which ``skip`` may name as well.
 
     Raises:
         TypeError: an entry of ``skip`` or ``include`` is of a wrong type.
         ValueError: an entry matches nothing, or only some projections of a module.
     """
-    skipped, included = _chosen_by(model, skip, "skip"), _chosen_by(model, include, "include")
-    selection = Selection(dict(modules_with_layers(model)))
+    parts = Parts(model, dict(modules_with_layers(model)), parameters)
+    skipped, included = chosen_by(parts, skip, "skip"), chosen_by(parts, include, "include")
+    selection = Selection(parts.modules, skipped={path: skipped[path] for path in parameters if path in skipped})
     by_default = left_by_default(model)
     for path, module in selection.modules.items():
         reason = skipped.get(path)
@@ -83,12 +94,6 @@ def modules_with_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             or adapter_for(module) is not None
         ):
             yield path, module
-
-
-def layer_names(path: str, module: nn.Module) -> list[str]:
-    """The names of the layers of a module in recipes."""
-    projections = known_projections(module)
-    return [projection.path_in(path) for projection in projections] if projections else [path]
 
 
 def _by_default(kind: str, path: str) -> str:
@@ -129,62 +134,3 @@ def _why_not(model: nn.Module, path: str, module: Any, selection: Selection) -> 
 def _why_not_dtype(dtypes: Iterable[Any]) -> str | None:
     wrong = [dtype for dtype in dtypes if dtype not in HIGH_PRECISION]
     return f"its weight has dtype {wrong[0]}; only float32, bfloat16 and float16 can be quantized" if wrong else None
-
-
-# ---- skip and include ------------------------------------------------------------------------------------
-
-
-def _chosen_by(model: nn.Module, choice: Choice | Iterable[Choice], option: str) -> dict[str, str]:
-    """The paths that ``skip`` or ``include`` mean, each with the entry that matched."""
-    wanted: list[Any] = [choice] if isinstance(choice, str) or callable(choice) else list(choice)
-    found: dict[str, str] = {}
-    for entry in wanted:
-        if isinstance(entry, str):
-            matcher = bound(parse_matcher(entry), model, layers_of(model, all_paths=True), None)
-            paths, label = _matched(model, matcher, f"{option} {entry!r}"), repr(entry)
-        elif isinstance(entry, type):
-            paths, label = _inside(model, entry, option), entry.__name__
-        elif callable(entry):
-            paths = [path for path, module in modules_with_layers(model) if entry(path, module)]
-            label = getattr(entry, "__name__", repr(entry))
-        else:
-            raise TypeError(
-                f"{option} takes patterns, module types and functions, got {type(entry).__name__}: {entry!r}"
-            )
-        for path in paths:
-            found.setdefault(path, f"{option} {label}")
-    return found
-
-
-def _matched(model: nn.Module, matcher: Matcher, label: str) -> list[str]:
-    """Paths of the modules whose layers the matcher matches under any of their paths."""
-    others = other_paths(model)
-    found = []
-    for path, module in modules_with_layers(model):
-        names = [layer_names(each, module) for each in (path, *others.get(path, ()))]
-        hits = [[matcher.matches(name, "linear") for name in same] for same in names]
-        if any(all(same) for same in hits):
-            found.append(path)
-        elif any(any(same) for same in hits):
-            raise ValueError(
-                f"{label} matches only some of the layers {', '.join(names[0])} of {path}, which are converted "
-                f"together; to keep one in high precision, use a rule such as '{names[0][0]}: hp'"
-            )
-    return found
-
-
-def _inside(model: nn.Module, cls: type, option: str) -> list[str]:
-    """Paths of modules that are of this type, or inside a module of this type."""
-    homes = [path for path, module in model.named_modules() if isinstance(module, cls)]
-    paths = [
-        path
-        for path, _ in modules_with_layers(model)
-        if any(not home or path == home or path.startswith(f"{home}.") for home in homes)
-    ]
-    if not paths:
-        there = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(
-            f"{option}: no linear layer is a {cls.__name__} or inside one; this {type(model).__name__} has modules of "
-            f"the types {', '.join(there)}"
-        )
-    return paths
