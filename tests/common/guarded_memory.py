@@ -188,6 +188,8 @@ class Guard:
         places.Numbers.__init__ = lambda numbers, memory, sizes=None: make_numbers(
             numbers, self.copy(torch.as_tensor(memory, dtype=torch.float32)), sizes
         )
+        make_scale_values = products._scale_values.__wrapped__
+        products._scale_values = lru_cache(lambda: self.copy(make_scale_values()))
         backend._STREAM_FROM = 1  # small results are written past the caches too, if they are aligned
         runtime._ELEMENTS_PER_THREAD = 256
 
