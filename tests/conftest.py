@@ -15,6 +15,19 @@ def _cases() -> list:
     return modes + [pytest.param((name, False), id=f"{name}-transposing") for name in QUANTIZERS if "fp8" in name[:4]]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let ``xdist_group`` keep tests on one worker, with pytest 9.2 as well.
+
+    With ``--dist loadgroup``, workers of pytest-xdist 3.8 append the group to the name of a test by setting
+    ``_nodeid``, and tests are handed out by that. From 9.2 on, pytest keeps the name in ``_id`` instead.
+    """
+    for item in items:
+        named = getattr(item, "_nodeid", item.nodeid)
+        if named != item.nodeid:
+            item._id = type(item.id).parse(named)
+
+
 @pytest.fixture(params=_cases())
 def quantizer(request: pytest.FixtureRequest) -> Iterator[cg.Quantizer]:
     name, one_buffer = request.param

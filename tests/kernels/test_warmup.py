@@ -14,7 +14,7 @@ from crossgrain.planes import empty_plane
 
 from ..common.quantizers import QUANTIZERS
 
-pytestmark = pytest.mark.xdist_group("warm-up")  # which takes minutes, and is done once in each worker that has some
+pytestmark = pytest.mark.xdist_group("warm-up")  # which takes minutes, and is done once
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,13 @@ def test_no_pair_of_formats_compiles_anything_after_a_warm_up(row, column, warm)
     ]
     kernels.encode(x, kernels.measure(x, targets), seed=1)
     assert not names(set(runtime._compiled) - warm)
+
+
+def test_all_tests_of_the_warm_up_go_to_one_worker(request):
+    """Otherwise each worker would compile everything."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("tests are not handed out by group here")
+    assert request.node.nodeid.endswith("@warm-up")
 
 
 def test_every_format_and_option_is_warmed_up():
