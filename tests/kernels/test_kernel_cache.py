@@ -1,7 +1,6 @@
 """What compiled code on disk is valid for: the sources of kernels, and the data of the elements that it is made for."""
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import crossgrain as cg
 from crossgrain.formats import Element
 from crossgrain.kernels.cpu import jobs, known, tags
+
+from ..common.copied_package import copied_package
 
 
 @pytest.fixture
@@ -84,9 +84,7 @@ print(sum(sum(d.stats.cache_hits.values()) for d in (measure.of_all, rows.cast))
 
 @pytest.fixture
 def package(tmp_path):
-    copy = tmp_path / "crossgrain"
-    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    return copy
+    return copied_package(tmp_path)
 
 
 def found_and_compiled(package: Path, name: str) -> list[int]:

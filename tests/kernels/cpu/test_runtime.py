@@ -25,6 +25,7 @@ from crossgrain.kernels.cpu import disk_cache, elements, measure, runtime, tags
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.planes import Direction, empty_plane
 
+from ...common.copied_package import copied_package
 from ...common.quantizers import QUANTIZERS
 
 SIGNATURE = (4096, 0, 8, tags.F32, tags.YES)  # what `measure.of_all` takes, by example
@@ -128,8 +129,8 @@ print(sum("compiled kernels" in str(w.message) for w in caught), rows.encode_row
 @pytest.fixture
 def read_only_package(tmp_path):
     """A copy of the package beside whose sources nothing can be written, not even by root."""
-    copy = tmp_path / "site" / "crossgrain"
-    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = copied_package(tmp_path / "site")
+    shutil.rmtree(copy / "kernels" / "cpu" / "__pycache__", ignore_errors=True)
     (copy / "kernels" / "cpu" / "__pycache__").touch()
     (copy / "kernels" / "cpu").chmod(0o555)
     yield copy.parent
@@ -153,8 +154,7 @@ def test_without_any_place_for_a_cache(read_only_package, tmp_path):
 
 def test_the_digest_of_the_sources_is_that_of_the_import(tmp_path):
     """A source that is edited later is not what runs, so its digest must not be on what runs."""
-    copy = tmp_path / "crossgrain"
-    shutil.copytree(Path(cg.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = copied_package(tmp_path)
     code = f"""
 from crossgrain.kernels.cpu import backend, tags
 before = open({str(copy / "kernels/cpu/simd.py")!r}, "a").write("# edited")
@@ -237,18 +237,25 @@ def test_a_fork_while_another_thread_compiles(tmp_path):
 import multiprocessing, threading, torch, crossgrain as cg
 from numba.core.compiler_lock import global_compiler_lock
 
-cg.quantize(torch.randn(32, 32), "fp8")
+cg.kernels.amax(torch.randn(32, 32))
 holding = threading.Event()
 
 def compile_something():
     with global_compiler_lock:
         holding.set()
-        cg.quantize(torch.randn(64, 64), "nvfp4")
+        cg.quantize(torch.randn(64, 64), "mxfp6_e3m2", columnwise=False)
 
 thread = threading.Thread(target=compile_something)
 thread.start()
 holding.wait()
-child = multiprocessing.get_context("fork").Process(target=lambda: cg.quantize(torch.randn(32, 32), "mxfp8"))
+x = torch.randn(32, 32).bfloat16()  # for which there is another kernel
+
+def compile_in_child():
+    # The first new thread may get the identity of the one that holds the lock, and so the lock.
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    cg.kernels.amax(x)
+
+child = multiprocessing.get_context("fork").Process(target=compile_in_child)
 child.start()
 child.join(60)
 print(child.exitcode)
