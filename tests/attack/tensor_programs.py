@@ -153,8 +153,6 @@ class Tensors(LiveTensors):
         """Drop a direction, or ask for one."""
         name, (tensor, model) = self.any()
         asked = {direction: self.draw.choice([None, None, False, True]) for direction in DIRECTIONS}
-        if model.derives and model.cut and COLUMN not in model.planes:
-            asked[COLUMN] = None  # columns that a slice alone has count as stale more often than the model says
         self.note(f"{name}.update_usage({asked[ROW]}, {asked[COLUMN]})")
         problem, perhaps = self._usage_problem(model, asked)
 

@@ -22,7 +22,7 @@ from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape, overla
 from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
-from ..tensor.holder import Epoch, PlaneHolder, next_write_number
+from ..tensor.holder import Epoch, Extent, PlaneHolder, extent_of, next_write_number
 from .child_names import ChildNames
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     _agreed: Mapping[Direction, int]  # the last write of each child when they were put together
     # What notes the writes to children that were dropped here and that aliases may still hold.
     _dropped: Mapping[Direction, Sequence[Epoch]] = MappingProxyType({})
+    # Of a slice whose columns have memory of their own, and of its aliases: the part of the rows that counts for them.
+    _made_for: Extent | None = None
 
     def _init_fields(
         self,
@@ -150,11 +152,15 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         if direction not in children:
             return False
         other = children.get(direction.other)
+        within = {ROWWISE: self._made_for}
         if other is not None:
-            others = other._last_write()
+            others = other._last_write(within.get(direction.other))
         else:  # aliases may still hold it, and write it
-            others = max((mark.number for mark in self._dropped.get(direction.other, ())), default=0)
-        return children[direction]._last_write() < others and others > self._agreed.get(direction.other, 0)
+            part = within.get(direction.other)
+            marks = self._dropped.get(direction.other, ())
+            others = max((mark.number if part is None else mark.last_within(part) for mark in marks), default=0)
+        mine = children[direction]._last_write(within.get(direction))
+        return mine < others and others > self._agreed.get(direction.other, 0)
 
     @property
     def _formats(self) -> dict[Direction, Format]:  # type: ignore[override]
@@ -191,11 +197,11 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     @classmethod
     def _shared_names(cls) -> tuple[str, ...]:
-        return (*cls._state_names(), "_agreed", "_dropped")  # the history of other writes is with the children
+        return (*cls._state_names(), "_agreed", "_dropped", "_made_for")  # the history of other writes is with the children
 
     def _join(self, other: PlaneHolder) -> None:
         if isinstance(other, HybridQuantizedTensorStorage):
-            self._dropped = other._dropped
+            self._dropped, self._made_for = other._dropped, other._made_for
         for direction, child in self._children().items():
             self._set_child(direction, _shallow(child))  # so that clearing one leaves the other as it is
 
@@ -240,7 +246,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         new = self._blank(torch.Size(shape), dtype, buffers)
         new._put_together(children, shape, dtype, self._agreed)
         if alias:
-            new._dropped = self._dropped
+            new._dropped, new._made_for = self._dropped, self._made_for
         new._quantizer = None if self._quantizer is None else self._quantizer.copy()
         new._shard = self._shard
         return new
@@ -288,8 +294,8 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
     def _write_marks(self) -> list[Epoch]:
         return [mark for child in self._children().values() for mark in child._write_marks()]
 
-    def _last_write(self) -> int:
-        return max((child._last_write() for child in self._children().values()), default=0)
+    def _last_write(self, within: Extent | None = None) -> int:
+        return max((child._last_write(within) for child in self._children().values()), default=0)
 
     def _mark_written(self, number: int | None = None) -> None:
         number = next_write_number() if number is None else number
@@ -307,7 +313,7 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
         behind = {
             direction: child._last_write()
             for direction, child in children.items()
-            if self._cut_axes and self._is_stale(direction)
+            if child._cut_axes and self._is_stale(direction)
         }
         yield
         self._mark_written()
@@ -357,8 +363,10 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
                 )
         for direction in missing:
             quantizer: Any = self._get_quantizer()
+            rows = self._children()[ROWWISE]
             with torch.no_grad():
-                self._set_child(direction, quantizer.columns_from_rows(self._children()[ROWWISE]))
+                self._set_child(direction, quantizer.columns_from_rows(rows))
+            self._made_for = _extent(rows) if rows._cut_axes else None
             self._dropped = {gone: marks for gone, marks in self._dropped.items() if gone is not direction}
             self._agree()
         for direction, child in self._children().items():
@@ -592,6 +600,12 @@ def _shallow(child: QuantizedTensorStorage) -> QuantizedTensorStorage:
         return child._rewrap()
     child._whole_epochs()  # both objects share them
     return copy.copy(child)
+
+
+def _extent(rows: QuantizedTensorStorage) -> Extent | None:
+    """Which part of its memory the codes of a rowwise child are; None if that is not known."""
+    plane = rows.plane(ROWWISE)
+    return None if plane is None else extent_of(plane.data)
 
 
 def _part(src: QuantizedTensorStorage, direction: Direction) -> QuantizedTensorStorage | None:

@@ -52,6 +52,44 @@ class LastWrite:
         self.number = number
 
 
+class Extent(NamedTuple):
+    """Where the codes of a slice lie in the memory of the whole plane."""
+
+    first: int
+    rows: int
+    columns: int
+    pitch: int  # from the beginning of a row to that of the next one
+
+    def meets(self, other: Extent) -> bool:
+        """Whether the two may have codes in common. If their rows are of different lengths, only the ends count."""
+        if self.pitch != other.pitch or self.pitch == 0 or not (self._is_matrix() and other._is_matrix()):
+            return self.first < other._end() and other.first < self._end()
+        (row, column), (other_row, other_column) = divmod(self.first, self.pitch), divmod(other.first, other.pitch)
+        apart_in_rows = row >= other_row + other.rows or other_row >= row + self.rows
+        apart_in_columns = column >= other_column + other.columns or other_column >= column + self.columns
+        return not (apart_in_rows or apart_in_columns)
+
+    def _is_matrix(self) -> bool:
+        return self.first % self.pitch + self.columns <= self.pitch
+
+    def _end(self) -> int:
+        return self.first + (self.rows - 1) * self.pitch + self.columns
+
+
+def extent_of(codes: Tensor) -> Extent:
+    """The extent of a buffer of codes."""
+    columns = codes.shape[-1] if codes.dim() else 1
+    return Extent(
+        int(codes.storage_offset()),
+        math.prod(codes.shape[:-1]),
+        columns,
+        codes.stride(-2) if codes.dim() > 1 else columns,
+    )
+
+
+_MOST_PARTS = 64  # of the writes to slices, so many are told apart
+
+
 class Epoch:
     """A record of writes to a plane. All objects with the same buffers share it.
 
@@ -62,10 +100,12 @@ class Epoch:
         init_value: the `InitValue` that the plane was made from, if it is preserved.
     """
 
-    __slots__ = ("__weakref__", "init_value", "number", "received", "tensor")
+    __slots__ = ("__weakref__", "_parts", "_whole", "init_value", "number", "received", "tensor")
 
     def __init__(self, number: int = 0, tensor: LastWrite | None = None) -> None:
         self.number = number
+        self._whole = number  # the last write to all of it
+        self._parts: dict[Extent, int] = {}  # the writes to slices since then
         self.tensor = LastWrite(number) if tensor is None else tensor
         self.received = 0
         self.init_value: Any = None
@@ -74,6 +114,24 @@ class Epoch:
         """Record a write."""
         self.number = number
         self.tensor.number = max(number, self.tensor.number)
+
+    def note_part(self, number: int, part: Extent | None) -> None:
+        """Record a write to a slice; None for all of the plane."""
+        if part is None:
+            self._whole = number
+            self._parts.clear()
+        elif part in self._parts or len(self._parts) < _MOST_PARTS:
+            self._parts[part] = number
+        else:
+            self._whole = max(number, self._whole, *self._parts.values())
+            self._parts.clear()
+        self.number = number
+
+    def last_within(self, part: Extent) -> int:
+        """The number of the last write that may have changed a slice."""
+        if self.number != max(self._whole, *self._parts.values(), 0):  # the number was set by itself
+            return self.number
+        return max(self._whole, *(number for other, number in self._parts.items() if other.meets(part)), 0)
 
 
 def new_epochs() -> dict[Direction, Epoch]:
@@ -320,8 +378,11 @@ class PlaneHolder:
         """The records of writes to each plane, which all objects with the same buffers share."""
         return [self._epochs[direction] for direction in Direction if direction in self._epochs]
 
-    def _last_write(self) -> int:
-        return max((epoch.number for epoch in self._epochs.values()), default=0)
+    def _last_write(self, within: Extent | None = None) -> int:
+        """The number of the last write to any plane, or to a slice of it."""
+        if within is None:
+            return max((epoch.number for epoch in self._epochs.values()), default=0)
+        return max((epoch.last_within(within) for epoch in self._epochs.values()), default=0)
 
     def _mark_written(self, number: int | None = None) -> None:
         """Record that all planes of this object were just written.
@@ -346,7 +407,8 @@ class PlaneHolder:
             if getattr(self, names.data) is None:
                 epochs[direction] = Epoch(number, tensor)  # a plane that is added later belongs to this write
             elif not (self._cut_axes and stale[direction]):  # writing a slice does not make the whole plane valid
-                epochs[direction].number = number
+                codes = getattr(self, names.data)
+                epochs[direction].note_part(number, extent_of(codes) if self._cut_axes else None)
         self._epochs = epochs
         tracked = [buffer for _, buffer in self._buffers() if not buffer.is_inference()]
         torch.autograd.graph.increment_version(tracked)
