@@ -234,3 +234,20 @@ def test_a_validation_that_refreshes_the_copy_keeps_what_training_needs(layer, m
     )
     run(layer, x, MXFP8, dy, is_first_microbatch=False)
     assert tuple(layer.weight.shape) not in made
+
+
+@pytest.mark.parametrize(
+    "line", ["fprop: hp, dgrad: mxfp8, wgrad: mxfp8", "fprop: mxfp8, dgrad: hp, wgrad: mxfp8", "all: hp"]
+)
+def test_a_copy_of_a_direction_in_high_precision_does_not_follow_the_weight(layer, line):
+    """A later microbatch computes with one weight in both directions, not with new numbers in one of them."""
+    x = torch.randn(64, 64, requires_grad=True)
+    y = forward(layer, x, line, first=True)
+    y.backward(torch.ones_like(y))
+    dx, x.grad = x.grad, None
+    change_unseen(layer)
+    with pytest.warns(UserWarning, match="computes with the old numbers"):
+        again = forward(layer, x, line, first=False)
+    again.backward(torch.ones_like(y))
+    assert torch.equal(again, y)
+    assert torch.equal(x.grad, dx)

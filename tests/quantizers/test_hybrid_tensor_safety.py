@@ -9,6 +9,7 @@ from torch import nn
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, kernels
+from crossgrain.tensor.holder import Epoch, extent_of
 
 from ..common.quantizers import PAIRS, assert_same_bytes, buffers_of, hybrid_of
 
@@ -115,6 +116,55 @@ def test_writing_one_slice_does_not_freshen_the_rest(x):
         with pytest.raises(RuntimeError, match="columnwise .* stale"):
             w.dequantize(direction=COLUMNWISE)
         w.dequantize()
+
+
+@pytest.mark.parametrize("cut", [lambda q: (q[:64], q[64:]), lambda q: q.split(128, 1)])
+def test_columns_that_a_slice_made_for_itself_are_stale_only_if_its_rows_were_written(x, cut):
+    q = hybrid_of("mxfp8", "mxfp8", "rowwise_dequantized")(x)
+    q.update_usage(columnwise_usage=False)
+    one, other = cut(q)
+    one.update_usage(columnwise_usage=True)
+    columns = one.dequantize(direction=COLUMNWISE)
+    other.copy_(other.dequantize() * 2)
+    assert torch.equal(one.dequantize(direction=COLUMNWISE), columns)
+    assert torch.equal(one.detach().view(-1, one.shape[-1]).dequantize(direction=COLUMNWISE), columns)
+    q.copy_(q.dequantize() * 2)
+    with pytest.raises(RuntimeError, match="columnwise .* stale"):
+        one.dequantize(direction=COLUMNWISE)
+    one.copy_(columns)  # all of its own columns are written
+    one.dequantize(direction=COLUMNWISE)
+
+
+def test_rows_that_missed_a_write_of_a_slice_stay_stale_when_other_rows_are_written(x):
+    q = hybrid_of("mxfp8", "mxfp8", "rowwise_dequantized")(x)
+    q.update_usage(columnwise_usage=False)
+    one = q[:64]
+    one.update_usage(columnwise_usage=True)
+    columns = one.detach()
+    columns.update_usage(rowwise_usage=False)
+    columns.copy_(x[:64] * 2)
+    q[64:].copy_(x[64:] * 2)
+    with pytest.raises(RuntimeError, match="rowwise .* stale"):
+        one.dequantize(direction=ROWWISE)
+
+
+def test_slices_that_may_overlap_are_told_apart():
+    memory = torch.empty(8, 16)
+    parts = [memory, memory[:4], memory[4:], memory[:, :8], memory[:, 8:], memory[2:6, 4:12], memory.view(-1)[:64]]
+    cells = torch.arange(128).view(8, 16)
+    numbers = [cells, cells[:4], cells[4:], cells[:, :8], cells[:, 8:], cells[2:6, 4:12], cells.view(-1)[:64]]
+    for a, ours in zip(parts, numbers, strict=True):
+        for b, theirs in zip(parts, numbers, strict=True):
+            common = bool(torch.isin(ours, theirs).any())
+            assert extent_of(a).meets(extent_of(b)) == common or (min(a.dim(), b.dim()) == 1 and not common)
+
+
+def test_many_writes_to_slices_are_taken_for_one_to_all():
+    epoch, parts = Epoch(), torch.empty(256, 16).split(2)
+    for number, part in enumerate(parts, 1):
+        epoch.note_part(number, extent_of(part))
+    assert epoch.last_within(extent_of(parts[-1])) == 128
+    assert epoch.last_within(extent_of(parts[0])) >= 1
 
 
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])

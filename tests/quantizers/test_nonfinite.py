@@ -251,6 +251,25 @@ def test_grouped_layers_spoil_only_the_expert(line):
     assert layer.weight1.grad[:, 3].isnan().all()
 
 
+@pytest.mark.parametrize("line", ["nvfp4", "fp8", "mxfp8", "columns of rows"])
+@pytest.mark.parametrize("of", ["input", "grad_output"])
+def test_grouped_layers_name_the_row_of_the_user(line, of):
+    """Groups are padded to whole blocks before they are quantized, which nobody who reads the message knows."""
+    if line == "columns of rows":
+        line = cg.recipe.CustomRecipe(lambda role: hybrid_of("mxfp8", "mxfp8", "rowwise_dequantized"))
+    layer = cg.GroupedLinear(2, K, N, bias=False)
+    x, dy = torch.randn(21, K, requires_grad=True), torch.randn(21, N)
+    with torch.no_grad():
+        (x if of == "input" else dy)[13, 3] = torch.nan
+    count = 21 * (K if of == "input" else N)
+    with (
+        pytest.raises(cg.NonfiniteError, match=rf"1 of {count} numbers .* nan in row 13, column 3"),
+        cg.settings.override(nonfinite="raise"),
+        cg.autocast(recipe=line),
+    ):
+        layer(x, [10, 11]).backward(dy)
+
+
 @pytest.mark.parametrize("line", ["nvfp4", "fp8_block"])
 def test_a_loss_scaler_sees_an_overflow(line):
     layer = cg.Linear(K, N, bias=False)

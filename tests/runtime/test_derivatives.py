@@ -58,6 +58,25 @@ def test_a_gradient_with_a_graph_can_be_used_but_not_differentiated(name, recipe
         dx.square().sum().backward()
 
 
+@pytest.mark.parametrize(("name", "recipe"), REFUSED)
+def test_differentiating_by_what_is_no_leaf_is_refused(name, recipe):
+    layer, x = LAYERS[name](), torch.randn(64, 64, requires_grad=True)
+    hidden = x * 2
+    with cg.autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(hidden)
+    (dx,) = torch.autograd.grad(y, hidden, torch.ones_like(y), create_graph=True)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        torch.autograd.grad(dx.square().sum() + hidden.square().sum(), hidden)
+
+
+def test_what_leads_to_an_input_keeps_no_memory_of_it():
+    layer, x = cg.Linear(64, 64), torch.randn(64, 64, requires_grad=True)
+    with cg.autocast(recipe="mxfp8"):
+        y = layer(x * 2)
+    (entrance,) = y.grad_fn.entrances
+    assert entrance.untyped_storage().nbytes() == 0
+
+
 @pytest.mark.parametrize("of", ["input", "weight of the layer before", "gradient that comes in"])
 def test_differentiating_is_refused_for_some_inputs_too(of):
     """`torch.autograd.grad` visits only what leads to its inputs, so the refusal must lie on the way to each."""

@@ -147,6 +147,8 @@ def test_a_cut_inside_a_block_is_decoded_and_names_the_boundary(x, name, directi
         lambda view: torch.nn.init.normal_(view),
         lambda view: torch.ops.aten.fill_.Scalar(view, 1.0),
         lambda view: setattr(view, "data", torch.zeros(64)),
+        lambda view: view.set_(torch.zeros(64)),
+        lambda view: view.view(8, 8).set_(torch.zeros(64)),
     ],
 )
 def test_writes_to_a_decoded_view_that_no_name_tells_are_refused_too(write):
@@ -161,6 +163,15 @@ def test_arrays_of_a_decoded_view_are_read_only():
         assert np.array_equal(array.ravel(), view.clone().numpy())
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1.0
+
+
+@pytest.mark.parametrize("consumer", [torch.from_dlpack, np.from_dlpack, lambda view: view.__dlpack__()])
+def test_memory_of_a_decoded_view_is_not_handed_out_by_dlpack(consumer):
+    view = cg.quantize(torch.randn(32, 64), "mxfp8")[3]
+    with pytest.raises(BufferError, match=r"shared by DLPack .* would be lost.*clone\(\)"):
+        consumer(view)
+    assert np.array_equal(np.from_dlpack(view.clone()), view.numpy())
+    assert torch.equal(torch.from_dlpack(view, copy=True), view)
 
 
 def assert_read_only(view, expected, why):

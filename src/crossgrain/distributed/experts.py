@@ -21,7 +21,7 @@ from ..planes import ROWWISE, Plane
 from ..planes.rows import bytes_of_rows, plane_of_rows
 from ..quantizers.base import Quantizer
 from ..runtime.collectives import group_size
-from ..runtime.derivatives import differentiable_once
+from ..runtime.derivatives import differentiable_once, entrances
 from ..runtime.failures import communicate, telling_others
 from ..tensor import QuantizedTensor
 
@@ -192,7 +192,7 @@ class _QuantizedDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: TokenExchange, quantizer: Quantizer) -> Any:
-        ctx.exchange, ctx.dtype = exchange, rows.dtype
+        ctx.exchange, ctx.dtype, ctx.entrances = exchange, rows.dtype, entrances(rows)
         rows = rows.detach().to(activation_dtype(rows))
         plane = quantizer.storing(rowwise=True, columnwise=False).quantize(rows).plane(ROWWISE)
         own = quantizer.copy()

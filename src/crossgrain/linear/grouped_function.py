@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.derivatives import differentiable_once
+from ..quantizers.nonfinite import naming_places_in
+from ..runtime.derivatives import differentiable_once, entrances
 from ..tensor import QuantizedTensor
 from . import split_quantize  # the function is looked up when it is called, so that it can be replaced
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
@@ -117,6 +118,7 @@ class _GroupedFunction(torch.autograd.Function):
         y, ctx.contexts, saved = grouped_forward(x, groups, needs)
         ctx.save_for_backward(*saved)
         ctx.groups, ctx.shape = groups, x.shape
+        ctx.entrances = entrances(x, *parameters)
         return y
 
     @staticmethod
@@ -237,11 +239,12 @@ def _quantize_inputs(x: Tensor, groups: Groups, needs: list[Needs]) -> None:
     else:
         rows, heights = x.detach().reshape(-1, x.shape[-1]).to(call.dtype), [size.m for size in padded]
         quantizers = [call.input for call in groups.calls if call.input is not None]
-        quantized = split_quantize.split_quantize(
-            padded_groups(rows, groups.sizes, heights, padded[0].k),
-            heights,
-            split_quantize.Storing(quantizers, rowwise=True, columnwise=columnwise),
-        )
+        with naming_places_in(rows):
+            quantized = split_quantize.split_quantize(
+                padded_groups(rows, groups.sizes, heights, padded[0].k),
+                heights,
+                split_quantize.Storing(quantizers, rowwise=True, columnwise=columnwise),
+            )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_input = group
 
@@ -258,11 +261,12 @@ def _quantize_gradients(dy: Tensor, contexts: list[GroupContext], groups: Groups
         call.on_backward()
     heights = [context.padded.m for context in contexts]
     quantizers = [call.grad_output for call in groups.calls if call.grad_output is not None]
-    quantized = split_quantize.split_quantize(
-        padded_groups(dy, groups.sizes, heights, contexts[0].padded.n),
-        heights,
-        split_quantize.Storing(quantizers, rowwise=rowwise, columnwise=columnwise),
-    )
+    with naming_places_in(dy):
+        quantized = split_quantize.split_quantize(
+            padded_groups(dy, groups.sizes, heights, contexts[0].padded.n),
+            heights,
+            split_quantize.Storing(quantizers, rowwise=rowwise, columnwise=columnwise),
+        )
     for call, group in zip(groups.calls, quantized, strict=True):
         call.quantized_gradient = group
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats import Format
 from ..offload.staying import mark_not_offload
 from ..planes import Direction, Plane
+from ..runtime.derivatives import entrances
 from ..tensor import QuantizedTensor
 from .call import LinearCall, Needs
 from .padding import Sizes
@@ -75,6 +76,8 @@ def save(ctx: Any, saved: Saved, call: LinearCall, needs: Needs) -> None:
     if _weight_outlives_graph(saved.weight, call):
         mark_not_offload(*w_buffers)
     ctx.save_for_backward(*x_buffers, *w_buffers)
+    if not (saved.x_given.is_leaf and saved.weight.is_leaf):
+        ctx.entrances = entrances(saved.x_given, saved.weight, saved.bias)
     call.quantized_weight = None  # backward has its plane; only the cache keeps the copy
     call.quantized_input = None
     ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, saved.sizes, saved.padded

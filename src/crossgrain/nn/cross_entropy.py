@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.collectives import group_rank, group_size, summed
-from ..runtime.derivatives import differentiable_once
+from ..runtime.derivatives import differentiable_once, entrances
 
 
 def parallel_cross_entropy(
@@ -83,6 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.smoothing, ctx.classes = smoothing, ranks * local
         ctx.save_for_backward(exponentials / normalizer.unsqueeze(-1), index, mine, counts)
         ctx.dtype = logits.dtype
+        ctx.entrances = entrances(logits)
         return torch.where(counts, loss, 0.0)
 
     @staticmethod

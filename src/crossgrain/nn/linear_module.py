@@ -29,6 +29,7 @@ from ..linear.parallel import (
 from ..planes import Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
+from ..quantizers.identity import IdentityQuantizer
 from ..recipe import QuantizerRole, Recipe
 from ..runtime.collectives import AwaitedGroup, group_size
 from ..runtime.failures import telling_others
@@ -418,10 +419,14 @@ class LinearModule(QuantizedModule):
                 layer=self.layer,
                 refresh=bool(this.is_first_microbatch),
                 columnwise=columnwise,
-                make=lambda columnwise: quantizer.storing(rowwise=True, columnwise=columnwise).quantize(
-                    weight_matrix(weight, padded)
-                ),
+                make=lambda columnwise: quantizer.storing(rowwise=True, columnwise=columnwise).quantize(matrix()),
             )
+
+        def matrix() -> Tensor:
+            """What is quantized. What stays in high precision is a copy, too: the weight changes after the step."""
+            numbers = weight_matrix(weight, padded)
+            keeps = any(isinstance(own, IdentityQuantizer) for own in quantizer.plain_quantizers())
+            return numbers.clone() if keeps else numbers
 
         # Recomputed with the copy that the first pass used, which may not be the cached one any more.
         return current_pass().same((cache, name), copy)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..quantizers.base import Quantizer
 from ..recipe import Recipe, active, backward_note, forward_step
-from ..runtime.derivatives import differentiable_once
+from ..runtime.derivatives import differentiable_once, entrances
 from ..runtime.torch_patches.compiler_marks import eager_only
 from ..runtime.transforms import refuse_transforms
 from .channels import Port, Wiring
@@ -307,6 +307,7 @@ class _FuserFunction(torch.autograd.Function):
         run.saved = SavedTensors([c for c in run.contexts if c.requires_grad])
         ctx.save_for_backward(*run.saved.handed_over())
         ctx.run = run
+        ctx.entrances = entrances(x, *tensors)
         ctx.needs = ctx.needs_input_grad[2:]
         outputs = _told_apart(outputs, (x, *tensors))
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))

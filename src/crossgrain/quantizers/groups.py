@@ -21,7 +21,7 @@ from ..tensor import QuantizedTensorStorage
 from .base import Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
-from .nonfinite import act_on_nonfinite
+from .nonfinite import act_on_nonfinite, naming_places_in
 from .parts import agree, placed
 
 
@@ -140,7 +140,8 @@ def _act_on_nonfinite(rows: Tensor, shares: Sequence[_Share], seen: bool | None)
         group = rows[first : first + height]
         finite = seen is True and bool(group.isfinite().all())
         if not finite:
-            act_on_nonfinite(group, written, seen, first)
+            with naming_places_in(rows):
+                act_on_nonfinite(group, written, seen)
         first += height
 
 

@@ -197,7 +197,8 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
     @classmethod
     def _shared_names(cls) -> tuple[str, ...]:
-        return (*cls._state_names(), "_agreed", "_dropped", "_made_for")  # the history of other writes is with the children
+        # The history of other writes is with the children.
+        return (*cls._state_names(), "_agreed", "_dropped", "_made_for")
 
     def _join(self, other: PlaneHolder) -> None:
         if isinstance(other, HybridQuantizedTensorStorage):

@@ -10,7 +10,8 @@ Kernels notice the numbers while they encode, so nothing is read a second time u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -29,7 +30,26 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 class NonfiniteError(FloatingPointError):
-    """A tensor that a layer quantizes has a NaN or an infinity, and the policy is "raise"."""
+    """A tensor that a layer quantizes has a NaN or an infinity, and the policy is "raise".
+
+    Attributes:
+        subject: what the tensor is.
+        formats: the formats that it was to be quantized in.
+    """
+
+    subject: str = ""
+    formats: str = ""
+
+
+@contextmanager
+def naming_places_in(rows: Tensor) -> Iterator[None]:
+    """A context manager: a `NonfiniteError` names places in ``rows``, which are quantized inside with padding."""
+    try:
+        yield
+    except NonfiniteError as error:
+        if bool(rows.isfinite().all()):
+            raise
+        raise _error(rows, error.subject, error.formats) from None
 
 
 def check_policy(value: Any, where: str) -> None:
@@ -38,9 +58,7 @@ def check_policy(value: Any, where: str) -> None:
         raise ValueError(f"{where} must be one of {', '.join(POLICIES)}, got {value!r}")
 
 
-def act_on_nonfinite(
-    x: Tensor, written: Sequence[tuple[Quantizer, Sequence[Plane]]], seen: bool | None, first_row: int = 0
-) -> None:
+def act_on_nonfinite(x: Tensor, written: Sequence[tuple[Quantizer, Sequence[Plane]]], seen: bool | None) -> None:
     """Do what the policies say after planes were encoded.
 
     Args:
@@ -48,7 +66,6 @@ def act_on_nonfinite(
         written: the planes that were encoded from it, by quantizer.
         seen: whether ``x`` has a NaN or an infinity; None if it is not known. In that case planes are marked without
             looking, because looking would wait for the device. Only "raise" looks.
-        first_row: position of the first row of ``x`` in the tensor of the user, for messages.
 
     Raises:
         NonfiniteError: a policy is "raise".
@@ -56,22 +73,27 @@ def act_on_nonfinite(
     for quantizer, planes in written:
         policy = settings.nonfinite_policy() if quantizer.nonfinite is None else quantizer.nonfinite
         if policy == "raise" and x.device.type != "meta":
-            _refuse_nonfinite(x.reshape(planes[0].shape), quantizer, planes, first_row)
+            _refuse_nonfinite(x.reshape(planes[0].shape), quantizer, planes)
         if policy == "propagate":
             for plane in planes:
                 mark_nonfinite(x, plane)
 
 
-def _refuse_nonfinite(numbers: Tensor, quantizer: Quantizer, planes: Sequence[Plane], first_row: int) -> None:
-    bad = ~numbers.isfinite()
-    if not bool(bad.any()):  # it is not known, or an infinity was made by a rotation, whose plane shows it
+def _refuse_nonfinite(numbers: Tensor, quantizer: Quantizer, planes: Sequence[Plane]) -> None:
+    if bool(numbers.isfinite().all()):  # it is not known, or an infinity was made by a rotation, whose plane shows it
         return
-    row, column = (int(place) for place in torch.nonzero(bad)[0])
     formats = " and ".join(f"{plane.direction.value} as {plane.format.name}" for plane in planes)
-    subject = quantizer.subject or f"a tensor of shape {list(numbers.shape)}"
-    raise NonfiniteError(
+    raise _error(numbers, quantizer.subject or f"a tensor of shape {list(numbers.shape)}", formats)
+
+
+def _error(numbers: Tensor, subject: str, formats: str) -> NonfiniteError:
+    bad = ~numbers.isfinite()
+    row, column = (int(place) for place in torch.nonzero(bad)[0])
+    error = NonfiniteError(
         f"{subject}: {int(bad.sum())} of {numbers.numel()} numbers are NaN or infinite. The first is "
-        f"{float(numbers[row, column])} in row {first_row + row}, column {column}. They were to be quantized "
+        f"{float(numbers[row, column])} in row {row}, column {column}. They were to be quantized "
         f"{formats}, in step {current_step()}. The nonfinite policy is 'raise': look for what made them, or choose "
         "'propagate' to go on with NaN."
     )
+    error.subject, error.formats = subject, formats
+    return error

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .derivatives import differentiable_once
+from .derivatives import differentiable_once, entrances
 from .failures import communicate
 
 
@@ -121,7 +121,7 @@ def gathered_with_gradient(x: Tensor, group: Any) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.entrances = group, entrances(x)
         return gathered_rows(x, group)
 
     @staticmethod

@@ -42,13 +42,28 @@ def differentiable_once(
                 "is differentiated twice, or use the layer of torch.nn there."
             )
             several = isinstance(found, tuple)
-            sources = [*(grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad), *_leaves(ctx)]
+            saved = [tensor for tensor in ctx.saved_tensors if tensor is not None and tensor.requires_grad]
+            sources = [*(grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad), *saved]
+            sources += [*_leaves(ctx), *getattr(ctx, "entrances", ())]
             refusing = tuple(_refusing(value, message, sources) for value in (found if several else (found,)))
             return refusing if several else refusing[0]
 
         return once
 
     return decorated
+
+
+def entrances(*tensors: Tensor | None) -> Sequence[Tensor]:
+    """Empty tensors that lead to what ``tensors`` come from, those of them that are not leaves.
+
+    A function keeps them as ``ctx.entrances``, if it does not save these tensors themselves: `torch.autograd.grad` may
+    ask for the second derivative by one of them, and autograd gives no other way from a node to what lies before it.
+    """
+    inner = [tensor for tensor in tensors if type(tensor) is Tensor and tensor.grad_fn is not None and tensor.dim()]
+    if not inner:
+        return ()
+    with torch.enable_grad():
+        return [torch.narrow_copy(tensor, 0, 0, 0) for tensor in inner]
 
 
 def _leaves(node: Any) -> list[Tensor]:

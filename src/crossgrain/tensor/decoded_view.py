@@ -2,12 +2,13 @@
 
 ``w[3]``, ``w[::2]``, ``w.t()`` and pieces that cut through blocks return a decoded copy. A write to that copy would not
 change the tensor, so it raises; views of it are read-only as well. All other operations treat it as a plain tensor.
+Code that takes the memory itself (``untyped_storage()``, ``data_ptr()``) gets that of the copy, and cannot be watched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,17 +28,23 @@ class DecodedView(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         for view in _written(func, args, kwargs):
-            raise RuntimeError(_lost(func, view))
+            raise RuntimeError(_lost(func.__name__ if func != _SET_DATA else "an assignment to data", view))
+        if func == Tensor.__dlpack__ and not kwargs.get("copy"):  # memory that others may write to
+            raise BufferError(_lost("a write to memory that is shared by DLPack", args[0]))
         with torch._C.DisableTorchFunctionSubclass():
             views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
             versions = [_version(view) for view in views]
             result = func(*args, **kwargs)
             for view, version in zip(views, versions, strict=True):
                 if _version(view) != version:  # a write that the name does not tell: relu(view, inplace=True)
-                    raise RuntimeError(_lost(func, view))
+                    raise RuntimeError(_lost(func.__name__, view))
             if func in (Tensor.numpy, Tensor.__array__):
                 result.flags.writeable = False
             return tree_map(lambda value: _told_apart(value, views), result)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Self:  # torch does not ask `__torch_function__` about it
+        """Raise RuntimeError: other memory would not be that of the tensor."""
+        raise RuntimeError(_lost("set_", self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as a plain tensor."""
@@ -55,8 +62,7 @@ def decoded_view(value: Any, why: str) -> Any:
     return view
 
 
-def _lost(func: Any, view: DecodedView) -> str:
-    name = "an assignment to data" if func == _SET_DATA else func.__name__
+def _lost(name: str, view: DecodedView) -> str:
     return (
         f"{name} on a decoded view of a quantized tensor would be lost, because the view is a copy"
         f"{': ' + view._why if view._why else ''}. Write to the tensor itself (w[index] = value, w.copy_(...)), or "

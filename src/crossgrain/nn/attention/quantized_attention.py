@@ -25,7 +25,7 @@ from ...linear.saved_planes import BUFFERS_PER_OPERAND, Operand, buffers_and_not
 from ...planes import COLUMNWISE, ROWWISE, Direction
 from ...quantizers.base import Quantizer
 from ...recipe.base import BackwardOverride
-from ...runtime.derivatives import differentiable_once
+from ...runtime.derivatives import differentiable_once, entrances
 from ...runtime.transforms import refuse_transforms
 from .heads import decoded_heads, quantized_heads
 from .layout import to_groups, to_heads
@@ -133,6 +133,7 @@ class QuantizedAttention(torch.autograd.Function):
             *(b for three in buffers for b in three),
         )
         ctx.call, ctx.needs = call, needs
+        ctx.entrances = entrances(q, k, v, sink)
         ctx.inputs = [(x.shape, x.dtype) for x in (q, k, v)]
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
