@@ -92,7 +92,7 @@ def test_wrong_arguments_are_named() -> None:
         GemmRecipe("hp", "hp", "hp", operands={"fprop": "hp"})
     with pytest.raises(ValueError, match="no setting 'fprop.grad_output'"):
         GemmRecipe("hp", "hp", "hp", operands={"fprop.grad_output": "hp"})
-    with pytest.raises(ValueError, match="weight.source must be original or dequantized"):
+    with pytest.raises(ValueError, match="weight.source must be original, dequantized or dequantized_late"):
         GemmRecipe("hp", "hp", "hp", sources={"weight": "rowwise"})
     with pytest.raises(ValueError, match="backward_override"):
         GemmRecipe("hp", "hp", "hp", backward_override="hp")  # type: ignore[arg-type]

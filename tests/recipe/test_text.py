@@ -64,7 +64,7 @@ def test_a_setting_on_top_of_a_preset_replaces_its_operands_too() -> None:
         ("fprop: , dgrad: hp", "fprop needs a value", "fprop:"),
         ("mxfp8,, dgrad: hp", "expected a setting", ","),
         ("", "expected a setting", ""),
-        ("mxfp8, weight.source: deq", "weight.source must be original or dequantized, got 'deq'", "deq"),
+        ("mxfp8, weight.source: deq", "weight.source must be original, dequantized or dequantized_late, got", "deq"),
         ("mxfp8, allow_mixed: maybe", "allow_mixed must be true or false", "maybe"),
         ("mxfp8, backward_override: hp", "backward_override must be high_precision or dequantized", "hp"),
         ("mxfp8; dgrad: nvfp4", "Separate settings by ','", "dgrad"),

@@ -21,6 +21,7 @@ RECIPES = (
     "fp8-block",
     "mxfp8-fwd-nvfp4-bwd",
     "fprop: fp8, dgrad: mxfp8, wgrad: mxfp8",
+    "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8, input.source: dequantized_late, weight.source: dequantized_late",
 )
 
 

@@ -107,7 +107,9 @@ def _why_left(module: nn.Module, parameter: Tensor, owners: dict[int, int], reci
 def _layout(module: QuantizedModule, index: int, weight: Tensor, recipe: Recipe, where: str) -> WeightLayout | None:
     """How to send the weight; None if its layer keeps it in high precision."""
     details = _details(module, index, weight, recipe, where)
-    quantizer = details.weight.copy()
+    quantizer: Any = details.weight.copy()
+    if quantizer.makes_columns_late:  # each pass gathers the planes that it reads, so there are no rows in backward
+        quantizer.columnwise_source = "rowwise_dequantized"
     directions = tuple(Direction) if recipe.backward_override is None else (ROWWISE,)
     formats = [known_format(quantizer, direction) for direction in directions]
     if all(fmt is not None and fmt.is_identity for fmt in formats):

@@ -94,6 +94,10 @@ class LinearCall:
         """Whether the GEMMs of backward multiply quantized operands."""
         return self.input is not None and self.backward_override is None
 
+    def makes_columns(self, quantizer: Quantizer | None) -> bool:
+        """Whether forward makes the columns of an operand: not if a quantizer makes them late."""
+        return self.quantizes_backward and not (quantizer is not None and quantizer.makes_columns_late)
+
     @property
     def is_plain(self) -> bool:
         """Whether the layer is one of torch: it quantizes nothing, ranks do not share it, and autograd gets dW."""
@@ -119,6 +123,15 @@ class LinearCall:
         m = padding.m_backward if backward else padding.m_forward
         whole_blocks = not (sizes.m % m or sizes.k % padding.k or sizes.n % padding.n)
         return sizes, sizes if whole_blocks else padding.padded(sizes, backward=backward)
+
+
+def check_gradient_quantizer(quantizer: Quantizer, layer: str) -> None:
+    """Raise ValueError if columns of gradients are to be made late: both GEMMs that read a gradient run at once."""
+    if quantizer.makes_columns_late:
+        raise ValueError(
+            f"{layer}: the quantizer of grad_output has columnwise_source='rowwise_dequantized_late', but both planes "
+            "of a gradient are read in the backward pass that makes them. Use 'rowwise_dequantized'."
+        )
 
 
 def activation_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:

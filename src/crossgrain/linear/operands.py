@@ -41,9 +41,12 @@ def of_direction(made: Made, direction: Direction, tensor: str, call: LinearCall
     return plane
 
 
-def _direction_kept(call: LinearCall) -> Direction:
-    """The direction that is kept for backward: columnwise, or rowwise if backward multiplies decoded rows."""
-    return ROWWISE if call.backward_override == "dequantized" else COLUMNWISE
+def _plane_kept(made: Made, quantizer: Quantizer, tensor: str, call: LinearCall) -> Operand:
+    """What is kept for backward: columns, or rows if backward decodes them or makes columns from them."""
+    rows = call.backward_override == "dequantized"
+    if quantizer.makes_columns_late and (isinstance(made, QuantizedTensor) or not isinstance(made, Tensor)):
+        rows = rows or made.plane(COLUMNWISE) is None
+    return of_direction(made, ROWWISE if rows else COLUMNWISE, tensor, call)
 
 
 # ---- x ---------------------------------------------------------------------------------------------------
@@ -56,7 +59,8 @@ def input_operands(
     if call.parallel is not None and call.parallel.gathers_input:
         matrix = x.dequantize(dtype=call.dtype) if isinstance(x, QuantizedTensor) else x
         return gathered_input(matrix.detach(), call, sizes, padded, wgrad=needs.dw)
-    made = _made_input(x, call, sizes, padded, needs.dw and not call.keep_input and call.quantizes_backward)
+    columnwise = needs.dw and not call.keep_input and call.makes_columns(call.input)
+    made = _made_input(x, call, sizes, padded, columnwise)
     rows = of_direction(made, ROWWISE, "input", call)
     return rows, KeptInput(kept_input(x, made, call)) if needs.dw else None
 
@@ -82,7 +86,7 @@ def kept_input(x: Tensor, made: Made, call: LinearCall) -> Operand:
         if isinstance(x, QuantizedTensor):
             return x.dequantize(dtype=call.dtype).detach()
         return x if call.is_plain else x.detach()  # a gradient of the gradient goes through x itself
-    return of_direction(made, _direction_kept(call), "input", call)
+    return _plane_kept(made, call.input, "input", call)
 
 
 def made_alike(x: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> bool:
@@ -98,6 +102,8 @@ def saved_input(kept: KeptInput, ctx: Any) -> Operand:
     """x for wgrad, from what forward has saved."""
     call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
     x = gathered_for_wgrad(kept.operand, call, sizes, padded) if kept.is_part else kept.operand
+    if is_late(x, call):
+        return call.input.columns_of_plane(x, call.dtype)
     x = _for_backward(x, call, sizes.m, sizes.k, (padded.m, padded.k))
     if call.quantizes_backward and isinstance(x, Tensor):
         return of_direction(call.input.make_planes(x, rowwise=False, columnwise=True), COLUMNWISE, "input", call)
@@ -109,7 +115,7 @@ def saved_input(kept: KeptInput, ctx: Any) -> Operand:
 
 def weight_operands(weight: Tensor, call: LinearCall, needs: Needs, padded: Sizes) -> tuple[Operand, Operand | None]:
     """W for fprop, and what is saved of it for dgrad."""
-    made = _made_weight(weight, call, padded, needs.dx and call.quantizes_backward)
+    made = _made_weight(weight, call, padded, needs.dx and call.makes_columns(call.weight))
     rows = of_direction(made, ROWWISE, "weight", call)
     return rows, kept_weight(weight, made, call) if needs.dx else None
 
@@ -168,13 +174,24 @@ def kept_weight(weight: Tensor, made: Made, call: LinearCall) -> Operand:
         if isinstance(weight, QuantizedTensor):
             return weight._readable_plane(None)
         return weight if call.is_plain else weight.detach()
-    return of_direction(made, _direction_kept(call), "weight", call)
+    return _plane_kept(made, call.weight, "weight", call)
 
 
 def saved_weight(kept: Operand, ctx: Any) -> Operand:
-    """W for dgrad, from what forward has saved."""
-    sizes, padded = ctx.sizes, ctx.padded
+    """W for dgrad, from what forward has saved. Columns that are made late from a cached copy stay in the copy."""
+    sizes, padded, shared = ctx.sizes, ctx.padded, ctx.shared_weight
+    if is_late(kept, ctx.call):
+        if shared is None:
+            return ctx.call.weight.columns_of_plane(kept, ctx.weight_dtype)
+        with torch.inference_mode(False):
+            shared.update_usage(columnwise_usage=True)
+        return of_direction(shared, COLUMNWISE, "weight", ctx.call)
     return _for_backward(kept, ctx.call, sizes.n, sizes.k, (padded.n, padded.k))
+
+
+def is_late(kept: Operand, call: LinearCall) -> bool:
+    """Whether forward has saved rows from which backward makes columns."""
+    return isinstance(kept, Plane) and kept.direction is ROWWISE and call.quantizes_backward
 
 
 def _for_backward(kept: Operand, call: LinearCall, rows: int, columns: int, padded: tuple[int, int]) -> Operand:

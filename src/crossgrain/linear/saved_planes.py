@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..formats import Format
 from ..offload.staying import mark_not_offload
-from ..planes import Direction, Plane
+from ..planes import ROWWISE, Direction, Plane
 from ..runtime.derivatives import entrances
+from ..runtime.settings import settings
 from ..tensor import QuantizedTensor
 from .call import LinearCall, Needs
 from .padding import Sizes
@@ -78,6 +79,9 @@ def save(ctx: Any, saved: Saved, call: LinearCall, needs: Needs) -> None:
     ctx.save_for_backward(*x_buffers, *w_buffers)
     if not (saved.x_given.is_leaf and saved.weight.is_leaf):
         ctx.entrances = entrances(saved.x_given, saved.weight, saved.bias)
+    ctx.shared_weight, ctx.weight_dtype = None, saved.weight.dtype
+    if isinstance(saved.w, Plane) and saved.w.direction is ROWWISE and not settings.strict:  # it is made late
+        ctx.shared_weight = call.quantized_weight  # which keeps the columns that backward makes
     call.quantized_weight = None  # backward has its plane; only the cache keeps the copy
     call.quantized_input = None
     ctx.call, ctx.needs, ctx.sizes, ctx.padded = call, needs, saved.sizes, saved.padded

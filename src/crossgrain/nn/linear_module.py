@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..linear.call import LinearCall, activation_dtype
+from ..linear.call import LinearCall, activation_dtype, check_gradient_quantizer
 from ..linear.function import linear
 from ..linear.gathered_weight import GatheredWeight
 from ..linear.operands import weight_matrix
@@ -311,6 +311,7 @@ class LinearModule(QuantizedModule):
             if parallel is not None:
                 by_tensor = {name: parallel.quantizer(name, quantizer) for name, quantizer in by_tensor.items()}
             x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
+            check_gradient_quantizer(grad_output, self.layer)
             padding = padding_for(x, weight, grad_output if quantizes_backward else None)
             made.append(LinearDetails(x, weight, grad_output, padding))
         return made
@@ -406,7 +407,7 @@ class LinearModule(QuantizedModule):
         self, index: int, call: LinearCall, weight: Tensor, parameters: Sequence[Tensor], this: ForwardPass
     ) -> QuantizedTensorStorage:
         # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
-        columnwise = current_pass().trains and call.quantizes_backward
+        columnwise = current_pass().trains and call.makes_columns(call.weight)
         padded = call.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
         quantizer = call.weight
         assert quantizer is not None

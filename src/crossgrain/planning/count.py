@@ -12,7 +12,7 @@ from ..planes import COLUMNWISE, ROWWISE
 from ..recipe import GemmRecipe
 from ..recipe.layer_formats import LayerFormats
 from .devices import KINDS
-from .layer_cost import Gemm, attention_cost, layer_cost, padded_shapes
+from .layer_cost import Gemm, attention_cost, layer_cost, makes_late, padded_shapes
 from .network import Core, LinearLayer, Network, unit_of
 from .plane_bytes import (
     DTYPES,
@@ -138,7 +138,7 @@ class Count:
             name = setup.dtype if rows.format.is_identity else f"{rows.format.name}, one for both directions"
             self.weights[name] += buffer_bytes([rows, columns]) * layer.copies
             return
-        for plane in (rows, columns):
+        for plane in (rows,) if makes_late(layer_formats, "weight") else (rows, columns):
             name = setup.dtype if plane.format.is_identity else plane.format.name
             direction = "columnwise" if plane is columns else "rowwise"
             self.weights[f"{name} {direction}"] += buffer_bytes([plane]) * layer.copies
@@ -159,8 +159,9 @@ class Count:
             )
         except ValueError as error:
             raise ValueError(f"{layer.name}: its weight cannot be kept quantized: {error}") from error
-        rows = sizes.forward
-        return sizes if override is None else Gathered(rows, rows, rows)  # backward decodes what forward read
+        rows, late = sizes.forward, setup.parameters == "quantized" and makes_late(layer_formats, "weight")
+        # Backward decodes what forward read, or makes columns from it.
+        return sizes if override is None and not late else Gathered(rows, rows, rows)
 
     def _add_parameter(self, unit: str, shape: tuple[int, ...], quantized: bool) -> None:
         setup = self.setup

@@ -90,9 +90,12 @@ def layer_cost(
         return plane_bytes(chosen, tensor, shapes[tensor], dtype, directions)
 
     backward = override is None
-    made_in_forward = (ROWWISE, COLUMNWISE) if backward else (ROWWISE,)
+    quantized = ("input",) if weight_is_kept else ("input", "weight")
+    late = [tensor for tensor in quantized if backward and makes_late(chosen, tensor)]
+    made = {name: (ROWWISE, COLUMNWISE) if backward and name not in late else (ROWWISE,) for name in quantized}
     gradient = size("grad_output", ROWWISE, COLUMNWISE) if backward else 0
-    weight = 0 if weight_is_kept else size("weight", *made_in_forward)
+    if backward and makes_late(chosen, "weight"):
+        gradient += size("weight", COLUMNWISE)  # also of a weight that is kept quantized; for dgrad, before those of x
 
     def traffic(tensor: str, directions: tuple[Direction, ...]) -> int:
         return _traffic(chosen, tensor, shapes[tensor], dtype, directions)
@@ -102,10 +105,10 @@ def layer_cost(
         saved_input=_saved(chosen, override, "input", tokens * inputs, shapes, dtype),
         saved_weight=0 if weight_is_kept else _saved(chosen, override, "weight", 0, shapes, dtype),
         keeps_input_itself=_saves_itself(chosen, override, "input", dtype),
-        operands=max(size("input", *made_in_forward) + weight, gradient),
-        quantized_forward=traffic("input", made_in_forward)
-        + (0 if weight_is_kept else traffic("weight", made_in_forward)),
-        quantized_backward=traffic("grad_output", (ROWWISE, COLUMNWISE)) if backward else 0,
+        operands=max(sum(size(tensor, *directions) for tensor, directions in made.items()), gradient),
+        quantized_forward=sum(traffic(tensor, directions) for tensor, directions in made.items()),
+        quantized_backward=(traffic("grad_output", (ROWWISE, COLUMNWISE)) if backward else 0)
+        + sum(traffic(tensor, (COLUMNWISE,)) for tensor in late),
     )
 
 
@@ -128,15 +131,20 @@ def _saved(
     """Bytes that are saved of a tensor. ``plain`` is the number of numbers if the tensor itself is saved."""
     if _saves_itself(chosen, override, tensor, dtype):
         return plain * dtype.itemsize
-    return plane_bytes(chosen, tensor, shapes[tensor], dtype, (_saved_direction(override),))
+    return plane_bytes(chosen, tensor, shapes[tensor], dtype, (_saved_direction(chosen, override, tensor),))
 
 
-def _saved_direction(override: BackwardOverride) -> Direction:
-    return ROWWISE if override == "dequantized" else COLUMNWISE
+def makes_late(chosen: LayerFormats, tensor: str) -> bool:
+    """Whether backward makes the columns of a tensor from its rows."""
+    return bool(chosen.source(tensor).value == "dequantized_late")
+
+
+def _saved_direction(chosen: LayerFormats, override: BackwardOverride, tensor: str) -> Direction:
+    return ROWWISE if override == "dequantized" or makes_late(chosen, tensor) else COLUMNWISE
 
 
 def _saves_itself(chosen: LayerFormats, override: BackwardOverride, tensor: str, dtype: torch.dtype) -> bool:
-    return override == "high_precision" or _is_itself(chosen, tensor, _saved_direction(override), dtype)
+    return override == "high_precision" or _is_itself(chosen, tensor, _saved_direction(chosen, override, tensor), dtype)
 
 
 def _is_itself(chosen: LayerFormats, tensor: str, direction: Direction, dtype: torch.dtype) -> bool:

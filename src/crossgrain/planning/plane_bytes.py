@@ -31,9 +31,13 @@ _META = torch.device("meta")
 
 
 def quantizer_for(chosen: LayerFormats, tensor: str) -> Quantizer:
-    """The quantizer of a tensor. Delayed scaling is replaced by current scaling, which stores the same bytes."""
+    """The quantizer of a tensor, which makes all planes at once; late ones have the same number of bytes.
+
+    Delayed scaling is replaced by current scaling, which stores the same bytes.
+    """
     formats = tuple((place, Choice(choice.value.without(["delayed"]), choice.why)) for place, choice in chosen.formats)
-    quantizer = replace(chosen, formats=formats).quantizer(tensor)
+    sources = tuple((name, Choice(choice.value.removesuffix("_late"), choice.why)) for name, choice in chosen.sources)
+    quantizer = replace(chosen, formats=formats, sources=sources).quantizer(tensor)
     assert isinstance(quantizer, Quantizer)
     return quantizer
 

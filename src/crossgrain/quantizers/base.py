@@ -86,6 +86,7 @@ class Quantizer(AmaxReduction, DataFree):
     nonfinite: Policy | None = "saturate"
     subject: str = ""
     derives_columns: bool = False  # columnwise planes are made from decoded rowwise planes, not from the input
+    makes_columns_late: bool = False  # and only when they are read
 
     makes_planes: ClassVar[bool]  # False for quantizers of users, whose `quantize_impl` may return something else
 

@@ -2,13 +2,14 @@
 
 The columnwise quantizer gets the input itself (``"original"``), or the decoded rowwise plane
 (``"rowwise_dequantized"``), so that backward uses the numbers that forward has rounded. From the original, both planes
-are made in one pass over the input if there is a kernel for the two formats.
+are made in one pass over the input if there is a kernel for the two formats. What is made from the rowwise plane can be
+made at any time: ``"rowwise_dequantized_late"`` keeps only the rowwise plane until the columnwise one is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from .writing import Job, make_planes, write_planes
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
-ColumnwiseSource = Literal["original", "rowwise_dequantized"]
+ColumnwiseSource = Literal["original", "rowwise_dequantized", "rowwise_dequantized_late"]
 
 
 class HybridQuantizer(Quantizer):
@@ -43,11 +44,13 @@ class HybridQuantizer(Quantizer):
             recipe makes the quantizer later.
         columnwise_quantizer: the child that makes columnwise planes. It must be another object.
         columnwise_source: what the columnwise child quantizes: "original" for the input, "rowwise_dequantized" for the
-            decoded rowwise plane.
+            decoded rowwise plane, "rowwise_dequantized_late" for the same, but not before it is needed: a tensor is
+            made with rows only, and `update_usage` adds columns; a linear layer makes them in backward.
 
     Raises:
         TypeError: a child is not a quantizer.
-        ValueError: a child is itself a hybrid, both children are the same object, or ``columnwise_source`` is wrong.
+        ValueError: a child is itself a hybrid, both children are the same object, ``columnwise_source`` is wrong, or
+            columns that are made late would not have the same bytes then.
     """
 
     _tensor_class = HybridQuantizedTensor
@@ -64,9 +67,10 @@ class HybridQuantizer(Quantizer):
         columnwise_source: ColumnwiseSource = "original",
     ) -> None:
         super().__init__(rowwise=True, columnwise=True)
-        if columnwise_source not in ("original", "rowwise_dequantized"):
+        if columnwise_source not in get_args(ColumnwiseSource):
             raise ValueError(
-                f"columnwise_source must be 'original' or 'rowwise_dequantized', got {columnwise_source!r}"
+                "columnwise_source must be 'original', 'rowwise_dequantized' or 'rowwise_dequantized_late', got "
+                f"{columnwise_source!r}"
             )
         self.columnwise_source = columnwise_source
         self._set_children({ROWWISE: rowwise_quantizer, COLUMNWISE: columnwise_quantizer})
@@ -90,6 +94,11 @@ class HybridQuantizer(Quantizer):
                 raise ValueError(
                     f"the {direction.value} child of a HybridQuantizer cannot be another HybridQuantizer: pass its "
                     f"{direction.value} quantizer"
+                )
+            if self.makes_columns_late and (problem := _why_not_late(child, direction)):
+                raise ValueError(
+                    f"the {direction.value} child of a HybridQuantizer with columnwise_source="
+                    f"'rowwise_dequantized_late' {problem}. Use 'rowwise_dequantized'."
                 )
         both = [children.get(direction, getattr(self, _name(direction), None)) for direction in Direction]
         if both[0] is both[1] and isinstance(both[0], Quantizer):
@@ -133,11 +142,16 @@ class HybridQuantizer(Quantizer):
     def _wanted(self) -> list[Direction]:
         for direction in Direction:
             self._quantizer_of(direction)  # a request is an error even if its direction is not wanted
-        return super()._directions_to_make()
+        wanted = super()._directions_to_make()
+        return [ROWWISE] if self.makes_columns_late and ROWWISE in wanted else wanted
 
     @property
     def derives_columns(self) -> bool:  # type: ignore[override]
-        return self.columnwise_source == "rowwise_dequantized"
+        return self.columnwise_source != "original"
+
+    @property
+    def makes_columns_late(self) -> bool:  # type: ignore[override]
+        return self.columnwise_source == "rowwise_dequantized_late"
 
     def plain_quantizers(self) -> list[Any]:
         return [self.rowwise_quantizer, self.columnwise_quantizer]
@@ -187,6 +201,13 @@ class HybridQuantizer(Quantizer):
         """The columnwise child that is made from a decoded rowwise child."""
         return self._made_child(COLUMNWISE).quantize_impl(_decoded_like(row, row))
 
+    def columns_of_plane(self, rows: Plane, dtype: torch.dtype) -> Plane:
+        """The columnwise plane that is made from a rowwise plane of a tensor of ``dtype``."""
+        made = self._quantizer_of(COLUMNWISE).make_planes(_decoded(rows, dtype), rowwise=False, columnwise=True)
+        columns = made.plane(COLUMNWISE)
+        assert columns is not None
+        return columns
+
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
         row, column = self.rowwise_quantizer, self.columnwise_quantizer
         if not (isinstance(row, Quantizer) and isinstance(column, Quantizer)):
@@ -211,8 +232,7 @@ class HybridQuantizer(Quantizer):
         column._check_matrix(matrix, rowwise=False, columnwise=True)
         rows = row.make_planes(matrix, rowwise=True, columnwise=False).plane(ROWWISE)
         assert rows is not None
-        columns = column.make_planes(_decoded(rows, matrix.dtype), rowwise=False, columnwise=True)
-        return PlanePair(rows if rowwise else None, columns.plane(COLUMNWISE))
+        return PlanePair(rows if rowwise else None, self.columns_of_plane(rows, matrix.dtype))
 
     def _draw_for_what_is_left_out(self, wanted: Sequence[Direction]) -> None:
         """Draw a seed also for a plane that is not made, so that later seeds do not depend on which planes are made."""
@@ -485,6 +505,17 @@ def _pin(child: Quantizer, direction: Direction) -> None:
     rowwise = direction is ROWWISE
     if child.rowwise_usage is not rowwise or child.columnwise_usage is rowwise:
         child.set_usage(rowwise=rowwise, columnwise=not rowwise)
+
+
+def _why_not_late(child: Any, direction: Direction) -> str | None:
+    """Why columns could have other bytes if they were made later; None if they could not."""
+    if isinstance(child, Quantizer) and child.custom:
+        return f"is a {type(child).__name__}, a custom quantizer, of which it is not known that it makes planes"
+    if direction is COLUMNWISE and (isinstance(child, QuantizerRequest) or child.statistics()):
+        return "has a history of amaxes, which the tensors in between would change"
+    if direction is COLUMNWISE and getattr(child, "stochastic_rounding", False):
+        return "rounds stochastically, with random numbers that are drawn when the tensor is quantized"
+    return None
 
 
 def rounds_stochastically(quantizer: Quantizer) -> bool:

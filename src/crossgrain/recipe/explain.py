@@ -35,7 +35,7 @@ class ExplainRow:
         direction: "rowwise", "columnwise" or "both".
         gemm: "fprop", "dgrad", "wgrad" or "attention"; "all" in the row of the policy about NaNs and infinities.
         format: the format with its options.
-        source: what the plane is made from: "original" or "dequantized".
+        source: what the plane is made from: "original", "dequantized" or "dequantized_late".
         why: the setting that decided.
     """
 

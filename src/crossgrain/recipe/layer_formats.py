@@ -5,7 +5,7 @@ Settings are pairs of a key and a value:
     all                 a format for all three GEMMs
     fprop               a format for both operands of a GEMM; each option goes to the operands that it is meant for
     fprop.weight        a format for one operand of a GEMM, with exactly these options
-    weight.source       what the columnwise plane of a tensor is made from: original or dequantized
+    weight.source       what the columnwise plane of a tensor is made from: original, dequantized or dequantized_late
     attention           a format for the tensors of an attention core
     attention.s         a format for one of them, with exactly these options
     nonfinite           what to do about NaNs and infinities: propagate, raise or saturate
@@ -28,7 +28,11 @@ from .format_spec import FormatSpec, option_name
 from .syntax import RecipeSyntaxError, did_you_mean
 
 ATTENTION = ("qkv", "s", "o", "do", "dp", "dqkv")
-SOURCES = ("original", "dequantized")
+SOURCES = {  # and what a hybrid quantizer calls them
+    "original": "original",
+    "dequantized": "rowwise_dequantized",
+    "dequantized_late": "rowwise_dequantized_late",
+}
 
 _PLACES: dict[str, tuple[str, ...]] = {**{gemm: tuple(operands) for gemm, operands in GEMMS.items()}}
 _PLACES["attention"] = ATTENTION
@@ -113,7 +117,12 @@ def make_setting(key: str, value: Any) -> FormatSpec | str:
         raise ValueError(f"there is no setting {key!r}{did_you_mean(key, KEYS)}")
     if key.endswith(".source"):
         if value not in SOURCES:
-            raise ValueError(f"{key} must be original or dequantized, got {value!r}")
+            raise ValueError(f"{key} must be original, dequantized or dequantized_late, got {value!r}")
+        if value == "dequantized_late" and key == "grad_output.source":
+            raise ValueError(
+                f"{key} cannot be dequantized_late: both planes of a gradient are read in the backward pass that makes "
+                "them. Use dequantized"
+            )
         return str(value)
     if key == "nonfinite":
         if value not in POLICIES:
@@ -178,7 +187,7 @@ class LayerFormats:
         return dict(self.formats)[place, tensor]
 
     def source(self, tensor: str) -> Choice:
-        """What the columnwise plane of a tensor is made from: "original" or "dequantized"."""
+        """What the columnwise plane of a tensor is made from: a key of `SOURCES`."""
         return dict(self.sources)[tensor]
 
     def format_in(self, tensor: str, direction: Direction) -> Choice:
@@ -192,14 +201,14 @@ class LayerFormats:
             return self._spec("attention", tensor).quantizer("grad_output" if tensor in _GRADIENTS else "input")
         row: FormatSpec = self.format_in(tensor, ROWWISE).value
         column: FormatSpec = self.format_in(tensor, COLUMNWISE).value
-        dequantized = self.source(tensor).value == "dequantized"
+        source: Any = SOURCES[self.source(tensor).value]
         unrotated = column.without(["rht"])  # a quantizer rotates its columnwise data only
-        if row == unrotated and (not dequantized or row.format == "hp"):
+        if row == unrotated and (source == "original" or row.format == "hp"):
             return column.quantizer(tensor)
         return HybridQuantizer(
             rowwise_quantizer=row.quantizer(tensor),
             columnwise_quantizer=column.quantizer(tensor),
-            columnwise_source="rowwise_dequantized" if dequantized else "original",
+            columnwise_source=source,
         )
 
     def check_pairs(self, layer: str, gemms: Iterable[str] = GEMMS) -> None:

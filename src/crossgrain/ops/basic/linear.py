@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...linear.call import LinearCall, Needs, check_input
+from ...linear.call import LinearCall, Needs, check_gradient_quantizer, check_input
 from ...linear.function import LinearFunction
 from ...linear.padding import NO_PADDING, Padding, padding_for
 from ...linear.parallel import TensorParallel, set_tensor_model_parallel_attributes, share, shared_by
@@ -80,6 +80,7 @@ class LinearOperation(BasicOperation):
         return call
 
     def _padding(self, recipe: Recipe, operands: Mapping[str, Quantizer]) -> Padding:
+        check_gradient_quantizer(operands["grad_output"], self.layer)
         grad_output = operands["grad_output"] if recipe.backward_override is None else None
         return padding_for(operands["input"], operands["weight"], grad_output)
 
