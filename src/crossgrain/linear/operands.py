@@ -103,7 +103,8 @@ def saved_input(kept: KeptInput, ctx: Any) -> Operand:
     call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
     x = gathered_for_wgrad(kept.operand, call, sizes, padded) if kept.is_part else kept.operand
     if is_late(x, call):
-        return call.input.columns_of_plane(x, call.dtype)
+        columns: Operand = call.input.columns_of_plane(x, call.dtype)
+        return columns
     x = _for_backward(x, call, sizes.m, sizes.k, (padded.m, padded.k))
     if call.quantizes_backward and isinstance(x, Tensor):
         return of_direction(call.input.make_planes(x, rowwise=False, columnwise=True), COLUMNWISE, "input", call)
@@ -182,7 +183,8 @@ def saved_weight(kept: Operand, ctx: Any) -> Operand:
     sizes, padded, shared = ctx.sizes, ctx.padded, ctx.shared_weight
     if is_late(kept, ctx.call):
         if shared is None:
-            return ctx.call.weight.columns_of_plane(kept, ctx.weight_dtype)
+            columns: Operand = ctx.call.weight.columns_of_plane(kept, ctx.weight_dtype)
+            return columns
         with torch.inference_mode(False):
             shared.update_usage(columnwise_usage=True)
         return of_direction(shared, COLUMNWISE, "weight", ctx.call)
