@@ -11,8 +11,9 @@ import os
 import warnings
 from typing import NamedTuple
 
-from ..recipe import Recipe
+from ..recipe import FP8Format, Recipe
 from .adapters import attention
+from .attention_recipe import NAMES, AttentionOptions, attention_recipe
 
 DPA_RECIPE = "NVTE_DPA_FP8_RECIPE"
 
@@ -37,6 +38,7 @@ class Variable(NamedTuple):
 
 
 _OF_RECIPES = "the default of {} in recipes that are created afterwards"
+_OF_DELAYED = "`{}` of delayed scaling in attention, where that is not the recipe in force"
 _BY_ROLE = "instead, give attention quantizers of its own: CustomRecipe with a factory for the roles 'dpa', {}"
 
 VARIABLES = (
@@ -57,22 +59,16 @@ VARIABLES = (
     Variable("NVTE_FUSED_ATTN", (), "there is no fused attention"),
     Variable(
         DPA_RECIPE,
-        ("", "F16"),
-        "F16 leaves attention in high precision, and the name of the recipe in force changes nothing; "
-        + _BY_ROLE.format("as nvfp4_linear_fp8_dpa_factory does"),
+        (),
+        "the recipe of attention: DelayedScaling, Float8CurrentScaling (S and dP have delayed scaling), "
+        "MXFP8BlockScaling, or F16 for high precision; other names are warned about",
     ),
     Variable("NVTE_DPA_FP8_RECIPE_DPA", ("0",), "instead, set fp8_dpa=True in the recipe"),
     Variable("NVTE_DPA_FP8_RECIPE_MHA", ("0",), "instead, set fp8_mha=True in the recipe"),
-    Variable("NVTE_DPA_FP8_FORMAT", ("HYBRID",), _BY_ROLE.format("which choose their formats")),
-    Variable(
-        "NVTE_DPA_FP8DS_AMAX_ALGO",
-        ("most_recent",),
-        _BY_ROLE.format("with DelayedScalingRequest(amax_compute_algo=...)"),
-    ),
-    Variable(
-        "NVTE_DPA_FP8DS_AMAX_HISTLEN", ("1",), _BY_ROLE.format("with DelayedScalingRequest(amax_history_len=...)")
-    ),
-    Variable("NVTE_DPA_FP8DS_REDUCE_AMAX", ("1",), _BY_ROLE.format("with DelayedScalingRequest(reduce_amax=...)")),
+    Variable("NVTE_DPA_FP8_FORMAT", (), "element types of attention beside NVFP4: HYBRID or E4M3"),
+    Variable("NVTE_DPA_FP8DS_AMAX_ALGO", (), _OF_DELAYED.format("amax_compute_algo")),
+    Variable("NVTE_DPA_FP8DS_AMAX_HISTLEN", (), _OF_DELAYED.format("amax_history_len")),
+    Variable("NVTE_DPA_FP8DS_REDUCE_AMAX", (), _OF_DELAYED.format("reduce_amax")),
     Variable("NVTE_FP8_DPA_BWD", ("1",), "instead, set backward_override='high_precision' in the recipe"),
     Variable("NVTE_DPA_FP8CS_O_in_F16", ("1",), _BY_ROLE.format("with a quantizer for the output")),
     Variable("NVTE_UNFUSED_ATTN", ("1",), "unfused attention is the only one there is"),
@@ -119,11 +115,16 @@ def warn_about_ignored(recipe: Recipe) -> None:
     Args:
         recipe: the recipe in force.
     """
+    asked = _value(DPA_RECIPE)
+    if asked not in (None, "", "F16", *NAMES) and DPA_RECIPE not in _warned:
+        _warned.add(DPA_RECIPE)
+        warnings.warn(
+            f"the environment variable {DPA_RECIPE}={asked} has no effect: it must be F16, {', '.join(NAMES)} or empty",
+            stacklevel=3,
+        )
     for variable in VARIABLES:
         value = _value(variable.name)
         if value is None or variable.obeyed or value in variable.neutral or variable.name in _warned:
-            continue
-        if variable.name == DPA_RECIPE and value == type(recipe).__name__:
             continue
         _warned.add(variable.name)
         warnings.warn(
@@ -133,9 +134,33 @@ def warn_about_ignored(recipe: Recipe) -> None:
 
 
 def with_attention_of_environment(recipe: Recipe) -> Recipe:
-    """The recipe, without quantized attention if NVTE_DPA_FP8_RECIPE is F16."""
-    if _value(DPA_RECIPE) != "F16" or not (recipe.fp8_dpa or recipe.fp8_mha):
+    """The recipe with what NVTE_DPA_FP8_RECIPE says about attention."""
+    if not (recipe.fp8_dpa or recipe.fp8_mha):
+        return recipe
+    if _value(DPA_RECIPE) == "F16":
+        changed = copy.copy(recipe)
+        changed.fp8_dpa = changed.fp8_mha = False
+        return changed
+    own = attention_recipe(recipe, _attention_options())
+    if own is None:
         return recipe
     changed = copy.copy(recipe)
-    changed.fp8_dpa = changed.fp8_mha = False
+    changed.set_attention(own)
     return changed
+
+
+def _attention_options() -> AttentionOptions:
+    def value(name: str) -> str:
+        given = _value(name)
+        return _REPLACED[name][1] if given is None else given
+
+    fp8_format = value("NVTE_DPA_FP8_FORMAT")
+    if fp8_format not in FP8Format.__members__:
+        raise ValueError(f"NVTE_DPA_FP8_FORMAT must be HYBRID, E4M3 or E5M2, got {fp8_format!r}")
+    return AttentionOptions(
+        recipe=value(DPA_RECIPE),
+        fp8_format=FP8Format[fp8_format],
+        amax_algo=value("NVTE_DPA_FP8DS_AMAX_ALGO"),
+        history=int(value("NVTE_DPA_FP8DS_AMAX_HISTLEN")),
+        reduce_amax=value("NVTE_DPA_FP8DS_REDUCE_AMAX") == "1",
+    )

@@ -92,6 +92,15 @@ class Recipe:
         """The policy about NaNs and infinities of a layer; None for what `settings` say."""
         return self.nonfinite
 
+    def for_attention(self) -> Recipe:
+        """The recipe of attention cores: this one, or what `set_attention` has set."""
+        own: Recipe | None = self.__dict__.get("_attention")
+        return self if own is None else own
+
+    def set_attention(self, recipe: Recipe) -> None:
+        """Give attention cores another recipe. It takes no part in comparisons: no other layer sees it."""
+        self._attention = recipe
+
     def may_keep_histories(self) -> bool:
         """Whether a scale may depend on amaxes of earlier steps."""
         return self.delayed() or self.custom()

@@ -226,6 +226,10 @@ class DotProductAttention(QuantizedModule):
             )
         return roles
 
+    def _recipe_in_force(self) -> Recipe | None:
+        recipe = super()._recipe_in_force()
+        return None if recipe is None else recipe.for_attention()
+
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> AttentionQuantizers | None:
         """The quantizers, the first slot of each role; None if none of them would round anything."""
         q, k, v, output, _, _, s, _, _ = quantizers["scaling_fwd"]
