@@ -52,6 +52,16 @@ FORMATS = {
 }
 
 
+GATHERED = {  # no format for the gradients of keys and values
+    "mxfp8 of operands": lambda: recipes.MXFP8BlockScaling(fp8_dpa=True),
+    "fp8": FORMATS["fp8"],
+    "hybrid of operands": lambda: "all: hp, attention: nvfp4, attention.s: fp8, attention.dp: mxfp8, attention.o: hp, "
+    "attention.dqkv: hp",
+}
+FORMATS_BY_NAME = FORMATS | GATHERED
+OF_QUERIES = ("causal", "no mask, sbhd", "window", "learnable", "padding", "packed", "recomputed", "largest scores")
+
+
 def chunks(size, rank, count):
     """The tokens of a rank, by loops: chunk ``rank`` from the start and from the end."""
     length = size // (2 * count)
@@ -94,7 +104,7 @@ def step(layer, inputs, dy, recipe=None, **options):
 def of_one_process(name, recipe=None):
     options, call = CASES[name]
     layer, inputs, dy = layer_and_inputs(options, torch.float64 if recipe is None else torch.float32)
-    return step(layer, inputs, dy, None if recipe is None else FORMATS[recipe](), **call)
+    return step(layer, inputs, dy, None if recipe is None else FORMATS_BY_NAME[recipe](), **call)
 
 
 def work(rank, count):
@@ -111,18 +121,37 @@ def work(rank, count):
             [x.index_select(dim, torch.tensor(tokens)) for x in inputs],
             dy.index_select(dim, torch.tensor(tokens)),
         )
-        return step(layer, inputs, dy, None if recipe is None else FORMATS[recipe](), **call)
+        return step(layer, inputs, dy, None if recipe is None else FORMATS_BY_NAME[recipe](), **call)
 
     for how in HOW:
         for name in CASES:
             found[name, how] = part(name, how)
     for recipe in FORMATS:
         found["causal", "a2a", recipe] = part("causal", "a2a", recipe)
+    for recipe in GATHERED:
+        found["whole blocks", recipe] = part_of_blocks(GATHERED[recipe], count, rank)
+        for name in OF_QUERIES:
+            found[name, "all_gather", recipe] = part(name, "all_gather", recipe)
     if count == 4:  # two groups that are not of neighbours, at the same time
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         for how in HOW:
             found["causal", how, "group"] = part("causal", how, group=groups[rank % 2])
     return found
+
+
+def with_blocks(count):
+    """Causal attention in which every chunk is a block of 32 tokens."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 64 * count, heads, 32) for heads in (2, 1, 1))
+    options = {"qkv_format": "bshd", "num_gqa_groups": 1, "attn_mask_type": "causal"}
+    return cg.DotProductAttention(2, 32, **options), (q, k, v), torch.randn(1, 64 * count, 64)
+
+
+def part_of_blocks(recipe, count, rank):
+    layer, inputs, dy = with_blocks(count)
+    layer.set_context_parallel_group(dist.group.WORLD, list(range(count)), None, "all_gather")
+    tokens = chunks(64 * count, rank, count)
+    return step(layer, [x[:, tokens] for x in inputs], dy[:, tokens], recipe())
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -167,6 +196,29 @@ def test_formats_give_the_bits_of_one_process(results, recipe):
     assert not torch.equal(exact[0], of_one_process("causal")["along"][0].float())
     for mine, theirs in zip(assembled(results, ("causal", "a2a", recipe), "bshd"), exact, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("recipe", GATHERED)
+@pytest.mark.parametrize("name", OF_QUERIES)
+def test_queries_on_gathered_keys_in_formats_are_those_of_one_process(results, name, recipe):
+    """The output has the same bits. dQ is a sum of fp32 numbers around 1: 2e-6 is a few units in its last place."""
+    exact, fmt = of_one_process(name, recipe), CASES[name][0].get("qkv_format", "bshd")
+    output, dq, *_ = assembled(results, (name, "all_gather", recipe), fmt)
+    assert torch.equal(output, exact["along"][0])
+    torch.testing.assert_close(dq, exact["along"][1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("recipe", GATHERED)
+def test_gathered_keys_in_formats_give_the_numbers_of_one_process(results, recipe):
+    """If chunks are whole blocks. Gradients are sums of up to 256 fp32 numbers around 1, in another order."""
+    count = len(results)
+    layer, inputs, dy = with_blocks(count)
+    exact = step(layer, inputs, dy, GATHERED[recipe]())["along"]
+    for at, theirs in enumerate(exact):
+        mine = torch.empty_like(theirs)
+        for rank, one in enumerate(results):
+            mine[:, chunks(64 * count, rank, count)] = one["whole blocks", recipe]["along"][at]
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -256,7 +308,9 @@ def errors(rank):
 
     formats = recipes.MXFP8BlockScaling(fp8_dpa=True)
     with cg.autocast(recipe=formats):
-        found = {"formats": message(how="all_gather")}
+        found = {"formats": message()}
+    with cg.autocast(recipe=recipes.MXFP8BlockScaling(fp8_mha=True)):
+        found["gradients"] = message(how="all_gather")
     padding = {"attn_mask_type": "padding"}
     single = dist.new_group([0]), dist.new_group([1])
     return found | {
@@ -285,7 +339,8 @@ def test_what_is_refused(tmp_path):
         assert found.pop("one rank") is None
         assert found.pop("copy of a copy") is None
         expected = {
-            "formats": ("NotImplementedError", "not supported with cp_comm_type='all_gather'.* use 'a2a'"),
+            "formats": ("NotImplementedError", "not supported with cp_comm_type='p2p'.* Use 'a2a' or 'all_gather'"),
+            "gradients": ("NotImplementedError", "gradients of keys and values .* cp_comm_type='all_gather'.* Use 'a2a'"),
             "copy": ("RuntimeError", "is a copy of a layer .* call set_context_parallel_group"),
             "dropout": ("NotImplementedError", "attention_dropout"),
             "arbitrary": ("NotImplementedError", "arbitrary"),

@@ -84,6 +84,26 @@ class ContextParallel(NamedTuple):
         k, v = (gathered_with_gradient(x.movedim(2, 0), self.group).movedim(0, 2) for x in (made.k, made.v))
         return plain_attention(made.q, k, v, call)
 
+    def with_whole_keys(self, inputs: Inputs) -> Arranged:
+        """This rank's queries, and the keys and values of whole sequences in their order, as blocks of formats need it.
+
+        Gradients of keys and values are summed over the ranks.
+        """
+        made = self.arranged(inputs)
+        places = [_part(self, inputs.key, inputs.format, inputs.lengths[1], rank).places for rank in range(self.ranks)]
+        positions = torch.cat([each.positions for each in places], -1)
+        if inputs.format == "thd":  # shorter sequences have places without tokens, which come last
+            valid = torch.cat([each.valid for each in places if each.valid is not None], -1)
+            positions = positions.masked_fill(~valid, int(positions.max()) + 1)
+        order = positions.argsort(dim=-1, stable=True)[:, None, :]
+        k, v = (gathered_with_gradient(x.movedim(2, 0), self.group).movedim(0, 2) for x in (made.k, made.v))
+        k, v = (x.gather(2, order[..., None].expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
+        allowed = made.allowed
+        if allowed is not None:
+            shape = torch.broadcast_shapes(allowed.shape, (len(order), 1, 1, 1))
+            allowed = allowed.expand(shape).gather(-1, order[:, None].expand(shape))
+        return made._replace(k=k, v=v, allowed=allowed)
+
     # ---- a2a: whole sequences of some heads ---------------------------------------------------------
 
     def with_whole_sequences(self, inputs: Inputs) -> Inputs:

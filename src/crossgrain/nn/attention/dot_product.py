@@ -357,8 +357,12 @@ class DotProductAttention(QuantizedModule):
             sink = None if sink is None else cp.own_heads(sink, 1)
             attended = self._whole_sequences(cp.with_whole_sequences(inputs), None, None, recompute, sink, cp.group)
             output = cp.own_tokens(attended.output, inputs.query, inputs.format, inputs.lengths[0])
+        elif self._has_formats(cp):
+            made = cp.with_whole_keys(inputs)
+            call = PlainCall(made.mask, made.allowed, self.softmax_scale, 0.0, sink, self.return_max_logit)
+            attended = self._attend(made.q, made.k, made.v, call, recompute, cp.group)
+            output = made.layout.heads_last(attended.output, inputs.query)
         else:
-            self._refuse_formats(cp)
             made = cp.arranged(inputs)
             call = PlainCall(made.mask, made.allowed, self.softmax_scale, 0.0, sink, self.return_max_logit)
             again = recompute and torch.is_grad_enabled()
@@ -366,13 +370,25 @@ class DotProductAttention(QuantizedModule):
             output = made.layout.heads_last(attended.output, inputs.query)
         return Attended(output, None if attended.max_logit is None else cp.largest(attended.max_logit))
 
-    def _refuse_formats(self, cp: ContextParallel) -> None:
+    def _has_formats(self, cp: ContextParallel) -> bool:
+        """Whether attention is in formats. Raises if that does not go with how ranks communicate."""
         recipe = self._recipe_in_force()
-        if recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha) and self._prepare(recipe).details is not None:
+        if recipe is None or not (recipe.fp8_dpa or recipe.fp8_mha):
+            return False
+        quantizers: AttentionQuantizers | None = self._prepare(recipe).details
+        if quantizers is None:
+            return False
+        if cp.how == "p2p":
             raise NotImplementedError(
-                f"{self.layer}: attention in the formats of a recipe is not supported with cp_comm_type={cp.how!r}, "
-                "which would cut blocks and scales; use 'a2a', where each rank has whole sequences"
+                f"{self.layer}: attention in the formats of a recipe is not supported with cp_comm_type='p2p': it never "
+                "has a whole row of the softmax, which would have to be quantized. Use 'a2a' or 'all_gather'"
             )
+        if not _keeps_numbers(quantizers.grad_input):
+            raise NotImplementedError(
+                f"{self.layer}: a format for the gradients of keys and values (fp8_mha, attention.dqkv) is not supported "
+                f"with cp_comm_type={cp.how!r}: each rank has only a part of their sum. Use 'a2a'"
+            )
+        return True
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: PlainCall, recompute: bool, amax_group: Any = None
@@ -411,7 +427,9 @@ class DotProductAttention(QuantizedModule):
                 return plain_attention(q, k, v, call)
         else:
             quantized = self._quantized_call(recipe, built, call, amax_group)
-            allowed = whole_sequence_pairs(call.mask, q, k) if call.mask.is_plain_causal else call.allowed
+            allowed = call.allowed
+            if allowed is None and call.mask.is_plain_causal:
+                allowed = whole_sequence_pairs(call.mask, q, k)
 
             def attend() -> Attended:
                 return quantized_attention(q, k, v, allowed, quantized, call.sink)
