@@ -32,6 +32,15 @@ def test_the_page_has_the_same_table():
     assert rows == [(v.name, "obeyed" if v.obeyed else "no effect", v.here) for v in environment.VARIABLES]
 
 
+def test_the_page_has_one_list_of_what_is_available_with_reasons():
+    section = DOCS.read_text().partition("## What is available")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    states = [row[1] for row in rows]
+    assert states == sorted(states, key=["supported", "different", "not here"].index)
+    assert set(states) == {"supported", "different", "not here"}
+    assert all(len(row) == 4 and row[3] for row in rows)
+
+
 @pytest.mark.parametrize("variable", [v for v in environment.VARIABLES if not v.obeyed], ids=lambda v: v.name)
 def test_a_variable_without_effect_is_named_once(variable, monkeypatch):
     for value in variable.neutral:

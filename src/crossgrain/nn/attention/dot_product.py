@@ -380,13 +380,13 @@ class DotProductAttention(QuantizedModule):
             return False
         if cp.how == "p2p":
             raise NotImplementedError(
-                f"{self.layer}: attention in the formats of a recipe is not supported with cp_comm_type='p2p': it never "
-                "has a whole row of the softmax, which would have to be quantized. Use 'a2a' or 'all_gather'"
+                f"{self.layer}: attention in the formats of a recipe is not supported with cp_comm_type='p2p': it "
+                "never has a whole row of the softmax, which would have to be quantized. Use 'a2a' or 'all_gather'"
             )
         if not _keeps_numbers(quantizers.grad_input):
             raise NotImplementedError(
-                f"{self.layer}: a format for the gradients of keys and values (fp8_mha, attention.dqkv) is not supported "
-                f"with cp_comm_type={cp.how!r}: each rank has only a part of their sum. Use 'a2a'"
+                f"{self.layer}: a format for the gradients of keys and values (fp8_mha, attention.dqkv) is not "
+                f"supported with cp_comm_type={cp.how!r}: each rank has only a part of their sum. Use 'a2a'"
             )
         return True
 
