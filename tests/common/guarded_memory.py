@@ -30,6 +30,7 @@ from crossgrain.kernels.cpu import (
     columns,
     decode,
     decoders,
+    fingerprint,
     fp8_tiles,
     jobs,
     measure,
@@ -52,7 +53,19 @@ _CANARIES = bytes([_CANARY]) * 2 * _PAGE
 _PROT_NONE = 0
 _LEAST_ADDRESS = 1 << 32  # sizes, steps and keys of random numbers are less
 
-_MODULES = (columns, decode, fp8_tiles, jobs, measure, nvfp4_columns, nvfp4_product, nvfp4_rows, rows, transposed)
+_MODULES = (
+    columns,
+    decode,
+    fingerprint,
+    fp8_tiles,
+    jobs,
+    measure,
+    nvfp4_columns,
+    nvfp4_product,
+    nvfp4_rows,
+    rows,
+    transposed,
+)
 _NVFP4_ROWS = {"codes", "scales", "scratch"}
 
 # What each kernel may write to, by the names of its parameters; it only reads from all other addresses.
@@ -64,6 +77,7 @@ WRITTEN: dict[str, set[str]] = {
     "decode.mx_rows": {"out"},
     "decode.nvfp4_rows": {"out", "table"},
     "decode.scaled": {"out"},
+    "fingerprint.of_chunks": {"out"},
     "fp8_tiles.tiles": {"row_codes", "row_scales", "column_codes", "column_scales", "scratch"},
     "jobs.jobs": {"results"},
     "measure.of_all": set(),

@@ -32,6 +32,7 @@ __all__ = [
     "decode_operand",
     "encode",
     "encode_groups",
+    "fingerprint",
     "free_workspaces",
     "get_backend",
     "measure",
@@ -183,6 +184,11 @@ def _check_readable(*planes: Plane) -> None:
     for plane in planes:
         plane.check_readable()
         plane.check_buffers()
+
+
+def fingerprint(x: Tensor) -> bytes | None:
+    """Bytes that are different after any number of ``x`` has changed; None if the backend has no fast way to them."""
+    return _backend(x).fingerprint(x)
 
 
 def amax(x: Tensor) -> Tensor:

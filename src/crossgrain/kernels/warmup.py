@@ -68,6 +68,7 @@ def warm_up() -> Iterator[Step]:
             backend.decode_all(_plane(use, _SHAPE))
             backend.decode_operand(_plane(use, _LARGE))
             backend.multiply_by_itself(_plane(use, _SHAPE))
+    backend.fingerprint(inputs[0])
     pairs = list(product(compiled[ROWWISE], compiled[COLUMNWISE]))
     for number, pair in enumerate(pairs, start=len(single)):
         yield Step(" + ".join(map(str, pair)), number, len(single) + len(pairs))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..planes import COLUMNWISE, ROWWISE
 from ..tensor import QuantizedTensorStorage
+from .unchanged_weights import UnchangedWeights
 
 
 class _Entry(NamedTuple):
@@ -47,10 +48,15 @@ def _versions(parameters: Sequence[Tensor]) -> list[int]:
 
 
 class WeightCache:
-    """Quantized copies, by the name of the weight."""
+    """Quantized copies, by the name of the weight.
+
+    Attributes:
+        unchanged: copies for calls that say nothing about microbatches, in inference and of frozen weights.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self.unchanged = UnchangedWeights()
 
     def get(
         self,
@@ -93,3 +99,4 @@ class WeightCache:
     def clear(self) -> None:
         """Remove all copies."""
         self._entries.clear()
+        self.unchanged.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from ..linear.call import LinearCall, activation_dtype, check_gradient_quantizer
 from ..linear.function import linear
 from ..linear.gathered_weight import GatheredWeight
-from ..linear.operands import weight_matrix
-from ..linear.padding import Padding, Sizes, known_format, padding_for
+from ..linear.padding import Padding, known_format, padding_for
 from ..linear.parallel import (
     ParallelMode,
     TensorParallel,
@@ -26,14 +26,15 @@ from ..linear.parallel import (
     set_tensor_model_parallel_attributes,
     shared_by,
 )
+from ..linear.weight_copies import copies_columns, frees_gathered_weights, quantized_copy, repeats
 from ..planes import Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
-from ..quantizers.identity import IdentityQuantizer
 from ..recipe import QuantizerRole, Recipe
 from ..runtime.collectives import AwaitedGroup, group_size
 from ..runtime.failures import telling_others
 from ..runtime.passes import current_pass
+from ..runtime.settings import settings
 from ..tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.init_values import keep_high_precision_init_val
 from ..tensor.sharding import is_sharded, local_part, own_part, write_shard
@@ -62,6 +63,7 @@ class LinearDetails(NamedTuple):
     weight: Quantizer
     grad_output: Quantizer
     padding: Padding
+    repeats: bool = False  # quantizing the weight again gives the same bytes, so copies can be used instead
 
 
 class ParameterSpec(NamedTuple):
@@ -313,7 +315,7 @@ class LinearModule(QuantizedModule):
             x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
             check_gradient_quantizer(grad_output, self.layer)
             padding = padding_for(x, weight, grad_output if quantizes_backward else None)
-            made.append(LinearDetails(x, weight, grad_output, padding))
+            made.append(LinearDetails(x, weight, grad_output, padding, repeats(weight)))
         return made
 
     # ---- running -------------------------------------------------------------------------------
@@ -392,7 +394,7 @@ class LinearModule(QuantizedModule):
         if this.calibrates:
             calibrate(details.input, details.weight, x, weight)
             return call
-        call.input, call.weight, call.grad_output, call.padding = details
+        call.input, call.weight, call.grad_output, call.padding, same_again = details
         call.backward_override = this.recipe.backward_override
         call.allow_mixed = this.recipe.allow_mixed
         call.keep_input = self.save_original_input and self._keeps_input(index, this)
@@ -401,16 +403,16 @@ class LinearModule(QuantizedModule):
             call.quantized_weight = gathered.used_by(call.weight, self.layer)
         elif this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
             call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
+        elif same_again and not isinstance(weight, QuantizedTensor):
+            if not any(parameter.requires_grad for parameter in parameters) or not current_pass().trains:
+                call.quantized_weight = self._unchanged_weight(index, call, weight)
+            elif self._weight_cache.unchanged.copies:
+                self._weight_cache.unchanged.clear()  # of a validation: training would keep them for nothing
         return call
 
     def _cached_weight(
         self, index: int, call: LinearCall, weight: Tensor, parameters: Sequence[Tensor], this: ForwardPass
     ) -> QuantizedTensorStorage:
-        # A copy for later microbatches has both directions while training, even if this one's input needs no gradient.
-        columnwise = current_pass().trains and call.makes_columns(call.weight)
-        padded = call.padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
-        quantizer = call.weight
-        assert quantizer is not None
         cache, name = self._weight_cache, self._cache_name(index)
 
         def copy() -> QuantizedTensorStorage:
@@ -419,18 +421,23 @@ class LinearModule(QuantizedModule):
                 parameters,
                 layer=self.layer,
                 refresh=bool(this.is_first_microbatch),
-                columnwise=columnwise,
-                make=lambda columnwise: quantizer.storing(rowwise=True, columnwise=columnwise).quantize(matrix()),
+                columnwise=copies_columns(call),
+                make=partial(quantized_copy, call, weight),
             )
-
-        def matrix() -> Tensor:
-            """What is quantized. What stays in high precision is a copy, too: the weight changes after the step."""
-            numbers = weight_matrix(weight, padded)
-            keeps = any(isinstance(own, IdentityQuantizer) for own in quantizer.plain_quantizers())
-            return numbers.clone() if keeps else numbers
 
         # Recomputed with the copy that the first pass used, which may not be the cached one any more.
         return current_pass().same((cache, name), copy)
+
+    def _unchanged_weight(self, index: int, call: LinearCall, weight: Tensor) -> QuantizedTensorStorage | None:
+        """A copy from an earlier call, if the weight is still the same; None if it has to be quantized."""
+        if not settings.reuse_unchanged_weights or self.tp_size > 1 or frees_gathered_weights():
+            return None
+        return self._weight_cache.unchanged.get(
+            (index, weight.storage_offset()),  # a layer may multiply several parts of one parameter
+            weight,
+            columnwise=copies_columns(call),
+            make=partial(quantized_copy, call, weight),
+        )
 
     def _cache_name(self, index: int) -> str:
         return self.weight_names[index]

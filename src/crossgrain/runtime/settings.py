@@ -51,6 +51,8 @@ class Settings:
             also multiply codes without decoding them.
         requantize_on_load: allow loading a checkpoint of one format into parameters of another format, which rounds
             the numbers a second time.
+        reuse_unchanged_weights: keep the quantized weights of inference, and of layers that are frozen, for the next
+            call, as long as the weights do not change. False saves their memory.
         nonfinite: what layers do about NaNs and infinities, unless a recipe says it: "propagate", "raise" or
             "saturate" (see `quantizers.nonfinite`). None for "saturate" in strict mode, otherwise "propagate".
     """
@@ -60,6 +62,7 @@ class Settings:
     non_tn_fp8_gemm: bool | None = None
     gemm_operand_dtype: torch.dtype | None = None
     requantize_on_load: bool = False
+    reuse_unchanged_weights: bool = True
     nonfinite: Literal["propagate", "raise", "saturate"] | None = None
 
     def __getattr__(self, name: str) -> Any:

@@ -99,6 +99,16 @@ def product_cases():
             yield partial(way, *sizes, direction)
 
 
+def printed(shape, dtype, *, own) -> list[torch.Tensor]:
+    """The fingerprint of a tensor."""
+    return [torch.frombuffer(bytearray(CpuBackend().fingerprint(own(numbers(shape, dtype)))), dtype=torch.uint8)]
+
+
+def fingerprint_cases():
+    for shape, dtype in (((160, 96), torch.float32), ((33, 66), torch.bfloat16), ((1, 6), torch.float32)):
+        yield partial(printed, shape, dtype)
+
+
 def check(cases, also=lambda guard: None):
     """Run cases in guarded memory, and compare with what they make in ordinary memory."""
     expected = [(case, [each.clone() for each in case(own=lambda x: x)]) for case in cases]
@@ -137,6 +147,10 @@ def test_products():
     check(product_cases())
 
 
+def test_fingerprints():
+    check(fingerprint_cases())
+
+
 def test_all_kernels_are_among_the_guarded_ones():
     """Every kernel is called by some case above, and the guard knows what it may write."""
     assert set(WRITTEN) == all_kernels()
@@ -151,7 +165,7 @@ def test_all_kernels_are_among_the_guarded_ones():
         missing = set() if products.has_byte_dot_products() else {"nvfp4_product.multiply"}
         assert guard.seen == set(WRITTEN) - missing
 
-    check([*cases, *group_cases("mxfp8"), *product_cases()], also=complete)
+    check([*cases, *group_cases("mxfp8"), *product_cases(), *fingerprint_cases()], also=complete)
 
 
 # ---- the guard itself --------------------------------------------------------------------------------------

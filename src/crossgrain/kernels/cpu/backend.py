@@ -19,7 +19,7 @@ from ...planes.groups import PlaneGroups
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
 from ..target import GroupedTarget, Target
-from . import measure, products
+from . import fingerprint, measure, products
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import REFUSED, KernelCall, encode_some
@@ -40,7 +40,7 @@ from .support import (
     tensor_factor,
     yes_or_no,
 )
-from .tags import NO, YES, Tag
+from .tags import F32, NO, YES, Tag
 
 _STREAM_FROM = 1 << 20  # results of so many numbers do not fit into the caches, and are written past them
 
@@ -98,6 +98,22 @@ class CpuBackend(ReferenceBackend):
             if bits <= INFINITY_BITS:
                 break
         return from_bits(bits)
+
+    def fingerprint(self, x: Tensor) -> bytes | None:
+        size = x.numel() * x.element_size()
+        if not is_readable(x) or not x.is_contiguous() or size % fingerprint.WORD:
+            return None
+        groups = size // fingerprint.GROUP
+        chunks = -(-groups // fingerprint.CHUNK)
+        states = torch.empty(chunks * fingerprint.GROUP, dtype=torch.uint8)
+
+        def work(first: int, last: int) -> None:
+            arguments = (x.data_ptr(), states.data_ptr(), first, last, groups, F32)
+            kernel(fingerprint.of_chunks, *arguments)(*arguments)
+
+        run_ranges(work, chunks, x.numel())
+        ending = x.detach().view(-1)[groups * fingerprint.GROUP // x.element_size() :].view(torch.uint8)
+        return states.numpy().tobytes() + ending.numpy().tobytes()
 
     def _rotated_amax(self, x: Tensor, target: Target) -> Tensor | None:
         height, width = target.plane.shape
