@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from ...formats.dtypes import DType
+from ...gemm import gemm
 from ...kernels.choice import using_backend
-from ...planes import COLUMNWISE, ROWWISE, Direction
+from ...kernels.reference.hadamard import SIZE, rotate
+from ...planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
 from ...quantizers.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from ...recipe import QuantizerRole, quantizer_factory
+from .reference_gemm import GEMMType
 from .reference_utils import Fp4Formats
 
 __all__ = ["NVFP4QuantizerRef", "NVFP4TensorRef", "nvfp4_ref_rht_2d_factory"]
@@ -124,6 +127,77 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
     def quantize_impl(self, tensor: Tensor) -> Any:
         with using_backend("reference"):
             return super().quantize_impl(tensor)
+
+    def qgemm(
+        self,
+        qx: Tensor,
+        qw: Tensor,
+        m_params: Any,
+        out_dtype: torch.dtype,
+        sx: Tensor,
+        sw: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: GEMMType | None = None,
+        qresult_x: NVFP4TensorStorage | None = None,
+        qresult_w: NVFP4TensorStorage | None = None,
+    ) -> Tensor:
+        """Multiply codes: ``x · wᵀ`` of x [M, K] and w [N, K], both with blocks along K.
+
+        Args:
+            qx: the codes of x [M, K/2].
+            qw: the codes of w [N, K/2].
+            m_params: accepted; it has no effect.
+            out_dtype: dtype of the result.
+            sx: the block scales of x [M, K/16].
+            sw: the block scales of w [N, K/16].
+            bias: added to the result.
+            out: with ``accumulate``, the result is added to a copy of this tensor.
+            accumulate: see ``out``.
+            gemm_type: for `GEMMType.WGRAD`, amaxes are those of columns, otherwise those of rows.
+            qresult_x: the tensor that has the amax of x, and its format.
+            qresult_w: the same for w.
+
+        Returns:
+            The result [M, N].
+
+        Raises:
+            ValueError: a tensor with an amax is missing, or only one of ``accumulate`` and ``out`` is given.
+        """
+        if qresult_x is None or qresult_w is None:
+            raise ValueError("NVFP4QuantizerRef.qgemm: qresult_x and qresult_w are needed: they have the amaxes")
+        if accumulate != (out is not None):
+            raise ValueError("NVFP4QuantizerRef.qgemm: out is what accumulate=True adds to: give both, or neither")
+        direction = COLUMNWISE if gemm_type is GEMMType.WGRAD else ROWWISE
+        x, w = (
+            _rowwise_plane(codes, scales, of, direction)
+            for codes, scales, of in ((qx, sx, qresult_x), (qw, sw, qresult_w))
+        )
+        into = None if out is None else out.clone()
+        with using_backend("reference"):
+            return gemm("fprop", x, w, out_dtype=out_dtype, bias=bias, out=into, accumulate=accumulate)
+
+    def _apply_rht(self, x: Tensor) -> Tensor:
+        """``x`` with its last dimension rotated in blocks of 16, in its dtype; as it is without ``with_rht``."""
+        if not self.with_rht:
+            return x
+        if x.shape[-1] % SIZE:
+            raise ValueError(f"the last dimension is rotated in blocks of {SIZE}, got shape {list(x.shape)}")
+        return rotate(x.float(), self.rht_matrix_random_sign_mask_t).to(x.dtype)
+
+
+def _rowwise_plane(codes: Tensor, scales: Tensor, of: NVFP4TensorStorage, direction: Direction) -> Plane:
+    """A rowwise plane with the format and the amax of a direction of another tensor."""
+    known = of.plane(direction)
+    if known is None:
+        raise ValueError(f"NVFP4QuantizerRef.qgemm: the tensor with the amax has no {direction.value} data")
+    plane = empty_plane(known.format, ROWWISE, (codes.shape[0], codes.shape[1] * 2), device=codes.device)
+    plane.data.copy_(codes.view(torch.uint8))
+    plane.operand_scales().copy_(scales.view(torch.uint8))
+    if plane.amax is not None and known.amax is not None:
+        plane.amax.copy_(known.amax)
+    return plane
 
 
 @quantizer_factory(key=("nvfp4_ref_rht_2d_factory", 1))
