@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...formats import HADAMARD_SIZE
 from ...formats.dtypes import DType
 from ...gemm import gemm
 from ...kernels.choice import using_backend
-from ...kernels.reference.hadamard import SIZE, rotate
+from ...kernels.reference.hadamard import rotate
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
 from ...quantizers.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from ...recipe import QuantizerRole, quantizer_factory
@@ -182,8 +183,8 @@ class NVFP4QuantizerRef(NVFP4Quantizer):
         """``x`` with its last dimension rotated in blocks of 16, in its dtype; as it is without ``with_rht``."""
         if not self.with_rht:
             return x
-        if x.shape[-1] % SIZE:
-            raise ValueError(f"the last dimension is rotated in blocks of {SIZE}, got shape {list(x.shape)}")
+        if x.shape[-1] % HADAMARD_SIZE:
+            raise ValueError(f"the last dimension is rotated in blocks of {HADAMARD_SIZE}, got shape {list(x.shape)}")
         return rotate(x.float(), self.rht_matrix_random_sign_mask_t).to(x.dtype)
 
 
