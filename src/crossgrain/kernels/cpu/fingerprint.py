@@ -1,8 +1,8 @@
 """A fingerprint of memory, to notice that a weight was changed behind the back of its version counter.
 
 Memory is divided into chunks. In each, 32 lanes mix every 32nd word into their state. A step is a bijection of both the
-state and the word, so a change of a single word always changes the fingerprint; high bits come down again, so that pairs
-of changed signs do not cancel; and order counts. It runs at the speed of memory.
+state and the word, so a change of a single word always changes the fingerprint; high bits come down again, so that
+pairs of changed signs do not cancel; and order counts. It runs at the speed of memory.
 """
 
 from __future__ import annotations
