@@ -168,6 +168,10 @@ class ConvertedProjections(LinearModule):
         known = ", ".join(repr(projection.name) for projection in self._projections)
         raise ValueError(f"{self.layer} has no projection {name!r}, only {known}")
 
+    def extra_repr(self) -> str:
+        """What the class of the module says, and the formats of the recipe."""
+        return ", ".join(filter(None, (super().extra_repr(), self._formats_repr().removeprefix(", "))))
+
     # ---- copies --------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:

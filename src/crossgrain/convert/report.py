@@ -92,6 +92,10 @@ class ConvertReport:
             rows.append((f"converted {count}", _names(self.norms), "computed in fp32", 0.0))
         return rows
 
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """`rows` as text: what happened, layers, formats or reason, share of the multiply-adds."""
+        return [(what, names, why, _percent(share) if share else "") for what, names, why, share in self.rows()]
+
     def summary(self) -> str:
         """One sentence: the share that is quantized."""
         how = "of the sample inputs" if self.sampled else "of a token, by shapes"
@@ -111,7 +115,7 @@ class ConvertReport:
     def _repr_html_(self) -> str:
         cells = "".join(
             "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in ((what, names, why, _percent(share)) for what, names, why, share in self.rows())
+            for row in self.table()
         )
         return (
             f"<p><b>{html.escape(self.summary())}</b><br>recipe: <code>{html.escape(str(self.recipe))}</code></p>"

@@ -34,6 +34,7 @@ from ..recipe import (
     this_pass,
     warn_of_another_recipe,
 )
+from ..recipe.summary import formats_in_short
 from ..recipe.updates import Step
 from ..runtime.settings import settings
 from ..runtime.torch_patches.checkpoint_frames import in_backward, unseen_by_policies
@@ -271,6 +272,15 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
     @grad_input_quantizer_role.setter
     def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
         self._grad_input_role = role
+
+    def _formats_repr(self) -> str:
+        """The formats that the bound recipe gives each layer of the module, as a part of its repr."""
+        if self.bound_recipe is None:
+            return ""
+        layers = dict.fromkeys(role for role in self._roles("forward") if role is not None and role.module_type)
+        named = {(role.layer, role.module_type): None for role in layers}
+        formats = dict.fromkeys(formats_in_short(self.bound_recipe, *layer) for layer in named)
+        return f", recipe='{'; '.join(formats)}'"
 
     # ---- weights: cache, delayed gradients ------------------------------------------------------
 

@@ -261,7 +261,7 @@ class GroupedLinear(GroupedParameters, LinearModule):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}"
+        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}{self._formats_repr()}"
 
 
 def _init_each(init: InitMethod, weights: Tensor) -> None:

@@ -126,7 +126,8 @@ class SingleLinear(LinearModule):
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        return sizes + self._formats_repr()
 
 
 class Linear(SingleLinear):

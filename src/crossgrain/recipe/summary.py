@@ -19,7 +19,10 @@ def formats_in_short(recipe: Recipe, name: str, module_type: str = "linear") -> 
     """
     if not isinstance(recipe, GemmRecipe):
         return type(recipe).__name__
-    chosen = recipe.layer_formats(name, module_type)
+    try:
+        chosen = recipe.layer_formats(name, module_type)
+    except ValueError:  # a rule is for blocks, and the recipe was not bound to a model
+        return str(recipe)
     by_gemm: dict[str, str] = {}
     for gemm, operands in GEMMS.items():
         if gemm != "fprop" and recipe.backward_override is not None:
