@@ -53,6 +53,30 @@ def test_by_running_products_are_counted_as_they_happen():
     assert model.training
 
 
+class Hidden(nn.Module):
+    """Weights in operators that do not show their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lstm = nn.Linear(32, 32), nn.LSTM(32, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(self.encoder(self.fc(x)))[0]
+
+
+def test_products_that_operators_hide_are_counted_by_shape():
+    model, x = Hidden(), torch.randn(2, 5, 32)
+    random = torch.get_rng_state()
+    found = {product.path: product.multiply_adds for product in count_products(model, x)}
+    weights = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    for name in ("lstm.weight_ih_l0", "lstm.weight_hh_l0"):
+        assert found[name] == 10 * weights[name]
+    assert found["encoder.self_attn.in_proj"] == 10 * 96 * 32 and found["encoder.linear1"] == 10 * 64 * 32
+    assert torch.backends.mha.get_fastpath_enabled() and model.training
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 def test_inputs_can_be_keywords_and_on_the_meta_device():
     with torch.device("meta"):
         model, tokens = Everything(), torch.zeros(2, 5, dtype=torch.long)
@@ -71,8 +95,7 @@ def test_tokens_use_some_experts(convert):
     assert shapes == {"gate_up_proj": 2 * 96 * 32, "down_proj": 2 * 32 * 48}
     x, routing = torch.randn(10, 32), routed(10, 8)
     counted = {product.path: product.multiply_adds for product in count_products(experts, (x, *routing))}
-    if not convert:  # by running a converted layer, products are inside of its operators
-        assert counted == {path: 10 * count for path, count in shapes.items()}
+    assert counted == {path: 10 * count for path, count in shapes.items()}
 
 
 def test_the_report_says_which_share_is_quantized():

@@ -2,7 +2,8 @@
 
 By shapes: every weight multiplies every token once, so a weight counts as many multiply-adds as it has numbers. Of
 fused experts, a token uses only some. With sample inputs, the model runs once and every product is counted as it
-happens, also those of two activations, such as attention scores.
+happens, also those of two activations, such as attention scores. A weight that goes into an operator which does not
+show its products (a custom kernel, an RNN of the CPU) counts by shape, for as many rows as others have.
 """
 
 from __future__ import annotations
@@ -118,19 +119,34 @@ def _own_class(module: Any) -> type:
 def _by_running(model: nn.Module, by_shape: list[Product], inputs: Any) -> list[Product]:
     counter = _Counter(_weights(model, {product.path for product in by_shape}))
     args, kwargs = _arguments(inputs)
-    was_training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), autocast(enabled=False), _module_paths(model, counter), counter:
-            model(*args, **kwargs)
-    finally:
-        for module, training in was_training:
-            module.training = training
+    with torch.no_grad(), autocast(enabled=False), _aside(model), _module_paths(model, counter), counter:
+        model(*args, **kwargs)
+    counts = counter.weights
+    rows = max((counts.get(each.path, 0) // each.multiply_adds for each in by_shape if each.multiply_adds), default=0)
+    for product in by_shape:
+        if product.path in counter.hidden:
+            counts[product.path] = product.multiply_adds * max(1, rows)
     types = {path: _own_class(module).__name__ for path, module in model.named_modules()}
     return [
-        *(replace(product, multiply_adds=counter.weights.get(product.path, 0)) for product in by_shape),
+        *(replace(product, multiply_adds=counts.get(product.path, 0)) for product in by_shape),
         *(Product(path, count, False, types.get(path, ""), False) for path, count in counter.activations.items()),
     ]
+
+
+@contextmanager
+def _aside(model: nn.Module) -> Iterator[None]:
+    """Run a model for inference without a trace: its modes, the random state and torch's fast paths are restored."""
+    training = [(module, module.training) for module in model.modules()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer in one operator
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, was_training in training:
+            module.training = was_training
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,6 +197,7 @@ class _Counter(TorchDispatchMode):
         self._copies: list[Tensor] = []  # of weights; kept, so that their storages keep their addresses
         self.weights: dict[str, int] = {}
         self.activations: dict[str, int] = {}
+        self.hidden: set[str] = set()  # weights of operators that do not show their products, such as custom kernels
         self.stack: list[str] = [""]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,6 +211,9 @@ class _Counter(TorchDispatchMode):
             if path is not None and result.shape == args[0].shape:
                 self._copies.append(result)
                 self._paths[_storage(result)] = path
+        elif func.namespace != "aten" or func.overloadpacket in _OPAQUE:
+            operands = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+            self.hidden |= {path for tensor in operands if (path := self._paths.get(_storage(tensor))) is not None}
         return result
 
     def _add(self, operands: list[Tensor], multiply_adds: int) -> None:
@@ -233,4 +253,5 @@ _PRODUCTS: dict[Any, Callable[[Tensor, Any], int]] = {
     _aten._scaled_dot_product_efficient_attention: _attended,
     _aten._scaled_dot_product_cudnn_attention: _attended,
 }
+_OPAQUE = {_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn, _aten._native_multi_head_attention}
 _COPIES = {_aten._to_copy, _aten.clone, _aten.mul, _aten.add}  # of a weight: as it is, or scaled or shifted
