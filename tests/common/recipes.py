@@ -1,5 +1,7 @@
 """Random recipes for property tests, and a model to bind them to."""
 
+from functools import cache
+
 from hypothesis import strategies as st
 from torch import nn
 
@@ -12,6 +14,7 @@ from crossgrain.recipe.rules import Blocks, Glob, Matcher, ModuleType, Rule
 from .format_specs import any_spec
 
 
+@cache  # a strategy that is made again for every example costs more than drawing from it
 def spec_for(key: str) -> st.SearchStrategy[FormatSpec]:
     """A format that can stand at this key."""
     return any_spec().filter(lambda spec: _fits(key, spec))

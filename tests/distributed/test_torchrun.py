@@ -8,64 +8,40 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 from crossgrain.distributed import checkpoint
 from crossgrain.optim import FusedAdam
 
-from ..common.ranks import digest, quantized_model, train
+from ..common.ranks import digest, quantized_model, run, train
 
 ROOT = Path(__file__).parents[2]
 
 
-def printed_by(ranks, *arguments):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *arguments,
-    ]
-    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+# One start of torchrun serves all tests here: its processes import everything only once.
+pytestmark = pytest.mark.xdist_group("torchrun")
 
+RECIPE = "mxfp8, input.source: dequantized"
+SHARDED_RECIPE = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
 
-def trained(ranks, tensor_parallel):
-    options = ("--tensor-parallel", str(tensor_parallel), "--steps", "3", "--layers", "1")
-    printed = printed_by(ranks, "examples/train_fsdp2_tp.py", *options)
-    first, last = map(float, re.search(r"loss ([\d.]+) to ([\d.]+)", printed).groups())
-    return first, last, float(re.search(r"gathers ([\d.]+) MB", printed)[1])
+PROGRAMS = f"""
+import runpy
+import sys
 
+import torch.distributed as dist
 
-def test_shards_of_shared_layers_begin_with_the_loss_of_whole_ones():
-    """Halves of a batch have the mean loss of the batch, to the digits printed; later steps round otherwise."""
-    whole, _, nothing = trained(ranks=2, tensor_parallel=2)
-    first, last, gathered = trained(ranks=4, tensor_parallel=2)
-    assert first == whole and last < first
-    assert nothing == 0 and gathered > 0
-
-
-def test_ranks_that_cannot_be_divided_are_refused():
-    command = [sys.executable, str(ROOT / "examples/train_fsdp2_tp.py"), "--tensor-parallel", "2", "--steps", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 2 and "1 ranks cannot be divided into groups of 2" in done.stderr
-
-
-def test_experts_on_two_ranks_begin_with_the_loss_of_one_process(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    recipe = "mxfp8, input.source: dequantized"
-    alone = runpy.run_path(str(ROOT / "examples/moe.py"))["train"](1, recipe, sends_quantized=True)[0]
-    printed = printed_by(2, "examples/moe.py", "--steps", "1", "--recipe", recipe)
-    assert f"step 0: loss {alone[0]:.6f}\n" in printed
-    tokens, outputs, gradients = map(int, re.search(r"gradients of outputs: \[(\d+), (\d+), (\d+)\]", printed).groups())
-    rows = gradients // (64 * 4)
-    assert tokens == rows * (64 + 2) and outputs == 64 * 2 * (64 * 4), "codes and scales of tokens; 64 have two outputs"
-
+folder, end = sys.argv[1], dist.destroy_process_group
+dist.destroy_process_group = lambda: None  # what the first program begins, the others go on with
+for name, *arguments in [
+    ("examples/train_fsdp2_tp.py", "--tensor-parallel", "2", "--steps", "3", "--layers", "1"),
+    ("examples/moe.py", "--steps", "1", "--recipe", {RECIPE!r}),
+    (folder + "/saving.py", folder + "/run"),
+]:
+    sys.argv = [name, *arguments]
+    runpy.run_path(name, run_name="__main__")
+    dist.init_process_group = lambda backend: None
+end()
+"""
 
 SAVING = """
 import sys
@@ -83,17 +59,63 @@ train(model, optimizer, 2)
 checkpoint.save(sys.argv[1], 2, model=model, optimizer=optimizer)
 found = digest(model), train(model, optimizer, 2)
 if dist.get_rank() == 0:
-    print(found)
+    print("saved:", found)
 dist.destroy_process_group()
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("torchrun")
+
+
+@pytest.fixture(scope="module")
+def printed(folder):
+    """What two ranks print that torchrun starts."""
+    (folder / "saving.py").write_text(SAVING)
+    (folder / "programs.py").write_text(PROGRAMS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(folder / "programs.py"), str(folder)]
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _train_in_shards(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    return runpy.run_path(str(ROOT / "examples/train_fsdp2_tp.py"))["train"](mesh, 3, SHARDED_RECIPE, 1)
+
+
+def test_shards_of_shared_layers_begin_with_the_loss_of_whole_ones(printed, tmp_path):
+    """Halves of a batch have the mean loss of the batch, to the digits printed; later steps round otherwise."""
+    whole, last_of_whole = map(float, re.search(r"loss ([\d.]+) to ([\d.]+)", printed).groups())
+    nothing = float(re.search(r"gathers ([\d.]+) MB", printed)[1])
+    (first, *_, last), gathered = run(_train_in_shards, 4, tmp_path)[0]
+    assert f"{first:.4f}" == f"{whole:.4f}" and last < first and last_of_whole < whole
+    assert nothing == 0 and gathered > 0
+
+
+def test_ranks_that_cannot_be_divided_are_refused():
+    command = [sys.executable, str(ROOT / "examples/train_fsdp2_tp.py"), "--tensor-parallel", "2", "--steps", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2 and "1 ranks cannot be divided into groups of 2" in done.stderr
+
+
+def test_experts_on_two_ranks_begin_with_the_loss_of_one_process(printed, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    alone = runpy.run_path(str(ROOT / "examples/moe.py"))["train"](1, RECIPE, sends_quantized=True)[0]
+    assert f"step 0: loss {alone[0]:.6f}\n" in printed
+    tokens, outputs, gradients = map(int, re.search(r"gradients of outputs: \[(\d+), (\d+), (\d+)\]", printed).groups())
+    rows = gradients // (64 * 4)
+    assert tokens == rows * (64 + 2) and outputs == 64 * 2 * (64 * 4), "codes and scales of tokens; 64 have two outputs"
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_what_two_ranks_save_one_process_loads(tmp_path):
-    program = tmp_path / "saving.py"
-    program.write_text(SAVING)
-    printed = printed_by(2, str(program), str(tmp_path / "run"))
+def test_what_two_ranks_save_one_process_loads(printed, folder):
     model = quantized_model("mxfp8", seed=1)
     optimizer = FusedAdam(model.parameters(), master_weights=True)
-    assert checkpoint.load(tmp_path / "run", model=model, optimizer=optimizer).step == 2
-    assert printed.strip() == str((digest(model), train(model, optimizer, 2)))
+    assert checkpoint.load(folder / "run", model=model, optimizer=optimizer).step == 2
+    assert f"saved: {(digest(model), train(model, optimizer, 2))}\n" in printed
