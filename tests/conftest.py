@@ -7,6 +7,7 @@ import torch
 
 import crossgrain as cg
 
+from .common import ranks
 from .common.quantizers import QUANTIZERS
 
 
@@ -15,13 +16,29 @@ def _cases() -> list:
     return modes + [pytest.param((name, False), id=f"{name}-transposing") for name in QUANTIZERS if "fp8" in name[:4]]
 
 
+def _turn(item: pytest.Item) -> int:
+    if item.path.stem == "test_warmup":
+        return 0
+    used = vars(getattr(item, "module", None) or object).values()
+    return 2 if any(each is ranks or each is ranks.run for each in used) else 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist hand out groups in the order below, not the largest first."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let ``xdist_group`` keep tests on one worker, with pytest 9.2 as well.
+    """Choose the order of tests, and let ``xdist_group`` keep tests on one worker, with pytest 9.2 as well.
+
+    What all kernels are compiled by comes first, so that others find them on disk; tests that start ranks come last,
+    because each rank would compile for itself what is not there.
 
     With ``--dist loadgroup``, workers of pytest-xdist 3.8 append the group to the name of a test by setting
     ``_nodeid``, and tests are handed out by that. From 9.2 on, pytest keeps the name in ``_id`` instead.
     """
+    items.sort(key=_turn)
     for item in items:
         named = getattr(item, "_nodeid", item.nodeid)
         if named != item.nodeid:
