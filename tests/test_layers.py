@@ -28,6 +28,7 @@ ROOMS = (
     "ops",
     "convert",
     "files",
+    "export",
     "distributed",
     "lab",
     "planning",

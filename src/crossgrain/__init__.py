@@ -8,6 +8,7 @@ import torch as _torch
 
 from . import files, formats, ops, optim, recipe
 from .convert import ConvertReport, OwnForward, convert, unconvert
+from .export import ExportReport, export, load_exported
 from .formats import Format, get_format, register_format
 from .formats.dtypes import DType, TE_DType, TE_DType_To_Torch
 from .formats.encoding import Encoding
@@ -92,6 +93,7 @@ __all__ = [
     "Direction",
     "DotProductAttention",
     "Encoding",
+    "ExportReport",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
@@ -146,6 +148,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "convert",
+    "export",
     "files",
     "formats",
     "fp8_autocast",
@@ -162,6 +165,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
+    "load_exported",
     "mark_not_offload",
     "name_layers",
     "offload",

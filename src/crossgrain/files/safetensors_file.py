@@ -176,13 +176,20 @@ def export_plain(
     Raises:
         ValueError: the optimizer has no master weights of this model, or a number is too large for ``dtype``.
     """
+    _write(plain_tensors(model, dtype, optimizer), path, {**_FRAMEWORK, **_own(metadata)})
+
+
+def plain_tensors(
+    model: nn.Module, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
+    """The tensors that `export_plain` writes, by name."""
     masters = {} if optimizer is None else _masters(model, optimizer)
     plain: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
         if isinstance(value, Tensor):
             wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            plain[key] = _cast(key, masters.get(key, value), wanted)
-    _write(plain, path, {**_FRAMEWORK, **_own(metadata)})
+            plain[key] = cast_tensor(key, masters.get(key, value), wanted)
+    return plain
 
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -199,7 +206,12 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
-def _cast(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_tensor(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy on the CPU in ``dtype``; quantized tensors are decoded.
+
+    Raises:
+        ValueError: a number is too large for ``dtype``.
+    """
     value = value.detach()
     plain = value.dequantize(dtype=torch.float32) if isinstance(value, QuantizedTensor) else value
     cast = plain.to(device="cpu", dtype=dtype, copy=True).contiguous()
@@ -227,7 +239,7 @@ def _digest(buffers: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def _write(buffers: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str]) -> None:
-    safetensors = _safetensors()
+    safetensors = safetensors_package()
     with whole_file(path) as temporary:
         try:
             safetensors.torch.save_file(dict(buffers), temporary, metadata)
@@ -236,7 +248,7 @@ def _write(buffers: Mapping[str, Tensor], path: str | os.PathLike[str], metadata
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    safetensors = _safetensors()
+    safetensors = safetensors_package()
     if not path.is_file():
         raise FileNotFoundError(f"the file {path} does not exist")
     try:
@@ -246,7 +258,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise DamagedFileError(f"{path} is truncated or not a safetensors file: {error}") from error
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
+    """The package safetensors; an ImportError says how to install it."""
     try:
         import safetensors
         import safetensors.torch

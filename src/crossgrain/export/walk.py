@@ -1,0 +1,325 @@
+"""Find the weights of a model that are multiplied quantized, and make the planes that fprop multiplies.
+
+A module may have several such weights: two in an MLP, one per expert in a grouped layer. The weight of one GEMM may
+also consist of several parameters, and one parameter may hold the weights of many GEMMs, stacked:
+
+    Linear                         weight [out, in]                    one GEMM, one weight
+    Linear with parameters_split   query_weight, key_weight, ...       one GEMM, its rows are several weights
+    GroupedLinear                  weight0, weight1, ...               a GEMM and a weight for each group
+    GroupedLinear, single weight   weight [groups, out, in]            a GEMM and a weight for each group
+
+Nothing is quantized while the weights are listed; `ExportedWeight.read` does it, for one weight at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.layers import ConvertedConv1D
+from ..formats import Format
+from ..linear.operands import weight_matrix
+from ..linear.padding import NO_PADDING, Padding, Sizes, known_format
+from ..nn import QuantizedModule
+from ..nn.grouped_parameters import GroupedParameters
+from ..nn.linear import SingleLinear
+from ..nn.linear_module import LinearModule
+from ..ops import Linear as LinearOperation
+from ..ops.basic.linear import BasicLinear
+from ..planes import ROWWISE, Plane
+from ..quantizers.base import Quantizer
+from ..quantizers.hybrid import HybridQuantizer
+from ..recipe import Recipe
+from ..tensor import QuantizedTensor
+from ..tensor.sharding import is_sharded
+
+
+class Part(NamedTuple):
+    """Which part of a GEMM's weight a tensor for other programs is.
+
+    Attributes:
+        name: what follows the path of the module: ``weight``, ``3.weight``, ``fc1.weight``.
+        parameter: name of the parameter that holds it.
+        index: position in the first dimension of that parameter, if it is a stack; otherwise None.
+        gemm: index of the GEMM in the module.
+        start: first row of the GEMM's weight.
+        stop: row after the last one.
+        transposed: the parameter holds it as [in, out].
+    """
+
+    name: str
+    parameter: str
+    index: int | None
+    gemm: int
+    start: int
+    stop: int
+    transposed: bool = False
+
+
+class Bytes(NamedTuple):
+    """The stored bytes of a weight [out, in], without padding.
+
+    Attributes:
+        codes: uint8 [out, bytes of a row].
+        scales: one row per row of the weight, or per row of tiles; one number for formats without blocks.
+        amax: fp32, one number; None for formats without a global amax.
+        format: what the bytes mean.
+        shape: (out, in).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor | None
+    format: Format
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ExportedWeight:
+    """A weight of a GEMM that is multiplied quantized.
+
+    Attributes:
+        path: path of its module.
+        part: which part of the module it is.
+        module: the module.
+        format: the format of its rowwise plane; None if it has none, or if only its quantizer knows.
+        shape: (out, in).
+        problem: why its rowwise plane is not known; None if it is.
+    """
+
+    path: str
+    part: Part
+    module: Any
+    format: Format | None
+    shape: tuple[int, int]
+    problem: str | None
+    _plane: Callable[[], Plane]
+
+    @property
+    def name(self) -> str:
+        """The name for other programs; it ends with ``weight``."""
+        return f"{self.path}.{self.part.name}" if self.path else self.part.name
+
+    @property
+    def key(self) -> str:
+        """The key of its parameter in the state dict."""
+        return f"{self.path}.{self.part.parameter}" if self.path else self.part.parameter
+
+    def read(self) -> Bytes:
+        """The bytes of the rowwise plane, which is quantized now if the weight is not kept quantized."""
+        plane = self._plane()
+        plane.check_readable()
+        return bytes_of(plane, self.part.start, self.shape)
+
+
+def bytes_of(plane: Plane, start: int, shape: tuple[int, int]) -> Bytes:
+    """The bytes of ``shape`` rows and columns of a rowwise plane, from row ``start``, without padding."""
+    fmt, (rows, columns) = plane.format, shape
+    assert fmt.element is not None
+    codes = plane.operand_codes()[start : start + rows, : columns * fmt.element.bits // 8]
+    scales = plane.operand_scales()
+    if fmt.block is not None:
+        tall = 1 if fmt.layout.replicated else fmt.block_rows
+        if start % tall:
+            raise ValueError(f"the rows of this weight begin at {start}, inside a tile of {tall} rows")
+        first, last = start // tall, math.ceil((start + rows) / tall)
+        scales = scales[first:last, : math.ceil(columns / fmt.block_length)]
+    return Bytes(codes.contiguous(), scales.contiguous(), plane.amax, fmt, shape)
+
+
+def quantized_weights(model: nn.Module, recipe: Recipe | None) -> list[ExportedWeight]:
+    """All weights of a model that its layers multiply quantized in fprop, in the order of the model.
+
+    Args:
+        model: the model.
+        recipe: the recipe of layers that are bound to none; None if these compute in high precision.
+
+    Raises:
+        ValueError: weights are sharded, belong to one of several ranks, or have no values yet.
+        TypeError: a module with quantized weights is of a kind that cannot be exported.
+    """
+    found: list[ExportedWeight] = []
+    latest = _Latest()
+    for path, module in model.named_modules(remove_duplicate=False):
+        inner: Any = module.basic_ops[0] if isinstance(module, LinearOperation) else module
+        if not isinstance(inner, QuantizedModule) or not inner.weight_names:
+            continue
+        bound = inner.bound_recipe or recipe
+        _check_module(path, inner, bound)
+        if bound is None and not inner.primary_weights_in_fp8:
+            continue
+        found.extend(_weights_of(path, inner, bound, latest))
+    return found
+
+
+def _check_module(path: str, module: Any, recipe: Recipe | None) -> None:
+    ranks = getattr(module, "tp_size", getattr(module, "tensor_parallel_size", 1))
+    parameters = [getattr(module, name) for name in module.weight_names]
+    if ranks > 1 or any(map(is_sharded, parameters)):
+        raise ValueError(
+            f"{path}: this process has only a part of the weight. Save a distributed checkpoint, load it into a model "
+            "of one process, and export that"
+        )
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError(f"{path}: the weight is on the meta device, so it has no values to export")
+    if not isinstance(module, LinearModule | BasicLinear) and (recipe is not None or module.primary_weights_in_fp8):
+        raise TypeError(f"{path}: the weights of a {type(module).__name__} cannot be exported")
+
+
+class _Latest:
+    """The plane that was made last: parts of one GEMM, which follow each other, share it."""
+
+    gemm: Any = None
+    plane: Plane | None = None
+
+    def get(self, gemm: Any, make: Callable[[], Plane]) -> Plane:
+        if self.plane is None or self.gemm != gemm:
+            self.gemm, self.plane = gemm, make()
+        return self.plane
+
+
+def _weights_of(path: str, module: Any, recipe: Recipe | None, latest: _Latest) -> Iterator[ExportedWeight]:
+    for part in parts_of(module):
+        weight = _kept(module, part)
+        quantizer, padding = (None, NO_PADDING) if recipe is None else _quantizer(module, part.gemm, recipe)
+        shape = (part.stop - part.start, module_columns(module, part))
+        problem, fmt = None, None
+        if weight is not None:
+            plane = weight.plane(ROWWISE)
+            if plane is None:
+                problem = (
+                    "it has only a columnwise plane, and fprop multiplies the rowwise plane. Make the rowwise plane: "
+                    "weight.update_usage(rowwise_usage=True) if that is exact, otherwise crossgrain.requantize_"
+                )
+            else:
+                fmt = plane.format
+        elif quantizer is not None:
+            problem = _why_unknown(quantizer)
+            fmt = known_format(quantizer, ROWWISE)
+            if fmt is not None and fmt.is_identity:
+                continue
+        else:
+            continue
+        if fmt is not None and fmt.is_identity:
+            continue
+
+        def plane_of_gemm(part: Part = part, quantizer: Any = quantizer, padding: Padding = padding) -> Plane:
+            return latest.get((id(module), part.gemm), lambda: _plane(module, part, quantizer, padding))
+
+        yield ExportedWeight(path, part, module, fmt, shape, problem, plane_of_gemm)
+
+
+def parts_of(module: Any) -> list[Part]:
+    """The weights of a module, as tensors for other programs.
+
+    A module of another kind may have a method ``exported_weights()`` that returns such parts, as plain tuples, and a
+    method ``gemm_weight(gemm)`` that returns the weight [out, in] of one of its GEMMs.
+    """
+    if hasattr(module, "exported_weights"):
+        return [Part(*part) for part in module.exported_weights()]
+    if isinstance(module, GroupedParameters):
+        stacked, rows = module.single_grouped_weight, module.out_features
+        return [
+            Part(f"{g}.weight", "weight" if stacked else f"weight{g}", g if stacked else None, g, 0, rows)
+            for g in range(module._groups)
+        ]
+    if isinstance(module, SingleLinear):
+        parts, start = [], 0
+        for name, rows in zip(module.weight_names, module._splits.values(), strict=True):
+            transposed = isinstance(module, ConvertedConv1D)
+            parts.append(Part(plain_name(name), name, None, 0, start, start + rows, transposed))
+            start += rows
+        return parts
+    return [
+        Part(plain_name(name), name, None, i, 0, getattr(module, name).shape[0])
+        for i, name in enumerate(module.weight_names)
+    ]
+
+
+def plain_name(parameter: str) -> str:
+    """The name of a parameter as that of a layer of its own: ``fc1_weight`` becomes ``fc1.weight``."""
+    for kind in ("weight", "bias"):
+        if parameter.endswith(f"_{kind}"):
+            return f"{parameter.removesuffix(f'_{kind}')}.{kind}"
+    return parameter
+
+
+def module_columns(module: Any, part: Part) -> int:
+    """The number of columns of a weight [out, in]."""
+    columns: int = getattr(module, part.parameter).shape[-2 if part.transposed else -1]
+    return columns
+
+
+def bias_names(module: Any) -> dict[str, list[str]]:
+    """Names of the biases of a module for other programs, by parameter: several, if it is a stack."""
+    if isinstance(module, GroupedParameters):
+        if module._biased and module.single_grouped_bias:
+            return {"bias": [f"{g}.bias" for g in range(module._groups)]}
+        return {f"bias{g}": [f"{g}.bias"] for g in range(module._groups) if module._biased}
+    names = getattr(module, "bias_names", [])
+    return {name: [plain_name(name)] for name in names if getattr(module, name, None) is not None}
+
+
+def gemm_weight(module: Any, gemm: int) -> Tensor:
+    """The weight [out, in] of a GEMM, plain or kept quantized."""
+    if hasattr(module, "gemm_weight"):
+        own: Tensor = module.gemm_weight(gemm)
+        return own
+    if isinstance(module, GroupedParameters):
+        return module._group_weights()[gemm]
+    if isinstance(module, SingleLinear):
+        return module._weight(module._parameters_of_weight())
+    named: Tensor = getattr(module, module.weight_names[gemm])
+    return named
+
+
+def _kept(module: Any, part: Part) -> QuantizedTensor | None:
+    """The weight of a GEMM, if it is kept quantized."""
+    if not isinstance(getattr(module, part.parameter), QuantizedTensor):
+        return None
+    weight = gemm_weight(module, part.gemm)
+    assert isinstance(weight, QuantizedTensor)
+    return weight
+
+
+def _quantizer(module: Any, gemm: int, recipe: Recipe) -> tuple[Quantizer, Padding]:
+    built = module._build_quantizers(recipe, backward=False)
+    quantizer = module._gemm_operands(built.quantizers)[gemm]["weight"]
+    padding = built.details if isinstance(module, BasicLinear) else built.details[gemm].padding
+    return quantizer, padding
+
+
+def _why_unknown(quantizer: Quantizer) -> str | None:
+    row = quantizer.child(ROWWISE) if isinstance(quantizer, HybridQuantizer) else quantizer
+    if row.custom or not row.makes_planes:
+        return f"its quantizer {type(row).__name__} is your own, so the format of its bytes is not known"
+    if row.encoding(ROWWISE).stochastic:
+        return (
+            "its weight is rounded stochastically in fprop, so every step multiplies other numbers. Remove `sr` from "
+            "fprop in the recipe"
+        )
+    return None
+
+
+def _plane(module: Any, part: Part, quantizer: Quantizer | None, padding: Padding) -> Plane:
+    """The rowwise plane that fprop multiplies."""
+    weight = gemm_weight(module, part.gemm)
+    if isinstance(weight, QuantizedTensor):
+        plane = weight.plane(ROWWISE)
+        assert plane is not None
+        return plane
+    assert quantizer is not None
+    rows, columns = weight.shape
+    padded = padding.padded(Sizes(0, columns, rows), backward=True)
+    # A copy, because quantizers of delayed scaling record what they see; the export must not change the next step.
+    quantizer = copy.deepcopy(quantizer)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        made = quantizer.make_planes(weight_matrix(weight, padded), rowwise=True, columnwise=False).plane(ROWWISE)
+    assert made is not None
+    return made
