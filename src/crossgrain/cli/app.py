@@ -8,6 +8,7 @@ import typer
 
 from .compare import compare
 from .explain import explain
+from .export import export
 from .formats import formats
 from .imports import import_modules
 from .plan import plan
@@ -31,5 +32,5 @@ def before_every_command(modules: Modules = []) -> None:  # noqa: B006  # typer 
     import_modules(modules)
 
 
-for command in (compare, train, explain, plan, formats, warmup):
+for command in (compare, train, explain, plan, export, formats, warmup):
     app.command()(command)

@@ -31,7 +31,7 @@ def kind_of(fmt: Format) -> str | None:
     if rule == "two_level" and element == E2M1 and fmt.scale_element == E4M3:
         return NVFP4 if fmt.block_length == 16 and by_rows else None
     if rule in ("e8m0_up", "e8m0_floor") and fmt.block_length == 32 and by_rows:
-        return {E2M1: MXFP4, E4M3: MXFP8}.get(element) if element in (E2M1, E4M3) else None
+        return MXFP4 if element == E2M1 else MXFP8 if element == E4M3 else None
     if rule == "fp32" and element == E4M3:
         return {None: FP8, (1, 128): FP8_ROWS, (128, 128): FP8_TILES}.get(block)
     return None

@@ -25,7 +25,7 @@ from ..formats import Format
 from .checks import FP8, FP8_ROWS, FP8_TILES, MXFP4, MXFP8, NVFP4, kind_of, refuse
 from .contents import Contents
 from .layout import Layout, amax_from, as_e4m3, expect, expect_one, global_encode_scale
-from .walk import Bytes, ExportedWeight
+from .walk import Bytes
 
 _FORMATS = {
     NVFP4: "nvfp4-pack-quantized",
@@ -103,9 +103,9 @@ class CompressedTensors(Layout):
         return {"config.json": {**contents.config, "quantization_config": quantization}}
 
     def describes(self, directory: Path, config: Mapping[str, Any]) -> bool:
-        return config.get("quantization_config", {}).get("quant_method") == self.name
+        return bool(config.get("quantization_config", {}).get("quant_method") == self.name)
 
-    def consumed(self, weight: ExportedWeight, name: str, fmt: Format) -> list[str]:
+    def consumed(self, name: str, fmt: Format) -> list[str]:
         kind = kind_of(fmt)
         if kind == NVFP4:
             return [f"{name}_packed", f"{name}_scale", f"{name}_global_scale"]

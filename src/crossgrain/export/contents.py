@@ -16,7 +16,7 @@ from ..convert.layers import ConvertedConv1D
 from ..files.safetensors_file import cast_tensor
 from ..nn.linear_module import LinearModule
 from ..ops import Linear as LinearOperation
-from ..recipe import Recipe
+from ..recipe import GemmRecipe, Recipe, as_recipe
 from ..recipe.binding import is_conv1d
 from ..tensor import QuantizedTensor
 from .checked_json import read_json
@@ -105,6 +105,14 @@ def contents_of(
     return found
 
 
+def bound_recipe(recipe: Recipe | str | None, model: nn.Module) -> Recipe | None:
+    """A recipe of the user, bound to the layers of the model."""
+    if recipe is None:
+        return None
+    recipe = as_recipe(recipe)
+    return recipe.for_model(model) if isinstance(recipe, GemmRecipe) else recipe
+
+
 def _add(names: dict[str, Any], name: str, value: Any, found: Contents) -> None:
     if name in found.weights or name in found.plain:
         raise ValueError(f"two tensors would be called {name} in the export; pass rename= to tell them apart")
@@ -175,7 +183,7 @@ def _left(model: nn.Module, weights: list[ExportedWeight]) -> list[str]:
 def config_of(model: Any, config: ConfigChoice, dtype: torch.dtype | None) -> dict[str, Any]:
     """The configuration to write: the given one, or that of a Hugging Face model, or an empty one."""
     if config is None:
-        own = getattr(model, "config", None)
+        own: Any = getattr(model, "config", None)
         found = json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
         if found and not found.get("architectures"):
             found["architectures"] = [type(model).__name__]

@@ -73,7 +73,7 @@ def is_export(path: Path) -> bool:
 
 
 def write_shards(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int, metadata: Mapping[str, Mapping[str, str]]
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int, metadata: Mapping[str, dict[str, str]]
 ) -> list[str]:
     """Write tensors to safetensors files of at most ``max_bytes`` each, with an index if there are several.
 
@@ -81,7 +81,8 @@ def write_shards(
         directory: where to write.
         tensors: names and tensors, made one after the other, so that only one shard is in memory.
         max_bytes: size of the tensors of a file; a larger tensor has a file of its own.
-        metadata: entries for the metadata of files, ``{key: {tensor: text}}``: each file has those of its tensors.
+        metadata: entries for the metadata of files, ``{key: {name: text}}``. It may grow while tensors are made; each
+            file takes what is there when it is written.
 
     Returns:
         The names of the files.
@@ -116,13 +117,13 @@ def write_shards(
     return files
 
 
-def _write_shard(path: Path, shard: dict[str, Tensor], metadata: Mapping[str, Mapping[str, str]]) -> None:
+def _write_shard(path: Path, shard: dict[str, Tensor], metadata: Mapping[str, dict[str, str]]) -> None:
     safetensors = safetensors_package()
     about = {"format": "pt"}
-    for key, by_tensor in metadata.items():
-        own = {name: text for name, text in by_tensor.items() if name in shard}
-        if own:
-            about[key] = json.dumps(own)
+    for key, entries in metadata.items():
+        if entries:
+            about[key] = json.dumps(entries)
+            entries.clear()
     try:
         safetensors.torch.save_file(shard, path, about)
     except safetensors.SafetensorError as error:

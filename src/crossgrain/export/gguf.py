@@ -20,7 +20,7 @@ from ..formats import Format
 from .checks import MXFP4, NVFP4, kind_of, refuse
 from .contents import Contents
 from .layout import AMAX, Layout, amax_from, expect_one, global_decode_scale
-from .walk import Bytes, ExportedWeight
+from .walk import Bytes
 
 FILE = "model.gguf"
 _LONGEST_NAME = 63  # bytes of a tensor's name that llama.cpp reads
@@ -101,7 +101,7 @@ class Gguf(Layout):
         finally:
             writer.close()
 
-    def consumed(self, weight: ExportedWeight, name: str, fmt: Format) -> list[str]:
+    def consumed(self, name: str, fmt: Format) -> list[str]:
         return [name, *([scale_name(name)] if kind_of(fmt) == NVFP4 else [])]
 
     def read(self, name: str, stored: Mapping[str, Tensor], fmt: Format, amax: float | None) -> Bytes:
@@ -125,7 +125,9 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ImportError("reading and writing GGUF files needs the package gguf: pip install 'crossgrain[gguf]'") from None
+        raise ImportError(
+            "reading and writing GGUF files needs the package gguf: pip install 'crossgrain[gguf]'"
+        ) from None
     return gguf
 
 

@@ -19,7 +19,7 @@ from ..formats import Format
 from .checks import MXFP4, refuse
 from .contents import Contents
 from .layout import Layout, expect
-from .walk import Bytes, ExportedWeight
+from .walk import Bytes
 
 
 class GptOss(Layout):
@@ -34,7 +34,7 @@ class GptOss(Layout):
             [
                 f"{name}: gpt-oss stores only stacks of experts quantized, and this is a layer of its own"
                 for name, weight in contents.weights.items()
-                if weight.part.index is None
+                if weight.part.place is None
             ],
             self.name,
         )
@@ -50,17 +50,18 @@ class GptOss(Layout):
         """The two tensors of a stack."""
         rows, columns = experts[0].shape
         blocks = torch.stack([each.codes.view(rows, columns // 32, 16) for each in experts])
-        return {f"{key}_blocks": blocks, f"{key}_scales": torch.stack([each.scales for each in experts])}
+        return dict(zip(self.stack_names(key), (blocks, torch.stack([each.scales for each in experts])), strict=True))
 
     def files(self, contents: Contents) -> dict[str, Mapping[str, Any]]:
         quantization = {"quant_method": "mxfp4", "modules_to_not_convert": contents.left}
         return {"config.json": {**contents.config, "quantization_config": quantization}}
 
     def describes(self, directory: Path, config: Mapping[str, Any]) -> bool:
-        return config.get("quantization_config", {}).get("quant_method") == "mxfp4"
+        return bool(config.get("quantization_config", {}).get("quant_method") == "mxfp4")
 
-    def consumed(self, weight: ExportedWeight, name: str, fmt: Format) -> list[str]:
-        return [f"{weight.key}_blocks", f"{weight.key}_scales"]
+    def stack_names(self, key: str) -> list[str]:
+        """The names of the two tensors of a stack."""
+        return [f"{key}_blocks", f"{key}_scales"]
 
     def read_expert(self, key: str, index: int, stored: Mapping[str, Tensor], fmt: Format) -> Bytes:
         """The bytes of one expert."""

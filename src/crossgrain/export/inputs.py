@@ -35,7 +35,7 @@ def observed_amaxes(model: nn.Module, weights: Mapping[str, ExportedWeight], inp
             only argument.
 
     Raises:
-        ValueError: a layer was not reached or saw NaNs or infinities, or the input of its GEMM is not that of the layer.
+        ValueError: a layer was not reached, saw NaNs or infinities, or computes the input of its GEMM itself.
     """
     inner = [name for name, weight in weights.items() if isinstance(weight.module, NormFirst)]
     if inner:

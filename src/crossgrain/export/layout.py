@@ -14,7 +14,7 @@ from ..kernels.reference.scaling import global_scale
 from ..planes import ROWWISE, Plane, empty_plane
 from .checks import NVFP4, check_weights, kind_of
 from .contents import Contents
-from .walk import Bytes, ExportedWeight
+from .walk import Bytes
 
 AMAX = "crossgrain.amax"
 """Key in the metadata of files: the exact amaxes of NVFP4 tensors, of which layouts store a rounded reciprocal."""
@@ -52,7 +52,7 @@ class Layout:
         """Whether a directory with this ``config.json`` has this layout."""
         raise NotImplementedError
 
-    def consumed(self, weight: ExportedWeight, name: str, fmt: Format) -> list[str]:
+    def consumed(self, name: str, fmt: Format) -> list[str]:
         """The names of the tensors that `read` takes for a weight. The first is there only if it is quantized."""
         raise NotImplementedError
 

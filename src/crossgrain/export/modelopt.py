@@ -2,7 +2,7 @@
 
 | format | tensors of ``layer`` |
 |---|---|
-| NVFP4 | ``weight`` uint8 [out, in/2], ``weight_scale`` E4M3 [out, in/16], ``weight_scale_2`` fp32 [], ``input_scale`` |
+| NVFP4 | ``weight`` uint8 [out, in/2], ``weight_scale`` E4M3 [out, in/16], ``weight_scale_2``, ``input_scale`` fp32 |
 | FP8 | ``weight`` E4M3 [out, in], ``weight_scale`` fp32 [], ``input_scale`` fp32 [] |
 
 Readers multiply by ``weight_scale_2``. ``input_scale`` is the amax of the inputs divided by the largest number of the
@@ -23,7 +23,7 @@ from ..formats import Format
 from .checks import FP8, NVFP4, kind_of, refuse
 from .contents import Contents
 from .layout import Layout, amax_from, as_e4m3, expect, expect_one, global_decode_scale
-from .walk import Bytes, ExportedWeight
+from .walk import Bytes
 
 _LARGEST = {NVFP4: 6.0 * 448.0, FP8: 448.0}
 _SMALLEST = 1e-12  # an amax of zero would give a scale of zero, by which readers divide
@@ -108,7 +108,7 @@ class ModelOpt(Layout):
         given = config.get("quantization_config", {}).get("quant_method")
         return given == "modelopt" or (given is None and (directory / "hf_quant_config.json").is_file())
 
-    def consumed(self, weight: ExportedWeight, name: str, fmt: Format) -> list[str]:
+    def consumed(self, name: str, fmt: Format) -> list[str]:
         return [name, f"{name}_scale", *([f"{name}_scale_2"] if kind_of(fmt) == NVFP4 else [])]
 
     def read(self, name: str, stored: Mapping[str, Tensor], fmt: Format, amax: float | None) -> Bytes:

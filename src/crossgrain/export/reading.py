@@ -48,6 +48,7 @@ class StoredTensors:
             raise DamagedFileError(f"{path}: quantization_config must be an object")
         self.amaxes: dict[str, float] = {}
         self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
         self._gguf: dict[str, Tensor] = {}
         if (directory / GGUF_FILE).is_file():
             self._open_gguf(directory / GGUF_FILE)
@@ -71,12 +72,13 @@ class StoredTensors:
                 continue
             if name not in self._files:
                 raise DamagedFileError(f"{self.directory} has no tensor {name}")
-            safetensors = safetensors_package()
+            safetensors, path = safetensors_package(), self._files[name]
             try:
-                with safetensors.safe_open(self._files[name], framework="pt") as file:
-                    found[name] = file.get_tensor(name)
+                if path not in self._open:
+                    self._open[path] = safetensors.safe_open(path, framework="pt")
+                found[name] = self._open[path].get_tensor(name)
             except (safetensors.SafetensorError, OSError, ValueError) as error:
-                raise DamagedFileError(f"{self._files[name]} is damaged: {name} cannot be read: {error}") from error
+                raise DamagedFileError(f"{path} is damaged: {name} cannot be read: {error}") from error
         return found
 
     # ---- safetensors ---------------------------------------------------------------------------
@@ -103,7 +105,9 @@ class StoredTensors:
                 raise DamagedFileError(f"{index} says that {name[:200]!r} is in {file}, but it is not")
         unlisted = [name for file, names in there.items() for name in names if placed.get(name) != file]
         if unlisted:
-            raise DamagedFileError(f"{index} does not list {unlisted[0][:200]!r} where it is, so it may be of another model")
+            raise DamagedFileError(
+                f"{index} does not list {unlisted[0][:200]!r} where it is, so it may be of another model"
+            )
         self._files = {name: self.directory / file for name, file in placed.items()}
 
     def _header(self, path: Path) -> set[str]:
@@ -143,7 +147,9 @@ class StoredTensors:
         except DamagedFileError:
             raise
         except Exception as error:  # the reader does not check what it reads
-            raise DamagedFileError(f"{path} is truncated or not a GGUF file: {type(error).__name__}: {error}") from error
+            raise DamagedFileError(
+                f"{path} is truncated or not a GGUF file: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _from_gguf(tensor: Any, gguf: Any) -> Tensor:

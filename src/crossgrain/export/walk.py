@@ -46,7 +46,7 @@ class Part(NamedTuple):
     Attributes:
         name: what follows the path of the module: ``weight``, ``3.weight``, ``fc1.weight``.
         parameter: name of the parameter that holds it.
-        index: position in the first dimension of that parameter, if it is a stack; otherwise None.
+        place: position in the first dimension of that parameter, if it is a stack; otherwise None.
         gemm: index of the GEMM in the module.
         start: first row of the GEMM's weight.
         stop: row after the last one.
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
     name: str
     parameter: str
-    index: int | None
+    place: int | None
     gemm: int
     start: int
     stop: int
@@ -91,6 +91,7 @@ class ExportedWeight:
         format: the format of its rowwise plane; None if it has none, or if only its quantizer knows.
         shape: (out, in).
         problem: why its rowwise plane is not known; None if it is.
+        recipe: the recipe that the layer follows.
     """
 
     path: str
@@ -99,6 +100,7 @@ class ExportedWeight:
     format: Format | None
     shape: tuple[int, int]
     problem: str | None
+    recipe: Recipe | None
     _plane: Callable[[], Plane]
 
     @property
@@ -212,7 +214,7 @@ def _weights_of(path: str, module: Any, recipe: Recipe | None, latest: _Latest) 
         def plane_of_gemm(part: Part = part, quantizer: Any = quantizer, padding: Padding = padding) -> Plane:
             return latest.get((id(module), part.gemm), lambda: _plane(module, part, quantizer, padding))
 
-        yield ExportedWeight(path, part, module, fmt, shape, problem, plane_of_gemm)
+        yield ExportedWeight(path, part, module, fmt, shape, problem, recipe, plane_of_gemm)
 
 
 def parts_of(module: Any) -> list[Part]:

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from ..files.bound import recipe_text
 from ..files.safetensors_file import plain_tensors, safetensors_package
-from ..recipe import GemmRecipe, Recipe, as_recipe
+from ..recipe import Recipe
 from .checks import check_finite
-from .contents import ConfigChoice, Contents, Rename, config_of, contents_of, renaming
+from .contents import ConfigChoice, Contents, Rename, bound_recipe, config_of, contents_of, renaming
 from .directory import check_can_write, copy_assets, new_export, write_json, write_shards
 from .gguf import Gguf, gguf_package
 from .gpt_oss import GptOss
 from .inputs import Batches, observed_amaxes, remembered_amaxes
 from .layout import AMAX, Layout, is_nvfp4
 from .layouts import layout_named
+from .notes import notes_on_fused_layers
 from .plain import Plain
 from .walk import Bytes
 
@@ -112,7 +113,7 @@ def export(
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     check_can_write(path, overwrite)
     gguf_package() if isinstance(layout, Gguf) else safetensors_package()
-    bound = _bound(recipe, model)
+    bound = bound_recipe(recipe, model)
     about = {"format": layout.name, "recipe": _recipe_text(model, bound)}
     if isinstance(layout, Plain):
         contents = _plain_contents(model, dtype, config, rename)
@@ -128,24 +129,18 @@ def export(
         notes=contents.notes,
     )
     with new_export(path, overwrite, about) as temporary:
-        _write(layout, temporary, contents, max_shard_bytes)
+        amaxes = _write(layout, temporary, contents, max_shard_bytes)
+        contents.notes.extend(notes_on_fused_layers(amaxes))
         for name, content in layout.files(contents).items():
             if content:
                 write_json(temporary / name, content)
-        generation = getattr(model, "generation_config", None)
+        generation: Any = getattr(model, "generation_config", None)
         if contents.config and hasattr(generation, "to_json_string"):
             write_json(temporary / "generation_config.json", json.loads(generation.to_json_string()))
         if assets is not None:
             copy_assets(Path(assets), temporary)
         report.files.extend(sorted(file.name for file in temporary.iterdir()))
     return report
-
-
-def _bound(recipe: Recipe | str | None, model: nn.Module) -> Recipe | None:
-    if recipe is None:
-        return None
-    recipe = as_recipe(recipe)
-    return recipe.for_model(model) if isinstance(recipe, GemmRecipe) else recipe
 
 
 def _recipe_text(model: nn.Module, recipe: Recipe | None) -> str | None:
@@ -174,21 +169,27 @@ def _input_amaxes(
     return found if len(found) == len(contents.weights) else {}
 
 
-def _write(layout: Layout, directory: Path, contents: Contents, max_shard_bytes: int) -> None:
+def _write(layout: Layout, directory: Path, contents: Contents, max_shard_bytes: int) -> dict[str, float]:
+    """Write all tensors, and return the numbers that scale whole weights, by name."""
     amaxes: dict[str, str] = {}
+    scales: dict[str, float] = {}
 
     def read() -> Iterator[tuple[str, Bytes]]:
         for name, weight in contents.weights.items():
             found = weight.read()
             check_finite(name, found)
             if is_nvfp4(found.format) and found.amax is not None:
-                amaxes[name] = found.amax.item().hex()
+                amaxes[name] = float(found.amax).hex()
+                scales[name] = float(found.amax)
+            elif found.format.block is None:
+                scales[name] = float(found.scales)
             yield name, found
 
     if isinstance(layout, Gguf):
         layout.write(directory, contents, read(), lambda: json.dumps(amaxes) if amaxes else None)
-        return
-    write_shards(directory, _tensors(layout, contents, read()), max_shard_bytes, {AMAX: amaxes})
+    else:
+        write_shards(directory, _tensors(layout, contents, read()), max_shard_bytes, {AMAX: amaxes})
+    return scales
 
 
 def _tensors(layout: Layout, contents: Contents, read: Iterator[tuple[str, Bytes]]) -> Iterator[tuple[str, Tensor]]:
