@@ -16,7 +16,8 @@ from .checks import NVFP4, check_weights, kind_of
 from .contents import Contents
 from .walk import Bytes
 
-AMAX = "crossgrain.amax"
+_PREFIX = "crossgrain."
+AMAX = f"{_PREFIX}amax"
 """Key in the metadata of files: the exact amaxes of NVFP4 tensors, of which layouts store a rounded reciprocal."""
 
 

@@ -19,8 +19,9 @@ def notes_on_fused_layers(scales: Mapping[str, float]) -> list[str]:
         parent, _, own = name.removesuffix(".weight").rpartition(".")
         for group in _FUSED:
             if own == group[0]:
-                others = [scales.get(f"{parent}.{other}.weight", scale) for other in group[1:]]
-                different += [f"{parent}.{{{','.join(group)}}}"] if any(other != scale for other in others) else []
+                prefix = f"{parent}." if parent else ""
+                others = [scales.get(f"{prefix}{other}.weight", scale) for other in group[1:]]
+                different += [f"{prefix}{{{','.join(group)}}}"] if any(other != scale for other in others) else []
     if not different:
         return []
     more = f" and {len(different) - 1} more" if len(different) > 1 else ""

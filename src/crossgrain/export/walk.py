@@ -132,7 +132,9 @@ def bytes_of(plane: Plane, start: int, shape: tuple[int, int]) -> Bytes:
             raise ValueError(f"the rows of this weight begin at {start}, inside a tile of {tall} rows")
         first, last = start // tall, math.ceil((start + rows) / tall)
         scales = scales[first:last, : math.ceil(columns / fmt.block_length)]
-    return Bytes(codes.contiguous(), scales.contiguous(), plane.amax, fmt, shape)
+    amax = None if plane.amax is None else plane.amax.to("cpu", copy=True)
+    # Copies: planes of one parameter may be exported under two names, and files refuse tensors that share memory.
+    return Bytes(*(part.to("cpu", copy=True).contiguous() for part in (codes, scales)), amax, fmt, shape)
 
 
 def quantized_weights(model: nn.Module, recipe: Recipe | None) -> list[ExportedWeight]:
@@ -317,6 +319,10 @@ def _plane(module: Any, part: Part, quantizer: Quantizer | None, padding: Paddin
         assert plane is not None
         return plane
     assert quantizer is not None
+    if not bool(weight.isfinite().all()):
+        raise ValueError(
+            f"{module.layer}: the weight holds NaNs or infinities, which most formats cannot show; it is not exported"
+        )
     rows, columns = weight.shape
     padded = padding.padded(Sizes(0, columns, rows), backward=True)
     # A copy, because quantizers of delayed scaling record what they see; the export must not change the next step.
