@@ -134,7 +134,8 @@ def bytes_of(plane: Plane, start: int, shape: tuple[int, int]) -> Bytes:
         scales = scales[first:last, : math.ceil(columns / fmt.block_length)]
     amax = None if plane.amax is None else plane.amax.to("cpu", copy=True)
     # Copies: planes of one parameter may be exported under two names, and files refuse tensors that share memory.
-    return Bytes(*(part.to("cpu", copy=True).contiguous() for part in (codes, scales)), amax, fmt, shape)
+    codes, scales = (part.to("cpu", copy=True).contiguous() for part in (codes, scales))
+    return Bytes(codes, scales, amax, fmt, shape)
 
 
 def quantized_weights(model: nn.Module, recipe: Recipe | None) -> list[ExportedWeight]:
