@@ -118,9 +118,13 @@ def test_a_run_with_everything_happening_is_the_run_left_alone(monkeypatch, caps
     assert "36 steps twice, 5 resumes, and every loss the same" in printed
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/convert.md", "docs/formats.md", "docs/offload.md"])
-def test_code_in_the_documentation_runs(page, monkeypatch):
+PAGES = ["README.md", "docs/convert.md", "docs/export.md", "docs/formats.md", "docs/offload.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_in_the_documentation_runs(page, monkeypatch, tmp_path):
     """Blocks of one page run one after the other, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks

@@ -206,3 +206,21 @@ def test_a_recipe_of_an_autocast_is_given(tmp_path):
     cg.export(model, tmp_path / "out", format="compressed-tensors", recipe="mxfp8")
     cg.load_exported(other, tmp_path / "out", recipe="mxfp8")
     assert isinstance(other[0].weight, cg.MXFP8Tensor)
+
+
+@pytest.mark.parametrize("make", [lambda: cg.ops.Linear(64, 32), lambda: cg.LayerNormMLP(64, 128)])
+def test_operations_and_mlps_load_again(make, tmp_path):
+    models = []
+    for _ in range(2):
+        models.append(nn.Sequential(make()))
+        cg.convert(models[-1], "mxfp8")
+    model, other = models
+    cg.export(model, tmp_path / "out", format="compressed-tensors")
+    cg.load_exported(other, tmp_path / "out")
+    assert all(map(torch.equal, rows_of(other), rows_of(model)))
+    assert any(isinstance(parameter, cg.QuantizedTensor) for parameter in other.parameters())
+    x = torch.randn(32, 64)
+    with torch.no_grad():
+        assert torch.equal(other(x), model(x))
+    other(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in other.parameters())

@@ -327,3 +327,62 @@ def test_a_deep_copy_exports_the_same(tmp_path):
     model = mlp("nvfp4")
     first, second = (exported(m, tmp_path / str(i))[1] for i, m in enumerate((model, copy.deepcopy(model))))
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+
+
+def test_names_of_wrappers_are_left_out(tmp_path):
+    model = mlp("mxfp8")
+    expected = exported(model, tmp_path / "out")[1]
+    compiled = torch.compile(model, backend="eager")
+    assert exported(compiled, tmp_path / "compiled")[1].keys() == expected.keys()
+    model[0] = torch.compile(model[0], backend="eager")
+    report, stored = exported(model, tmp_path / "inside")
+    assert stored.keys() == expected.keys() and list(report.quantized) == ["0.weight", "3.weight"]
+
+
+def test_stacks_of_experts_in_high_precision_are_listed(tmp_path):
+    model = nn.ModuleDict({"layer": nn.Linear(64, 64), "experts": nn.Module()})
+    model["experts"].gate_up_proj = nn.Parameter(torch.randn(2, 32, 64))
+    cg.convert(model, "mxfp8")
+    cg.export(model, tmp_path / "out", format="compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["experts"]
+
+
+def test_parts_that_begin_inside_a_tile_are_refused(tmp_path):
+    model = nn.Sequential(cg.Linear(128, 256, parameters_split={"query": 128, "key": 64, "value": 64}))
+    cg.convert(model, "fp8-block")
+    with pytest.raises(
+        ValueError, match=r"0.value.weight \[64, 128\]: .* begins at row 192, inside a tile of 128 rows"
+    ):
+        cg.export(model, tmp_path / "out", format="compressed-tensors")
+    assert not list(tmp_path.iterdir())
+
+
+class SplitExperts(cg.GroupedLinear):
+    """Experts whose weight is two layers for other programs."""
+
+    def exported_weights(self):
+        half = self.out_features // 2
+        for g in range(self.num_gemms):
+            yield f"{g}.gate_proj.weight", "weight", g, g, 0, half
+            yield f"{g}.up_proj.weight", "weight", g, g, half, 2 * half
+
+
+def test_a_module_may_say_what_its_weights_are(tmp_path):
+    def experts() -> nn.Module:
+        model = nn.Sequential(SplitExperts(2, 64, 32, bias=False, single_grouped_weight=True))
+        cg.convert(model, "mxfp4")
+        return model
+
+    model = experts()
+    report, stored = exported(model, tmp_path / "out")
+    assert list(report.quantized)[:2] == ["0.0.gate_proj.weight", "0.0.up_proj.weight"]
+    for g, weight in enumerate(model[0].weight.detach()):
+        whole = cg.quantize(weight, "mxfp4").plane(cg.ROWWISE)
+        codes = torch.cat([stored[f"0.{g}.{half}.weight_packed"] for half in ("gate_proj", "up_proj")])
+        assert torch.equal(codes, whole.operand_codes())
+    for keep_quantized in (True, False):  # decoded MXFP4 is quantized to the same bytes again
+        other = experts()
+        cg.load_exported(other, tmp_path / "out", keep_quantized=keep_quantized)
+        again = exported(other, tmp_path / f"again-{keep_quantized}")[1]
+        assert all(torch.equal(again[name], stored[name]) for name in stored)

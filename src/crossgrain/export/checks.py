@@ -79,6 +79,11 @@ def refuse(problems: Sequence[str], target: str) -> None:
 def _shape_problem(weight: ExportedWeight) -> str | None:
     fmt = weight.format
     assert fmt is not None
+    if fmt.block_rows > 1 and not fmt.layout.replicated and weight.part.start % fmt.block_rows:
+        return (
+            f"it is the part of a larger weight that begins at row {weight.part.start}, inside a tile of "
+            f"{fmt.block_rows} rows"
+        )
     if fmt.block is None or fmt.ragged:
         return None
     if weight.shape[1] % fmt.block_length:

@@ -26,6 +26,8 @@ Rename = Callable[[str], str] | Mapping[str, str] | None
 ConfigChoice = Mapping[str, Any] | str | os.PathLike[str] | None
 
 _WEIGHT = ".weight"
+# What wrappers add to the names of the parameters inside of them, which are no names of the model.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Contents:
     Attributes:
         weights: the quantized weights, by name.
         plain: all other tensors, by name; they are cast when they are written.
-        left: names of the linear and embedding layers that stay in high precision.
+        left: names of the layers that stay in high precision: linear layers, embeddings, stacks of experts.
         config: the configuration of the model, as in ``config.json``.
         dtype: the dtype of plain floating-point tensors; None keeps that of each.
         notes: what the user should know.
@@ -80,8 +82,9 @@ def contents_of(
         ValueError: two tensors would get the same name, a name is reserved, or a weight cannot be exported.
     """
     renamed = renaming(rename)
+    _refuse_adapters(model)
     weights = quantized_weights(model, recipe)
-    names = Names(model, weights)
+    names = Names(weights)
     found = Contents({}, {}, [], config_of(model, config, dtype), dtype, renamed=renamed)
     for weight in weights:
         _add(found.weights, renamed(weight.name), weight, found)
@@ -113,6 +116,15 @@ def bound_recipe(recipe: Recipe | str | None, model: nn.Module) -> Recipe | None
     return recipe.for_model(model) if isinstance(recipe, GemmRecipe) else recipe
 
 
+def _refuse_adapters(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("peft.tuners"):
+            raise ValueError(
+                f"{path or 'the model'} has adapters of peft, which engines do not find under these names: merge them "
+                "first (model.merge_and_unload()), convert the result, and export that"
+            )
+
+
 def _add(names: dict[str, Any], name: str, value: Any, found: Contents) -> None:
     if name in found.weights or name in found.plain:
         raise ValueError(f"two tensors would be called {name} in the export; pass rename= to tell them apart")
@@ -124,7 +136,7 @@ def _add(names: dict[str, Any], name: str, value: Any, found: Contents) -> None:
 class Names:
     """Names of plain tensors: biases of layers whose weights are renamed are renamed likewise."""
 
-    def __init__(self, model: nn.Module, weights: list[ExportedWeight]) -> None:
+    def __init__(self, weights: list[ExportedWeight]) -> None:
         self._biases: dict[str, list[str]] = {}
         for weight in weights:
             prefix = f"{weight.path}." if weight.path else ""
@@ -144,11 +156,18 @@ def _pieces(value: Tensor, count: int) -> list[Tensor]:
 def renaming(rename: Rename) -> Callable[[str], str]:
     """``rename`` as a function."""
     if rename is None:
-        return lambda name: name
+        return _unwrapped
     if isinstance(rename, Mapping):
         table = rename
-        return lambda name: table.get(name, name)
-    return rename
+        return lambda name: table.get(_unwrapped(name), _unwrapped(name))
+    chosen = rename
+    return lambda name: chosen(_unwrapped(name))
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _is_extra_state(key: str) -> bool:
@@ -167,13 +186,14 @@ def _tied_keys(model: Any, config: Mapping[str, Any]) -> set[str]:
 
 
 def _left(model: nn.Module, weights: list[ExportedWeight]) -> list[str]:
-    """Paths of the linear and embedding layers that are not quantized."""
+    """Paths of the linear and embedding layers, and of stacks of experts, that are not quantized."""
     quantized = {weight.path for weight in weights}
     kinds = (nn.Linear, nn.Embedding, LinearModule, LinearOperation, ConvertedConv1D)
     return [
         path
         for path, module in model.named_modules(remove_duplicate=False)
-        if path not in quantized and (isinstance(module, kinds) or is_conv1d(module))
+        if path not in quantized
+        and (isinstance(module, kinds) or is_conv1d(module) or any(p.dim() == 3 for p in module.parameters(False)))
     ]
 
 
@@ -187,6 +207,7 @@ def config_of(model: Any, config: ConfigChoice, dtype: torch.dtype | None) -> di
         found = json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
         if found and not found.get("architectures"):
             found["architectures"] = [type(model).__name__]
+        found.pop("dtype", None)  # which need not be that of the tensors
     elif isinstance(config, Mapping):
         found = dict(config)
     else:

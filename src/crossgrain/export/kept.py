@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from ..linear.padding import Sizes
 from ..nn import QuantizedModule
 from ..nn.linear import SingleLinear
+from ..ops import Linear as LinearOperation
 from ..planes import ROWWISE
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..tensor import QuantizedTensor
 from ..tensor.storage import copy_plane
 from .layout import plane_from
-from .walk import Bytes, ExportedWeight
+from .walk import Bytes, ExportedWeight, gemm_weight
 
 _DECODE = "Load it with keep_quantized=False, which decodes the weights into the parameters"
 
@@ -28,21 +29,17 @@ def check_can_keep(weight: ExportedWeight) -> None:
         raise ValueError(f"{label}: a weight that is stored as [in, out] cannot be kept quantized. {_DECODE}")
     if isinstance(module, SingleLinear) and len(module.weight_names) > 1:
         raise ValueError(f"{label}: a weight of several parameters cannot be kept quantized. {_DECODE}")
-    padded = _padded(weight)
-    if padded != weight.shape:
-        raise ValueError(
-            f"{label}: the formats of this recipe pad the weight {list(weight.shape)} to {list(padded)}, so it cannot "
-            f"be kept quantized. {_DECODE}"
-        )
-
-
-def _padded(weight: ExportedWeight) -> tuple[int, int]:
     if weight.recipe is None:
-        return weight.shape
-    details = weight.module._build_quantizers(weight.recipe).details
+        return
+    rows, columns = gemm_weight(module, weight.part.gemm).shape
+    details = module._build_quantizers(weight.recipe).details
     padding = details[weight.part.gemm].padding if isinstance(details, list) else details
-    sizes = padding.padded(Sizes(0, weight.shape[1], weight.shape[0]), backward=True)
-    return (sizes.n, sizes.k)
+    padded = padding.padded(Sizes(0, columns, rows), backward=True)
+    if (padded.n, padded.k) != (rows, columns):
+        raise ValueError(
+            f"{label}: the formats of this recipe pad the weight {[rows, columns]} to {[padded.n, padded.k]}, so it "
+            f"cannot be kept quantized. {_DECODE}"
+        )
 
 
 def rows_tensor(weight: ExportedWeight, parts: list[Bytes]) -> QuantizedTensor:
@@ -110,6 +107,8 @@ def adopt(model: nn.Module, weight: ExportedWeight, rows: QuantizedTensor) -> No
         setattr(new, name, value)  # what users hung on the parameter
     for module, name in _owners(model, old):
         setattr(module, name, new)
+    if getattr(weight.module, weight.part.parameter) is not new:
+        setattr(weight.module, weight.part.parameter, new)  # an operation that is no submodule
 
 
 def _write(tensor: QuantizedTensor, rows: QuantizedTensor, label: str) -> None:
@@ -123,5 +122,5 @@ def _owners(model: nn.Module, parameter: Tensor) -> list[tuple[nn.Module, str]]:
         (module, name)
         for module in model.modules()
         for name, own in module._parameters.items()
-        if own is parameter and isinstance(module, QuantizedModule)
+        if own is parameter and isinstance(module, QuantizedModule | LinearOperation)
     ]

@@ -218,4 +218,4 @@ def _piece(weight: ExportedWeight) -> Tensor:
     if weight.part.place is not None:
         parameter = parameter[weight.part.place]
     piece: Tensor = parameter.t() if weight.part.transposed else parameter
-    return piece
+    return piece if piece.shape[0] == weight.shape[0] else piece[weight.part.start : weight.part.stop]

@@ -128,8 +128,6 @@ def bytes_of(plane: Plane, start: int, shape: tuple[int, int]) -> Bytes:
     scales = plane.operand_scales()
     if fmt.block is not None:
         tall = 1 if fmt.layout.replicated else fmt.block_rows
-        if start % tall:
-            raise ValueError(f"the rows of this weight begin at {start}, inside a tile of {tall} rows")
         first, last = start // tall, math.ceil((start + rows) / tall)
         scales = scales[first:last, : math.ceil(columns / fmt.block_length)]
     amax = None if plane.amax is None else plane.amax.to("cpu", copy=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..files.bound import recipe_text
 from ..files.safetensors_file import plain_tensors, safetensors_package
@@ -109,6 +110,8 @@ def export(
         OSError: the disk is full or not writable; nothing is left behind.
     """
     layout, path = layout_named(format), Path(directory)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     check_can_write(path, overwrite)
