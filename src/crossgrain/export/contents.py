@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.layers import ConvertedConv1D
 from ..files.safetensors_file import cast_tensor
-from ..nn.linear_module import LinearModule
-from ..ops import Linear as LinearOperation
 from ..recipe import GemmRecipe, Recipe, as_recipe
-from ..recipe.binding import is_conv1d
 from ..tensor import QuantizedTensor
 from .checked_json import read_json
+from .hub_names import Piece, hub_names
 from .walk import ExportedWeight, bias_names, quantized_weights
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
@@ -37,7 +34,7 @@ class Contents:
     Attributes:
         weights: the quantized weights, by name.
         plain: all other tensors, by name; they are cast when they are written.
-        left: names of the layers that stay in high precision: linear layers, embeddings, stacks of experts.
+        left: names of modules with matrices that stay in high precision: linear layers, embeddings, routers, experts.
         config: the configuration of the model, as in ``config.json``.
         dtype: the dtype of plain floating-point tensors; None keeps that of each.
         notes: what the user should know.
@@ -74,9 +71,23 @@ class Contents:
 
 
 def contents_of(
-    model: nn.Module, recipe: Recipe | None, dtype: torch.dtype | None, config: ConfigChoice, rename: Rename
+    model: nn.Module,
+    recipe: Recipe | None,
+    dtype: torch.dtype | None,
+    config: ConfigChoice,
+    rename: Rename,
+    *,
+    names_of_files: bool = True,
 ) -> Contents:
     """Collect what is exported of a model. Nothing is quantized yet.
+
+    Args:
+        model: the model.
+        recipe: the recipe of layers that are bound to none.
+        dtype: see `Contents`.
+        config: the configuration of the user.
+        rename: the names of the user.
+        names_of_files: use the names of Hugging Face's files for models of transformers.
 
     Raises:
         ValueError: two tensors would get the same name, a name is reserved, or a weight cannot be exported.
@@ -84,10 +95,11 @@ def contents_of(
     renamed = renaming(rename)
     _refuse_adapters(model)
     weights = quantized_weights(model, recipe)
-    names = Names(weights)
+    names = Names(weights, hub_names(model) if names_of_files else {})
     found = Contents({}, {}, [], config_of(model, config, dtype), dtype, renamed=renamed)
     for weight in weights:
-        _add(found.weights, renamed(weight.name), weight, found)
+        for own in names.of_weight(weight):
+            _add(found.weights, renamed(own.name), own, found)
     tied = _tied_keys(model, found.config)
     quantized_keys = {weight.key for weight in weights}
     if tied & quantized_keys:
@@ -104,7 +116,8 @@ def contents_of(
             raise ValueError(f"{key} is on the meta device, so it has no values to export")
         for name, tensor in names.of_plain(key, value):
             _add(found.plain, renamed(name), tensor, found)
-    found.left = [renamed(f"{path}{_WEIGHT}").removesuffix(_WEIGHT) for path in _left(model, weights)]
+    left = [name for path in _left(model, weights) for name in names.of_layer(path)]
+    found.left = [renamed(f"{name}{_WEIGHT}").removesuffix(_WEIGHT) for name in dict.fromkeys(left)]
     return found
 
 
@@ -134,9 +147,13 @@ def _add(names: dict[str, Any], name: str, value: Any, found: Contents) -> None:
 
 
 class Names:
-    """Names of plain tensors: biases of layers whose weights are renamed are renamed likewise."""
+    """Names in files: of weights and plain tensors, and of the layers that have them.
 
-    def __init__(self, weights: list[ExportedWeight]) -> None:
+    Biases of layers whose weights are renamed are renamed likewise.
+    """
+
+    def __init__(self, weights: list[ExportedWeight], pieces: Mapping[str, list[Piece]]) -> None:
+        self._pieces = pieces
         self._biases: dict[str, list[str]] = {}
         for weight in weights:
             prefix = f"{weight.path}." if weight.path else ""
@@ -144,9 +161,28 @@ class Names:
                 self._biases[f"{prefix}{parameter}"] = [f"{prefix}{name}" for name in names]
 
     def of_plain(self, key: str, value: Tensor) -> list[tuple[str, Tensor]]:
-        """The tensors that are written for an entry of the state dict: several if it is a stack of biases."""
+        """The tensors that are written for an entry of the state dict: several if it is a stack."""
+        if key in self._pieces:
+            return [(piece.name, piece.of(value)) for piece in self._pieces[key]]
         names = self._biases.get(key, [key])
         return [(key, value)] if names == [key] else list(zip(names, _pieces(value, len(names)), strict=True))
+
+    def of_weight(self, weight: ExportedWeight) -> list[ExportedWeight]:
+        """A weight under its names: several if files have its rows in several tensors."""
+        part, rows = weight.part, weight.shape[0]
+        pieces = [piece for piece in self._pieces.get(weight.key, []) if piece.place == part.place]
+        if part.place is None and len(pieces) == 1:
+            return [weight.piece(pieces[0].name, 0, rows)]
+        begin = part.start if part.place is not None else 0
+        inside = [piece for piece in pieces if begin <= piece.start and piece.stop <= begin + rows]
+        if part.transposed or sum(piece.stop - piece.start for piece in inside) != rows:
+            return [weight]
+        return [weight.piece(piece.name, piece.start - begin, piece.stop - begin) for piece in inside]
+
+    def of_layer(self, path: str) -> list[str]:
+        """The names of a layer: that in the model, and those of its pieces in files."""
+        own = [piece.name for key, pieces in self._pieces.items() if key.rpartition(".")[0] == path for piece in pieces]
+        return [path, *(name.removesuffix(_WEIGHT) for name in own if name.endswith(_WEIGHT))]
 
 
 def _pieces(value: Tensor, count: int) -> list[Tensor]:
@@ -186,14 +222,15 @@ def _tied_keys(model: Any, config: Mapping[str, Any]) -> set[str]:
 
 
 def _left(model: nn.Module, weights: list[ExportedWeight]) -> list[str]:
-    """Paths of the linear and embedding layers, and of stacks of experts, that are not quantized."""
+    """Paths of modules with matrices that are not quantized: linear layers, embeddings, routers, stacks of experts.
+
+    Engines may have a linear layer where the model has something else.
+    """
     quantized = {weight.path for weight in weights}
-    kinds = (nn.Linear, nn.Embedding, LinearModule, LinearOperation, ConvertedConv1D)
     return [
         path
         for path, module in model.named_modules(remove_duplicate=False)
-        if path not in quantized
-        and (isinstance(module, kinds) or is_conv1d(module) or any(p.dim() == 3 for p in module.parameters(False)))
+        if path and path not in quantized and any(p.dim() in (2, 3) for p in module.parameters(recurse=False))
     ]
 
 

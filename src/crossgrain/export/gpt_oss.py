@@ -26,6 +26,7 @@ class GptOss(Layout):
     """The layout of gpt-oss checkpoints."""
 
     name = "gpt-oss"
+    names_of_files = False  # a stack is stored whole, under the name of its parameter
     kinds: ClassVar[frozenset[str]] = frozenset({MXFP4})
 
     def check(self, contents: Contents) -> None:

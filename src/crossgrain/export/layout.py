@@ -27,9 +27,11 @@ class Layout:
     Attributes:
         name: what users call it.
         kinds: the families of formats that it holds; see `checks.kind_of`.
+        names_of_files: models of transformers get the names of Hugging Face's files.
     """
 
     name: ClassVar[str]
+    names_of_files: ClassVar[bool] = True
     kinds: ClassVar[frozenset[str]]
 
     def check(self, contents: Contents) -> None:

@@ -65,8 +65,9 @@ def load_exported(
         ValueError: the file does not fit the model: other formats, shapes or names.
     """
     stored = StoredTensors(Path(directory), verify=verify)
-    contents = contents_of(model, bound_recipe(recipe, model), None, None, rename)
-    load = _Load(model, stored, _layout(stored), contents, keep_quantized)
+    layout, bound = _layout(stored), bound_recipe(recipe, model)
+    contents = contents_of(model, bound, None, None, rename, names_of_files=layout.names_of_files)
+    load = _Load(model, stored, layout, contents, keep_quantized)
     load.prepare()
     with all_or_nothing(model), torch.no_grad():
         load.apply()

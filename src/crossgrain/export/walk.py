@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class ExportedWeight:
         shape: (out, in).
         problem: why its rowwise plane is not known; None if it is.
         recipe: the recipe that the layer follows.
+        alias: another name for other programs than that which follows from the path.
     """
 
     path: str
@@ -102,16 +103,24 @@ class ExportedWeight:
     problem: str | None
     recipe: Recipe | None
     _plane: Callable[[], Plane]
+    alias: str | None = None
 
     @property
     def name(self) -> str:
         """The name for other programs; it ends with ``weight``."""
+        if self.alias is not None:
+            return self.alias
         return f"{self.path}.{self.part.name}" if self.path else self.part.name
 
     @property
     def key(self) -> str:
         """The key of its parameter in the state dict."""
         return f"{self.path}.{self.part.parameter}" if self.path else self.part.parameter
+
+    def piece(self, name: str, start: int, stop: int) -> ExportedWeight:
+        """Some rows of this weight, as a weight of another name."""
+        part = self.part._replace(start=self.part.start + start, stop=self.part.start + stop)
+        return replace(self, part=part, shape=(stop - start, self.shape[1]), alias=name)
 
     def read(self) -> Bytes:
         """The bytes of the rowwise plane, which is quantized now if the weight is not kept quantized."""

@@ -121,7 +121,7 @@ def export(
     if isinstance(layout, Plain):
         contents = _plain_contents(model, dtype, config, rename)
     else:
-        contents = contents_of(model, bound, dtype, config, rename)
+        contents = contents_of(model, bound, dtype, config, rename, names_of_files=layout.names_of_files)
         contents.input_amaxes = _input_amaxes(model, contents, inputs, bound, layout)
     layout.check(contents)
     report = ExportReport(
