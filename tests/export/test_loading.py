@@ -63,14 +63,18 @@ def test_columns_are_the_transposed_rows_where_that_is_exact(tmp_path):
     assert torch.equal(weight.plane(cg.ROWWISE).amax, weight.plane(cg.COLUMNWISE).amax)
 
 
-def test_other_columns_are_made_from_the_decoded_rows(tmp_path):
-    recipe = "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8"
+@pytest.mark.parametrize(
+    "backward, quantizer",
+    [("mxfp8", lambda: cg.MXFP8Quantizer(cg.DType.kFloat8E4M3)), ("nvfp4", cg.NVFP4Quantizer)],
+)
+def test_other_columns_are_made_from_the_decoded_rows(backward, quantizer, tmp_path):
+    recipe = f"fprop: nvfp4, dgrad: {backward}, wgrad: {backward}"
     model, other = mlp(recipe, dtype=torch.bfloat16), mlp(recipe, dtype=torch.bfloat16)
     cg.export(model, tmp_path / "out", format="compressed-tensors")
     cg.load_exported(other, tmp_path / "out")
     weight = other[0].weight
     rows = weight.dequantize(dtype=torch.float32, direction=cg.ROWWISE)  # not rounded to bfloat16 in between
-    expected = cg.MXFP8Quantizer(cg.DType.kFloat8E4M3)(rows.detach()).dequantize(direction=cg.COLUMNWISE)
+    expected = quantizer()(rows.detach()).dequantize(direction=cg.COLUMNWISE)
     assert torch.equal(weight.dequantize(dtype=torch.float32, direction=cg.COLUMNWISE), expected)
 
 

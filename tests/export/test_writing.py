@@ -75,6 +75,19 @@ def test_the_model_and_the_random_numbers_stay_what_they_are(recipe, tmp_path):
     assert model.training
 
 
+def columns_rounded_stochastically(role: cg.QuantizerRole | None) -> cg.Quantizer:
+    column = cg.NVFP4Quantizer(stochastic_rounding=role is not None and role.tensor_type == "weight")
+    return cg.HybridQuantizer(rowwise_quantizer=cg.NVFP4Quantizer(), columnwise_quantizer=column)
+
+
+def test_no_random_number_is_drawn_for_columns(tmp_path):
+    model = mlp()
+    cg.convert(model, cg.recipe.CustomRecipe(qfactory=columns_rounded_stochastically))
+    random = torch.get_rng_state()
+    cg.export(model, tmp_path / "out", format="compressed-tensors")
+    assert torch.equal(random, torch.get_rng_state())
+
+
 def test_weights_that_are_kept_quantized_are_exported_as_they_are(tmp_path):
     recipe = "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8"
     with cg.quantized_model_init(recipe=recipe):
@@ -235,7 +248,9 @@ class Tied(nn.Module):
 
 class Config:
     def to_json_string(self) -> str:
-        return json.dumps({"model_type": "tied", "tie_word_embeddings": True, "quantization_config": {"old": 1}})
+        return json.dumps(
+            {"model_type": "tied", "tie_word_embeddings": True, "dtype": "float16", "quantization_config": {}}
+        )
 
 
 def test_a_tied_head_in_high_precision_is_stored_once(tmp_path):

@@ -107,8 +107,6 @@ def adopt(model: nn.Module, weight: ExportedWeight, rows: QuantizedTensor) -> No
         setattr(new, name, value)  # what users hung on the parameter
     for module, name in _owners(model, old):
         setattr(module, name, new)
-    if getattr(weight.module, weight.part.parameter) is not new:
-        setattr(weight.module, weight.part.parameter, new)  # an operation that is no submodule
 
 
 def _write(tensor: QuantizedTensor, rows: QuantizedTensor, label: str) -> None:
