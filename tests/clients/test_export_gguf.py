@@ -72,5 +72,13 @@ def test_damaged_files_are_refused(tmp_path):
         with pytest.raises(DamagedFileError, match="truncated or not a GGUF file"):
             cg.load_exported(mlp("mxfp4"), tmp_path / "out")
     path.write_bytes(whole)
+    cg.load_exported(mlp("mxfp4"), tmp_path / "out")
+    empty = cg.export(mlp("mxfp4"), tmp_path / "empty", format="gguf")
+    writer = gguf.GGUFWriter(empty.directory / "model.gguf", "crossgrain")
+    writer.add_tensor("0.weight", np.zeros((0, 34), dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    for write in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, write)()
+    with pytest.raises(ValueError, match="0.weight is not stored as blocks of mxfp4"):
+        cg.load_exported(mlp("mxfp4"), tmp_path / "empty", verify=False)
     with pytest.raises(ValueError, match="0.weight .* not stored as blocks of nvfp4|has no tensor 0.scale"):
         cg.load_exported(mlp("nvfp4"), tmp_path / "out")

@@ -107,7 +107,7 @@ class Gguf(Layout):
     def read(self, name: str, stored: Mapping[str, Tensor], fmt: Format, amax: float | None) -> Bytes:
         blocks = stored[name]
         size = 17 if kind_of(fmt) == MXFP4 else 36
-        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % size:
+        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % size or not blocks.numel():
             raise ValueError(f"{name} is not stored as blocks of {kind_of(fmt)}: {blocks.dtype} {list(blocks.shape)}")
         if kind_of(fmt) == MXFP4:
             return _mxfp4_from(blocks, fmt)

@@ -8,6 +8,7 @@ their rows as values.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
@@ -58,15 +59,16 @@ def hub_names(model: nn.Module) -> dict[str, list[Piece]]:
         first[key], count = count, count + rows[key]
     found: dict[str, list[Piece]] = {}
     covered = dict.fromkeys(values, 0)
-    owners = [key for key in values for _ in range(rows[key])]
+    keys, starts = list(first), list(first.values())
     converted: dict[str, Any] = revert_weight_conversion(model, probes)
     for name, probe in converted.items():
         ids = probe.flatten().to(torch.int64)
         if not ids.numel() or not bool((ids.diff() == 1).all()):
             continue
-        key, size = owners[int(ids[0])], ids.numel()
-        piece = _piece(name, values[key], int(ids[0]) - first[key], size)
-        if owners[int(ids[-1])] == key and piece is not None:
+        key, size = keys[bisect_right(starts, int(ids[0])) - 1], ids.numel()
+        begin = int(ids[0]) - first[key]
+        piece = _piece(name, values[key], begin, size)
+        if begin + size <= rows[key] and piece is not None:
             found.setdefault(key, []).append(piece)
             covered[key] += size
     return {
