@@ -14,11 +14,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
-NAMES = {
-    "model.layers.0.mlp.experts.gate_up_proj.weight": "model.layers.0.mlp.experts.gate_up_proj",
-    "model.layers.0.mlp.experts.down_proj.weight": "model.layers.0.mlp.experts.down_proj",
-}
-
 
 def tiny_gpt_oss() -> nn.Module:
     config = transformers.GptOssConfig(
@@ -37,40 +32,21 @@ def tiny_gpt_oss() -> nn.Module:
     return transformers.GptOssForCausalLM(config)
 
 
-def with_our_experts(model: nn.Module) -> nn.Module:
-    """The same parameters in a model whose experts are crossgrain's, [experts, out, in], to export them."""
-    experts = model.model.layers[0].mlp.experts
-    ours = nn.Module()
-    for name in ("gate_up_proj", "down_proj"):
-        stack = getattr(experts, name).detach().transpose(1, 2)
-        layer = cg.GroupedLinear(
-            *stack.shape[:1],
-            stack.shape[2],
-            stack.shape[1],
-            bias=False,
-            single_grouped_weight=True,
-            params_dtype=stack.dtype,
-        )
-        layer.weight.data.copy_(stack)
-        setattr(ours, name, layer)
-        ours.register_parameter(f"{name}_bias", getattr(experts, f"{name}_bias"))
-    model.model.layers[0].mlp.experts = ours
-    return model
-
-
 def test_transformers_decodes_to_our_numbers(tmp_path):
     torch.manual_seed(0)
-    model = with_our_experts(tiny_gpt_oss().to(torch.bfloat16))
+    model = tiny_gpt_oss().to(torch.bfloat16)
+    for parameter in model.model.layers[0].mlp.experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
     report = cg.convert(model, "mxfp4", skip=nn.Linear)
-    assert len(report.bound) == 2
-    cg.export(model, tmp_path / "out", format="gpt-oss", rename=NAMES)
+    assert len(report.converted) == 2
+    cg.export(model, tmp_path / "out", format="gpt-oss")
     stored = read(tmp_path / "out")
     experts = model.model.layers[0].mlp.experts
     expected = {}
     for name in ("gate_up_proj", "down_proj"):
         key = f"model.layers.0.mlp.experts.{name}"
         found = convert_moe_packed_tensors(stored[f"{key}_blocks"], stored[f"{key}_scales"])
-        weights = [cg.quantize(weight, "mxfp4") for weight in getattr(experts, name).weight.detach()]
+        weights = [cg.quantize(weight.t(), "mxfp4") for weight in getattr(experts, name).detach()]
         # A code times a power of two is exact in bfloat16. They return [experts, in, out].
         expected[key] = torch.stack([w.dequantize(direction=cg.ROWWISE).t() for w in weights])
         assert torch.equal(found, expected[key])
@@ -86,3 +62,24 @@ def test_transformers_decodes_to_our_numbers(tmp_path):
     assert torch.equal(parameters["model.layers.0.mlp.experts.down_proj_bias"], experts.down_proj_bias)
     with torch.no_grad():
         assert loaded(input_ids=torch.arange(8).view(1, 8)).logits.isfinite().all()
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    """What was trained is exported, loaded into another model, and quantized to the same bytes again."""
+    torch.manual_seed(0)
+    model, tokens = tiny_gpt_oss(), torch.arange(16).view(1, 16)
+    recipe = "mxfp4, backward_override: dequantized"
+    cg.convert(model, recipe, skip=nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    cg.export(model, tmp_path / "out", format="gpt-oss")
+    other = tiny_gpt_oss()
+    cg.convert(other, recipe, skip=nn.Linear)
+    cg.load_exported(other, tmp_path / "out", keep_quantized=False)
+    with torch.no_grad():
+        assert torch.equal(other(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    other(input_ids=tokens, labels=tokens).loss.backward()
+    assert other.model.layers[0].mlp.experts.gate_up_proj.grad is not None

@@ -161,6 +161,16 @@ class ConvertedProjections(LinearModule):
         indices = [first + group for group in members]
         return grouped_call(self, x, groups, this, indices=indices, parameter=projection.parameter(self))
 
+    def gemm_weight(self, index: int) -> Tensor:
+        """The weight [out, in] of linear layer ``index``."""
+        for projection, first in self._layers():
+            if index < first + (projection.groups or 1):
+                break
+        packed = projection.matrices(self)
+        if not projection.groups:
+            return packed
+        return (_quantized_parts(packed) if isinstance(packed, QuantizedTensor) else _parts(packed))[index - first]
+
     def _find(self, name: str) -> tuple[Projection, int]:
         for projection, first in self._layers():
             if projection.name == name:

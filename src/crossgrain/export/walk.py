@@ -7,6 +7,7 @@ also consist of several parameters, and one parameter may hold the weights of ma
     Linear with parameters_split   query_weight, key_weight, ...       one GEMM, its rows are several weights
     GroupedLinear                  weight0, weight1, ...               a GEMM and a weight for each group
     GroupedLinear, single weight   weight [groups, out, in]            a GEMM and a weight for each group
+    converted experts              gate_up_proj, down_proj             the same, perhaps as [groups, in, out]
 
 Nothing is quantized while the weights are listed; `ExportedWeight.read` does it, for one weight at a time.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.layers import ConvertedConv1D
+from ..convert.projections import ConvertedProjections
 from ..formats import Format
 from ..linear.operands import weight_matrix
 from ..linear.padding import NO_PADDING, Padding, Sizes, known_format
@@ -36,6 +38,7 @@ from ..planes import ROWWISE, Plane
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..recipe import Recipe
+from ..recipe.projections import Projection
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded
 
@@ -201,7 +204,7 @@ def _weights_of(path: str, module: Any, recipe: Recipe | None, latest: _Latest) 
         weight = _kept(module, part)
         quantizer, padding = (None, NO_PADDING) if recipe is None else _quantizer(module, part.gemm, recipe)
         shape = (part.stop - part.start, module_columns(module, part))
-        problem, fmt = None, None
+        problem, fmt = _why_no_layer(module, path, part), None
         if weight is not None:
             plane = weight.plane(ROWWISE)
             if plane is None:
@@ -212,7 +215,7 @@ def _weights_of(path: str, module: Any, recipe: Recipe | None, latest: _Latest) 
             else:
                 fmt = plane.format
         elif quantizer is not None:
-            problem = _why_unknown(quantizer)
+            problem = problem or _why_unknown(quantizer)
             fmt = known_format(quantizer, ROWWISE)
             if fmt is not None and fmt.is_identity:
                 continue
@@ -227,14 +230,29 @@ def _weights_of(path: str, module: Any, recipe: Recipe | None, latest: _Latest) 
         yield ExportedWeight(path, part, module, fmt, shape, problem, recipe, plane_of_gemm)
 
 
+def _why_no_layer(module: Any, path: str, part: Part) -> str | None:
+    """Why other programs have no quantized layer for a weight; None if it is of a linear layer or of experts."""
+    if not isinstance(module, ConvertedProjections) or part.place is not None:
+        return None
+    parameter = getattr(module, part.parameter)
+    if part.parameter == "weight" and parameter.dim() == 2:
+        return None
+    cls = vars(module)["_was"][0].__name__
+    return (
+        f"engines have quantized linear layers and experts, but no quantized {cls}. Train with it in high precision: "
+        f"crossgrain.convert(model, recipe, skip={cls})"
+    )
+
+
 def parts_of(module: Any) -> list[Part]:
     """The weights of a module, as tensors for other programs.
 
-    A module of another kind may have a method ``exported_weights()`` that returns such parts, as plain tuples, and a
-    method ``gemm_weight(gemm)`` that returns the weight [out, in] of one of its GEMMs.
+    A module may have a method ``exported_weights()`` that returns such parts, as plain tuples.
     """
     if hasattr(module, "exported_weights"):
         return [Part(*part) for part in module.exported_weights()]
+    if isinstance(module, ConvertedProjections):
+        return [part for projection, first in module._layers() for part in _projected_parts(module, projection, first)]
     if isinstance(module, GroupedParameters):
         stacked, rows = module.single_grouped_weight, module.out_features
         return [
@@ -254,6 +272,17 @@ def parts_of(module: Any) -> list[Part]:
     ]
 
 
+def _projected_parts(module: ConvertedProjections, projection: Projection, first: int) -> list[Part]:
+    """The weights of a projection: one, or one for each group of a stack."""
+    rows, parameter, transposed = projection.matrices(module).shape[-2], projection.weight, projection.transposed
+    if not projection.groups:
+        return [Part(plain_name(parameter), parameter, None, first, 0, rows, transposed)]
+    return [
+        Part(f"{projection.name}.{g}.weight", parameter, g, first + g, 0, rows, transposed)
+        for g in range(projection.groups)
+    ]
+
+
 def plain_name(parameter: str) -> str:
     """The name of a parameter as that of a layer of its own: ``fc1_weight`` becomes ``fc1.weight``."""
     for kind in ("weight", "bias"):
@@ -264,8 +293,7 @@ def plain_name(parameter: str) -> str:
 
 def module_columns(module: Any, part: Part) -> int:
     """The number of columns of a weight [out, in]."""
-    columns: int = getattr(module, part.parameter).shape[-2 if part.transposed else -1]
-    return columns
+    return gemm_weight(module, part.gemm).shape[-1]
 
 
 def bias_names(module: Any) -> dict[str, list[str]]:
@@ -274,15 +302,16 @@ def bias_names(module: Any) -> dict[str, list[str]]:
         if module._biased and module.single_grouped_bias:
             return {"bias": [f"{g}.bias" for g in range(module._groups)]}
         return {f"bias{g}": [f"{g}.bias"] for g in range(module._groups) if module._biased}
+    if isinstance(module, ConvertedProjections):
+        return {}  # they stay under their own keys: files of transformers have stacks of biases, too
     names = getattr(module, "bias_names", [])
     return {name: [plain_name(name)] for name in names if getattr(module, name, None) is not None}
 
 
 def gemm_weight(module: Any, gemm: int) -> Tensor:
     """The weight [out, in] of a GEMM, plain or kept quantized."""
-    if hasattr(module, "gemm_weight"):
-        own: Tensor = module.gemm_weight(gemm)
-        return own
+    if isinstance(module, ConvertedProjections):
+        return module.gemm_weight(gemm)
     if isinstance(module, GroupedParameters):
         return module._group_weights()[gemm]
     if isinstance(module, SingleLinear):
