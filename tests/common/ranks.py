@@ -30,6 +30,7 @@ def _rank(rank, work, ranks, folder, args):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=PATIENCE)
+    dist.barrier()  # gloo fails in a rank that is still connecting to one that has already done its work and gone
     result = work(rank, *args)
     with open(f"{folder}/{rank}", "wb") as file:
         pickle.dump(result, file)
