@@ -7,7 +7,7 @@ from typing import Any as _Any
 import torch as _torch
 
 from . import files, formats, ops, optim, recipe
-from .convert import ConvertReport, OwnForward, convert, unconvert
+from .convert import ConvertReport, OwnForward, ScheduledConversion, convert, unconvert
 from .export import ExportReport, export, load_exported
 from .formats import Format, get_format, register_format
 from .formats.dtypes import DType, TE_DType, TE_DType_To_Torch
@@ -55,6 +55,7 @@ from .recipe import (
     DelayedScalingRequest,
     GemmRecipe,
     QuantizerRole,
+    RecipeSchedule,
     autocast,
     fp8_autocast,
     fp8_model_init,
@@ -140,7 +141,9 @@ __all__ = [
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
+    "RecipeSchedule",
     "RotaryPositionEmbedding",
+    "ScheduledConversion",
     "TE_DType",
     "TE_DType_To_Torch",
     "TransformerLayer",

@@ -46,8 +46,8 @@ def steps(model, inputs) -> list[torch.Tensor]:
 def _sharded(rank, model, inputs):
     mesh = mesh_of(2)
     left = gather_quantized(model).left
-    # Not the attention by itself: FSDP2 passes each argument on as a tensor of its own, and queries, keys and values that
-    # are no longer one tensor are three products, whose gradients autograd adds in another order.
+    # Not the attention by itself: FSDP2 passes each argument on as a tensor of its own, and queries, keys and values
+    # that are no longer one tensor are three products, whose gradients autograd adds in another order.
     for module in (model.experts, model):
         fully_shard(module, mesh=mesh)
     outputs = steps(model, inputs)

@@ -274,3 +274,37 @@ def test_a_rule_is_checked_with_those_before_it() -> None:
     GemmRecipe.load("all: mxfp8; *: fprop: fp8; b: fprop.weight: fp8")
     with pytest.raises(ValueError, match=r"rule 1 \(b\)"):
         GemmRecipe.load("all: mxfp8; b: fprop.weight: fp8; *: fprop: fp8")
+
+
+# ---- percentages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern, blocks, expected",
+    [
+        ("last 15 % of blocks", 62, 9),  # 9.3
+        ("first 10% of blocks", 5, 1),  # 0.5 is rounded up
+        ("first 1 % of blocks", 5, 1),  # one block at least
+        ("last 50 % of blocks", 5, 3),
+        ("last 12.5 % of blocks", 8, 1),
+        ("first 100 % of blocks", 4, 4),
+    ],
+)
+def test_a_percentage_of_blocks(pattern: str, blocks: int, expected: int) -> None:
+    recipe = GemmRecipe.load(f"nvfp4; {pattern}: hp")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(blocks)))
+    bound = recipe.for_model(model)
+    chosen = bound.rules[0].matcher.paths
+    ordered = [str(i) for i in range(blocks)]
+    assert chosen == tuple(ordered[:expected] if pattern.startswith("first") else ordered[-expected:])
+    for each in (recipe, bound):
+        assert GemmRecipe.load(str(each)) == GemmRecipe.from_dict(each.to_dict()) == each
+    assert (
+        recipe.explain(model).rows[0 if pattern.startswith("first") else -1].why == f"rule 1 ({parse_matcher(pattern)})"
+    )
+
+
+def test_percentages_outside_of_their_range_are_refused() -> None:
+    for wrong in ("0", "100.5", "0.0"):
+        with pytest.raises(ValueError, match="above 0 and at most 100"):
+            parse_matcher(f"last {wrong} % of blocks")

@@ -4,5 +4,15 @@ from . import attention, convolution, experts  # which register what they can co
 from .model import convert, unconvert
 from .own_forward import OwnForward
 from .report import ConvertReport
+from .schedule import ScheduledConversion
 
-__all__ = ["ConvertReport", "OwnForward", "attention", "convert", "convolution", "experts", "unconvert"]
+__all__ = [
+    "ConvertReport",
+    "OwnForward",
+    "ScheduledConversion",
+    "attention",
+    "convert",
+    "convolution",
+    "experts",
+    "unconvert",
+]

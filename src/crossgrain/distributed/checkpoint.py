@@ -37,7 +37,7 @@ from ..files.durable import new_directory_beside, publish_directory
 from ..files.loading import load_into
 from ..files.manifest import DamagedFileError, check_files, write_manifest
 from ..files.steps import checked_step, chosen_checkpoint, keep_newest, path_of_new_step
-from ..files.training import INIT_VALUES, Checkpoint, check_request, manifest_of
+from ..files.training import INIT_VALUES, Checkpoint, check_request, loading_order, manifest_of
 from ..files.undo import all_or_nothing
 from ..tensor import QuantizedTensor
 from ..tensor.init_values import keep_high_precision_init_val, preserved_value
@@ -185,8 +185,7 @@ def load(
         load_shards(tensors, storage_reader=FileSystemReader(found), no_dist=not dist.is_initialized())
     states = {name: finish() for name, finish in finishes.items()}
     with all_or_nothing(*objects.values()):
-        # Optimizers look at parameters, so these come first.
-        for name, value in sorted(objects.items(), key=lambda item: not isinstance(item[1], nn.Module)):
+        for name, value in sorted(objects.items(), key=lambda item: loading_order(item[1])):
             if isinstance(value, nn.Module):
                 shards_stand_alone(value)
                 value.load_state_dict(states[name], strict=strict)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..convert import ScheduledConversion
 from ..recipe import Recipe
 from ..recipe.portable import recipe_from_text
 from ..tensor import QuantizedTensor
@@ -155,8 +156,7 @@ def load_checkpoint(
     wanted = [*objects, *(f"{INIT_VALUES}{name}" for name in objects), _EXTRAS, _RANDOM]
     contents = {name: _read(path / f"{name}.pt") for name in wanted if f"{name}.pt" in manifest["files"]}
     with all_or_nothing(*objects.values()):
-        # Optimizers look at parameters, so these come first.
-        for name, value in sorted(objects.items(), key=lambda item: not isinstance(item[1], nn.Module)):
+        for name, value in sorted(objects.items(), key=lambda item: loading_order(item[1])):
             if isinstance(value, nn.Module):
                 load_in_place(value, contents[name], strict=strict, assign=assign, requantize=requantize)
                 _preserve(value, contents.get(f"{INIT_VALUES}{name}", {}))
@@ -191,6 +191,11 @@ def manifest_of(path: Path) -> dict[str, Any]:
     if wrong:
         raise DamagedFileError(f"the manifest of {path} is incomplete: it lacks {', '.join(wrong)}")
     return manifest
+
+
+def loading_order(value: Any) -> int:
+    """The place in the order of loading: a schedule decides which layers have histories; optimizers need parameters."""
+    return 0 if isinstance(value, ScheduledConversion) else 1 if isinstance(value, nn.Module) else 2
 
 
 def check_request(objects: Mapping[str, Any], keep: int | None) -> None:

@@ -27,6 +27,7 @@ from .custom import CustomRecipe, quantizer_factory
 from .custom_state import CustomRecipeState
 from .delayed_state import DelayedScalingRecipeState
 from .explain import Explanation
+from .explain_schedule import ScheduleExplanation
 from .extra_state import check_extra_state, extra_state_of, load_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
@@ -34,10 +35,12 @@ from .global_state import FP8GlobalStateManager
 from .pairing import check_pairs
 from .params import FP8Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
-from .presets import PRESETS, preset_table
+from .phases import PhaseRule
+from .presets import PRESETS, SCHEDULES, preset_table
 from .requests import DelayedScalingRequest
 from .roles import QuantizerRole
 from .rules import Rule
+from .schedule import Phase, RecipeSchedule
 from .state import (
     Float8BlockScalingRecipeState,
     Float8CurrentScalingRecipeState,
@@ -63,6 +66,7 @@ from .syntax import RecipeSyntaxError
 
 __all__ = [
     "PRESETS",
+    "SCHEDULES",
     "CustomRecipe",
     "CustomRecipeState",
     "DelayedScaling",
@@ -82,13 +86,17 @@ __all__ = [
     "MXFP8BlockScalingRecipeState",
     "NVFP4BlockScaling",
     "NVFP4BlockScalingRecipeState",
+    "Phase",
+    "PhaseRule",
     "PrecisionContext",
     "QParams",
     "QuantizerRole",
     "Recipe",
+    "RecipeSchedule",
     "RecipeState",
     "RecipeSyntaxError",
     "Rule",
+    "ScheduleExplanation",
     "active",
     "active_recipe",
     "as_recipe",

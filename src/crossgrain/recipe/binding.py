@@ -103,11 +103,10 @@ def bound(matcher: Matcher, model: nn.Module, layers: Sequence[Layer], blocks: s
 def _block_paths(wanted: Blocks, model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> tuple[str, ...]:
     chosen: list[str] = []
     for stack, children in _stacks(model, layers, blocks).items():
-        if wanted.count > len(children):
-            raise ValueError(
-                f"'{wanted.end} {wanted.count} blocks': {stack or 'the model'} has only {len(children)} blocks"
-            )
-        chosen += children[: wanted.count] if wanted.end == "first" else children[-wanted.count :]
+        count = wanted.number_of(len(children))
+        if count > len(children):
+            raise ValueError(f"'{wanted.end} {count} blocks': {stack or 'the model'} has only {len(children)} blocks")
+        chosen += children[:count] if wanted.end == "first" else children[-count:]
     return tuple(chosen)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from .base import Recipe
 from .gemm_recipe import GemmRecipe
+from .phases import refuse_schedule
+from .schedule import RecipeSchedule
 
 
-def as_recipe(value: Recipe | str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
+def as_recipe(value: Recipe | RecipeSchedule | str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     """Return the recipe that a value stands for.
 
     Args:
@@ -19,10 +21,12 @@ def as_recipe(value: Recipe | str | os.PathLike[str] | Mapping[str, Any]) -> Rec
 
     Raises:
         TypeError: the value is none of these.
-        ValueError: the text or the file is not a recipe.
+        ValueError: the text or the file is not a recipe, or it is a schedule, which changes during training.
     """
     if isinstance(value, Recipe):
         return value
+    if isinstance(value, RecipeSchedule):
+        refuse_schedule(f"'{value}'")
     if isinstance(value, (str, os.PathLike, Mapping)):
         return GemmRecipe.load(value)
     raise TypeError(

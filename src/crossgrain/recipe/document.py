@@ -7,6 +7,7 @@ from typing import Any
 
 from .format_spec import FormatSpec
 from .layer_formats import KEYS, make_setting
+from .phases import PhaseRule
 from .rules import Rule
 from .syntax import did_you_mean
 
@@ -21,13 +22,13 @@ class Document:
         preset: name of a preset that the rest changes; None if there is none.
         settings: formats and sources by key (see `layer_formats`).
         options: options of the whole recipe.
-        rules: exceptions for some layers.
+        rules: exceptions for some layers, and for some steps (which only a schedule may have).
     """
 
     preset: str | None = None
     settings: dict[str, FormatSpec | str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    rules: list[Rule] = field(default_factory=list)
+    rules: list[Rule | PhaseRule] = field(default_factory=list)
 
     def set(self, key: str, value: Any) -> None:
         """Parse, check and store one setting or option."""

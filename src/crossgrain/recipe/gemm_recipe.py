@@ -23,7 +23,8 @@ from .format_spec import FormatSpec
 from .layer_formats import ATTENTION, LayerFormats, Settings, gemms_of, make_layer_formats, make_settings
 from .mapping import document_of, make_rule, mapping_of
 from .params import FP8Format
-from .presets import PRESETS, preset_name
+from .phases import PhaseRule, refuse_schedule
+from .presets import PRESETS, preset_name, schedule_name
 from .roles import QuantizerRole
 from .rules import Glob, ModuleType, Rule
 from .syntax import did_you_mean
@@ -90,7 +91,7 @@ class GemmRecipe(Recipe):
         operands: Mapping[str, str | FormatSpec] | None = None,
         sources: Mapping[str, str] | None = None,
         attention: str | FormatSpec = "hp",
-        rules: Iterable[Rule | str | tuple[str, Any]] = (),
+        rules: Iterable[Rule | PhaseRule | str | tuple[str, Any]] = (),
         blocks: str | None = None,
         allow_mixed: bool = False,
         backward_override: BackwardOverride = None,
@@ -231,7 +232,7 @@ class GemmRecipe(Recipe):
         Raises:
             ValueError: the mapping is not a recipe.
         """
-        return cls._from_document(document_of(mapping))
+        return cls.from_document(document_of(mapping))
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a mapping of strings, lists and dicts, as in a file."""
@@ -242,15 +243,18 @@ class GemmRecipe(Recipe):
         write_mapping(self.to_dict(), path)
 
     @classmethod
-    def _from_document(cls, document: Document) -> Self:
+    def from_document(cls, document: Document) -> Self:
+        """Make a recipe of the parsed content of a text or a file."""
         settings: dict[str, Any] = {}
         rules = document.rules
         options = document.options
         if document.preset is not None:
             name = preset_name(document.preset)
+            if name is None and schedule_name(document.preset) is not None:
+                refuse_schedule(f"the preset '{document.preset}'")
             if name is None:
                 raise ValueError(f"there is no preset {document.preset!r}{did_you_mean(document.preset, PRESETS)}")
-            base = cls._from_document(parse_line(PRESETS[name].line))
+            base = cls.from_document(parse_line(PRESETS[name].line))
             settings = left_of_preset(dict(base.settings), document.settings)
             rules, options = [*base.rules, *rules], {**base.set_options, **options}
         settings.update(document.settings)
@@ -318,10 +322,14 @@ class GemmRecipe(Recipe):
             ValueError: a pattern matches no layer, the blocks cannot be found, or the operands of a GEMM cannot be
                 multiplied.
         """
-        blocks = blocks if blocks is not None else self.blocks
-        layers = layers_of(model)
         if any(not isinstance(rule.matcher, ModuleType) for rule in self.rules):
             check_names(model)
+        return self.with_blocks_of(model, blocks)
+
+    def with_blocks_of(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
+        """As `for_model`, for a model whose modules need not be named by their paths yet."""
+        blocks = blocks if blocks is not None else self.blocks
+        layers = layers_of(model)
         rules = [Rule(bound(rule.matcher, model, layers, blocks), rule.settings) for rule in self.rules]
         recipe = self._with(rules=tuple(rules), blocks=blocks, checked_with_model=True)
         for layer in layers:
@@ -350,6 +358,10 @@ class GemmRecipe(Recipe):
     def _stages(self, indices: Iterable[int]) -> tuple[tuple[str, Settings], ...]:
         rules = [(self.rule_label(i), self.rules[i].settings) for i in indices]
         return (("default", _ATTENTION_NOT_SAID), ("default", self.settings), *rules)
+
+    def with_rules(self, rules: Iterable[Rule | str | tuple[str, Any]]) -> GemmRecipe:
+        """A recipe with the same settings and options, and these rules."""
+        return self.from_document(Document(None, dict(self.settings), self.set_options, [*map(_as_rule, rules)]))
 
     def _with(self, **changes: Any) -> Self:
         new = object.__new__(type(self))
@@ -394,7 +406,7 @@ class GemmRecipe(Recipe):
 @lru_cache(maxsize=256)
 def _of_line(cls: Any, line: str) -> Any:
     """Parse a line once: autocast may get the same line in every step."""
-    return cls._from_document(parse_line(line))
+    return cls.from_document(parse_line(line))
 
 
 def _quantizes_attention(settings: Settings, tensors: Iterable[str]) -> bool:
@@ -409,10 +421,14 @@ def _checked_formats(stages: tuple[tuple[str, Settings], ...], gemms: tuple[str,
     return formats
 
 
-def _as_rule(rule: Rule | str | tuple[str, Any]) -> Rule:
-    if isinstance(rule, Rule):
-        return rule
-    return parse_rule(rule) if isinstance(rule, str) else make_rule(*rule)
+def _as_rule(rule: Rule | PhaseRule | str | tuple[str, Any]) -> Rule:
+    if isinstance(rule, str):
+        rule = parse_rule(rule)
+    elif not isinstance(rule, Rule | PhaseRule):
+        rule = make_rule(*rule)
+    if isinstance(rule, PhaseRule):
+        refuse_schedule(f"the phase '{rule.pattern}'")
+    return rule
 
 
 def _tensor_of(role: QuantizerRole | None) -> tuple[str | None, str, str]:

@@ -8,24 +8,25 @@ from typing import Any
 
 from .document import Document
 from .layer_formats import Settings, make_settings
+from .phases import PhaseRule
 from .presets import preset_name
-from .rules import Rule, parse_matcher
+from .rules import Rule
 from .syntax import RecipeSyntaxError
-from .text import is_other_preset, settings_of_preset
+from .text import is_other_preset, make_rule_of, settings_of_preset
 
 
-def make_rule(pattern: str, value: Any) -> Rule:
-    """Make a rule: ``make_rule("*.lm_head", "hp")``.
+def make_rule(pattern: str, value: Any) -> Rule | PhaseRule:
+    """Make a rule, ``make_rule("*.lm_head", "hp")``, or a phase, ``make_rule("last 10 % of steps", "hp")``.
 
     Args:
-        pattern: which layers the rule is for.
+        pattern: which layers or steps it is for.
         value: the name of a preset, a format for all three GEMMs, or a mapping of settings.
     """
     if isinstance(value, str) and preset_name(value) is not None:
         value = settings_of_preset(value)
     elif not isinstance(value, Mapping):
         value = {"all": value}
-    return Rule(parse_matcher(pattern), make_settings(value))
+    return make_rule_of(pattern, make_settings(value))
 
 
 def document_of(mapping: Mapping[str, Any]) -> Document:
@@ -63,15 +64,15 @@ def _pairs(rules: Any) -> Iterable[tuple[Any, Any]]:
     return [pair for rule in rules for pair in rule.items()]
 
 
-def mapping_of(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> dict[str, Any]:
+def mapping_of(settings: Settings, rules: Sequence[Rule | PhaseRule], options: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a recipe's file: only strings, numbers, lists and dicts."""
     mapping: dict[str, Any] = {key: str(value) for key, value in settings}
     mapping.update(options)
     if rules:
-        mapping["rules"] = [{str(rule.matcher): _rule_value(rule)} for rule in rules]
+        mapping["rules"] = [{rule.pattern: _rule_value(rule)} for rule in rules]
     return mapping
 
 
-def _rule_value(rule: Rule) -> str | dict[str, str]:
+def _rule_value(rule: Rule | PhaseRule) -> str | dict[str, str]:
     values = {key: str(value) for key, value in rule.settings}
     return values["all"] if list(values) == ["all"] and not is_other_preset(values["all"]) else values

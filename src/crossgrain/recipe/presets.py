@@ -57,6 +57,23 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
+SCHEDULES: dict[str, Preset] = {
+    "nvfp4-late-hp": Preset(
+        "nvfp4; last 18 % of steps: hp", "NVFP4 training, and all GEMMs in high precision for the last part"
+    ),
+    "nvfp4-late-hp-fwd": Preset(
+        "nvfp4; last 18 % of steps: fprop: hp",
+        "NVFP4 training with a forward in high precision for the last part; dgrad and wgrad stay NVFP4",
+    ),
+}
+"""Presets that change during training. 18 % is where the report on pretraining in NVFP4 switched, for a learning rate
+that decays in about the last fifth of the run."""
+
+
+def schedule_name(word: str) -> str | None:
+    """The name of the preset of a schedule that a word means, in capitals or not; None if there is none."""
+    return next((name for name in (word, word.lower()) if name in SCHEDULES), None)
+
 
 def preset_name(word: str) -> str | None:
     """The name of the preset that a word means, in capitals or not; None if there is none."""
@@ -64,5 +81,7 @@ def preset_name(word: str) -> str | None:
 
 
 def preset_table() -> str:
-    """All presets as text, two lines for each."""
-    return "\n".join(f"{name:<20} {preset.description}\n{'':<20} {preset.line}" for name, preset in PRESETS.items())
+    """All presets as text, two lines for each; those of schedules are the last."""
+    return "\n".join(
+        f"{name:<20} {preset.description}\n{'':<20} {preset.line}" for name, preset in {**PRESETS, **SCHEDULES}.items()
+    )

@@ -8,9 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from .layer_formats import Settings
+from .percent import NUMBER, Percent
 from .syntax import RecipeSyntaxError
 
-_BLOCKS = re.compile(r"(first|last)\s+(\d+)\s+blocks?(?:\s*\(([^()]*)\))?")
+_BLOCKS = re.compile(
+    rf"(?P<end>first|last)\s+(?:(?P<count>\d+)\s+blocks?|(?P<percent>{NUMBER})\s*%\s*of\s+blocks)"
+    r"(?:\s*\((?P<paths>[^()]*)\))?"
+)
 _TYPE = re.compile(r"type\s*=\s*(\w+)")
 _NOT_IN_PATHS = re.compile(r"[\s:;(){}'\"]")
 
@@ -39,10 +43,14 @@ def _at_the_top(name: str, pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Layers by position: ``first 2 blocks``. After `GemmRecipe.for_model` with paths: ``... (layers.0|layers.1)``."""
+    """Layers by position: ``first 2 blocks``, ``last 15 % of blocks``.
+
+    After `GemmRecipe.for_model` it has paths: ``first 2 blocks (layers.0|layers.1)``. A percentage is rounded to the
+    nearest number of blocks, but is at least one block.
+    """
 
     end: Literal["first", "last"]
-    count: int
+    count: int | Percent
     paths: tuple[str, ...] = ()
 
     def matches(self, name: str, module_type: str) -> bool:
@@ -60,7 +68,17 @@ class Blocks:
 
     def __str__(self) -> str:
         known = f" ({'|'.join(self.paths)})" if self.paths else ""
-        return f"{self.end} {self.count} block{'s' * (self.count != 1)}{known}"
+        return (
+            f"{self.end} {self.count} {'of blocks' if isinstance(self.count, Percent) else _plural(self.count)}{known}"
+        )
+
+    def number_of(self, blocks: int) -> int:
+        """How many of so many blocks these are."""
+        return self.count.of(blocks) if isinstance(self.count, Percent) else self.count
+
+
+def _plural(count: int) -> str:
+    return "block" if count == 1 else "blocks"
 
 
 @dataclass(frozen=True)
@@ -88,10 +106,14 @@ def parse_matcher(text: str) -> Matcher:
     """
     stripped = text.strip()
     if blocks := _BLOCKS.fullmatch(stripped):
-        end: Literal["first", "last"] = "first" if blocks[1] == "first" else "last"
-        if int(blocks[2]) < 1:
-            raise RecipeSyntaxError("the number of blocks must be at least 1", text, *_span(text))
-        return Blocks(end, int(blocks[2]), _alternatives(text, blocks[3]) if blocks[3] is not None else ())
+        end: Literal["first", "last"] = "first" if blocks["end"] == "first" else "last"
+        try:
+            count = int(blocks["count"]) if blocks["count"] else Percent.parse(blocks["percent"])
+            if count == 0:
+                raise ValueError("the number of blocks must be at least 1")
+        except ValueError as error:
+            raise RecipeSyntaxError(str(error), text, *_span(text)) from None
+        return Blocks(end, count, () if blocks["paths"] is None else _alternatives(text, blocks["paths"]))
     if kind := _TYPE.fullmatch(stripped):
         return ModuleType(kind[1])
     return Glob(_alternatives(text, stripped))
@@ -105,7 +127,7 @@ def _alternatives(text: str, joined: str) -> tuple[str, ...]:
         if _NOT_IN_PATHS.search(pattern) or pattern.startswith("type="):
             raise RecipeSyntaxError(
                 f"{pattern!r} is not a pattern. A pattern is a path like 'layers.0.fc1', with * for any text and | "
-                "between alternatives; or 'first 2 blocks', 'last 2 blocks', 'type=grouped_linear'",
+                "between alternatives; or 'first 2 blocks', 'last 15 % of blocks', 'type=grouped_linear'",
                 text,
                 *_span(text),
             )
@@ -132,3 +154,8 @@ class Rule:
     def __post_init__(self) -> None:
         if not self.settings:
             raise ValueError(f"the rule '{self.matcher}' sets nothing")
+
+    @property
+    def pattern(self) -> str:
+        """What is written before the colon."""
+        return str(self.matcher)

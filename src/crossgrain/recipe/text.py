@@ -5,7 +5,7 @@
 Before the first ``;`` are the settings and options of the recipe, separated by commas. The first of them may have no
 key: it is then the name of a preset, or a format for all GEMMs. After each ``;`` is a rule, ``pattern: settings``. Its
 first setting may be such a word too. After a key there is always a format: ``nvfp4`` is a preset, ``all: nvfp4`` is
-the plain format.
+the plain format. A rule for some steps is a phase, ``last 10 % of steps: hp``, and makes the line a schedule.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ..gemm.operands import GEMMS, TENSORS
 from .document import OPTIONS, Document
 from .format_spec import FormatSpec, aliases, format_names
 from .layer_formats import KEYS, Settings, make_settings
-from .presets import PRESETS, preset_name
-from .rules import Rule, parse_matcher
+from .phases import PhaseRule, parse_pattern
+from .presets import PRESETS, SCHEDULES, preset_name, schedule_name
+from .rules import Rule
 from .syntax import RecipeSyntaxError, did_you_mean
 
 
@@ -32,8 +33,8 @@ def parse_line(text: str) -> Document:
     document = Document()
     for index, (key, value_start, value_end) in enumerate(_entries(text, start, end)):
         value = text[value_start:value_end]
-        if key is None and index == 0 and preset_name(value) is not None:
-            document.preset = preset_name(value)
+        if key is None and index == 0 and (preset_name(value) or schedule_name(value)):
+            document.preset = preset_name(value) or schedule_name(value)
         elif key is None and index > 0:
             raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
         else:
@@ -69,22 +70,22 @@ def is_other_preset(text: str) -> bool:
     return preset_name(text) is not None and settings_of_preset(text) != {"all": FormatSpec.parse(text)}
 
 
-def format_line(settings: Settings, rules: Sequence[Rule], options: Mapping[str, Any]) -> str:
+def format_line(settings: Settings, rules: Sequence[Rule | PhaseRule], options: Mapping[str, Any]) -> str:
     """Write a recipe in one line, which `parse_line` reads."""
     words = [_settings_text(settings)]
     words += [f"{key}: {str(value).lower() if value is True else value}" for key, value in options.items()]
-    return "; ".join([", ".join(words), *(f"{rule.matcher}: {_settings_text(rule.settings)}" for rule in rules)])
+    return "; ".join([", ".join(words), *(f"{rule.pattern}: {_settings_text(rule.settings)}" for rule in rules)])
 
 
-def parse_rule(text: str) -> Rule:
-    """Parse a rule: ``*.lm_head: hp``."""
+def parse_rule(text: str) -> Rule | PhaseRule:
+    """Parse a rule, ``*.lm_head: hp``, or a phase, ``last 10 % of steps: hp``."""
     return _rule(text, *_strip(text, 0, len(text)))
 
 
 def _check_name(text: str, start: int, end: int) -> None:
     """Raise if a first word is neither a preset nor a format, with a suggestion from both."""
     name = text[start:end].partition("(")[0].strip()
-    known = [*PRESETS, *format_names(), *aliases()]
+    known = [*PRESETS, *SCHEDULES, *format_names(), *aliases()]
     if name not in known and name.lower() not in known:
         raise RecipeSyntaxError(f"there is no preset or format {name!r}{did_you_mean(name, known)}", text, start, end)
 
@@ -95,7 +96,20 @@ def _settings_text(settings: Settings) -> str:
     )
 
 
-def _rule(text: str, start: int, end: int) -> Rule:
+def make_rule_of(pattern: str, settings: Settings) -> Rule | PhaseRule:
+    """Make a rule or a phase of its pattern and its settings.
+
+    Raises:
+        RecipeSyntaxError: the text is neither a pattern nor a phase.
+    """
+    steps, matcher = parse_pattern(pattern)
+    if steps is not None:
+        return PhaseRule(steps, matcher, settings)
+    assert matcher is not None
+    return Rule(matcher, settings)
+
+
+def _rule(text: str, start: int, end: int) -> Rule | PhaseRule:
     colon = text.find(":", start, end)
     if colon < 0:
         raise RecipeSyntaxError("a rule must be written as 'pattern: format'", text, start, end)
@@ -108,7 +122,7 @@ def _rule(text: str, start: int, end: int) -> Rule:
             colon,
         )
     try:
-        matcher = parse_matcher(pattern)
+        parse_pattern(pattern)  # before its settings, so that the first mistake is shown
     except RecipeSyntaxError as error:
         raise error.within(text, start) from None
     document, base = Document(), {}
@@ -124,7 +138,7 @@ def _rule(text: str, start: int, end: int) -> Rule:
         if key is None and index > 0:
             raise RecipeSyntaxError(f"{value!r} needs a key, like 'fprop: {value}'", text, value_start, value_end)
         _set(document, key or "all", text, value_start, value_end)
-    return Rule(matcher, make_settings({**left_of_preset(base, document.settings), **document.settings}))
+    return make_rule_of(pattern, make_settings({**left_of_preset(base, document.settings), **document.settings}))
 
 
 def _set(document: Document, key: str, text: str, start: int, end: int) -> None:
