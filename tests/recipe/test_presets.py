@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from crossgrain.gemm.operands import TENSORS
-from crossgrain.recipe import PRESETS, GemmRecipe, QuantizerRole, check_pairs, factories, preset_table, zoo
+from crossgrain.recipe import PRESETS, SCHEDULES, GemmRecipe, QuantizerRole, check_pairs, factories, preset_table, zoo
 from crossgrain.recipe.format_spec import aliases, format_names, options_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -30,14 +30,19 @@ FACTORIES = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_compile_and_pair(name: str) -> None:
     recipe = GemmRecipe.load(name)
-    check_pairs({tensor: recipe.qfactory(QuantizerRole("linear", tensor)) for tensor in TENSORS})
+    quantizers = {tensor: recipe.qfactory(QuantizerRole("linear", tensor)) for tensor in TENSORS}
+    if recipe.allow_mixed:  # which only those have that need it
+        with pytest.raises(ValueError, match="set allow_mixed"):
+            check_pairs(quantizers)
+    else:
+        check_pairs(quantizers)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_recipes_that_can_be_written_down(name: str) -> None:
     recipe = GemmRecipe.load(name)
     assert GemmRecipe.load(str(recipe)) == GemmRecipe.load(PRESETS[name].line) == recipe
-    assert not recipe.allow_mixed and PRESETS[name].description
+    assert recipe.allow_mixed == name.endswith("-qat-weights") and PRESETS[name].description
 
 
 @pytest.mark.parametrize("tensor", TENSORS)
@@ -66,6 +71,13 @@ def test_attention_in_fp8_is_that_of_the_factory(role: QuantizerRole) -> None:
 def test_the_table_and_the_documentation_have_every_preset() -> None:
     table, page = preset_table(), DOCS.read_text(encoding="utf-8")
     for name, preset in PRESETS.items():
+        assert f"{name} " in table and preset.line in table
+        assert f"| `{name}` | `{preset.line}` | {preset.description} |" in page
+
+
+def test_the_documentation_has_every_schedule() -> None:
+    table, page = preset_table(), (DOCS.parent / "schedules.md").read_text(encoding="utf-8")
+    for name, preset in SCHEDULES.items():
         assert f"{name} " in table and preset.line in table
         assert f"| `{name}` | `{preset.line}` | {preset.description} |" in page
 

@@ -50,6 +50,22 @@ PRESETS: dict[str, Preset] = {
         "quantization-aware training: the exact gradient of an MXFP8 forward",
     ),
     "hp-fwd-mxfp8-bwd": Preset("fprop: hp, dgrad: mxfp8, wgrad: mxfp8", "exact forward, MXFP8 backward"),
+    "mxfp4-qat-weights": Preset(
+        "fprop: mxfp4, fprop.input: hp, dgrad: hp, wgrad: hp, weight.source: dequantized_late, allow_mixed: true",
+        "quantization-aware training of MXFP4 weights alone, as those of gpt-oss",
+    ),
+    "mxfp4-qat": Preset(
+        "fprop: mxfp4, dgrad: hp, wgrad: hp, input.source: dequantized_late, weight.source: dequantized_late",
+        "quantization-aware training of MXFP4 weights and activations",
+    ),
+    "nvfp4-qat-weights": Preset(
+        "fprop: nvfp4, fprop.input: hp, dgrad: hp, wgrad: hp, weight.source: dequantized_late, allow_mixed: true",
+        "quantization-aware training of NVFP4 weights alone",
+    ),
+    "nvfp4-qat": Preset(
+        "fprop: nvfp4, dgrad: hp, wgrad: hp, input.source: dequantized_late, weight.source: dequantized_late",
+        "quantization-aware training of NVFP4 weights and activations",
+    ),
     "nvfp4-fp8-attention": Preset(
         f"all: nvfp4(2d, rht, sr), attention: fp8(e5m2), attention.s: fp8({_ATTENTION_SCORES}), "
         f"attention.dp: fp8(e5m2, {_ATTENTION_SCORES})",

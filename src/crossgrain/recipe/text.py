@@ -54,7 +54,10 @@ def settings_of_preset(word: str) -> dict[str, Any]:
     assert name is not None
     document = parse_line(PRESETS[name].line)
     if document.options or document.rules or document.preset:
-        raise ValueError(f"the preset {name} has options or rules of its own, so it cannot be used in a rule")
+        raise ValueError(
+            f"the preset {name} has options or rules of its own, so it cannot be used in a rule. Begin the recipe with "
+            "it and except other layers by rules; or write its settings in the rule, and its options at the beginning"
+        )
     sources = {} if "all" in document.settings else {f"{tensor}.source": "original" for tensor in TENSORS}
     return {**sources, **document.settings}
 
