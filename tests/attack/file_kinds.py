@@ -24,7 +24,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain import files
 from crossgrain.distributed import checkpoint as sharded
-from crossgrain.recipe import GemmRecipe
+from crossgrain.recipe import GemmRecipe, read_extra_state
 from crossgrain.tensor.pickling import make_tensor, reduce_tensor
 
 from ..common.saved_models import contents
@@ -409,7 +409,8 @@ class ExtraState(Kind):
         self.layer = cg.Linear(32, 32)
         with cg.autocast(recipe="fp8-delayed"):
             self.layer(torch.ones(32, 32)).sum().backward()
-        state = self.layer.get_extra_state()
+        self.encoded = self.layer.get_extra_state()
+        state = read_extra_state(self.encoded)
         self.before = contents(state)
         return state
 
@@ -433,10 +434,15 @@ class ExtraState(Kind):
                 break
         if draw.random() < 0.1:
             state = draw.choice([[], 3, "x", b"x", torch.ones(3), torch.ones(3, dtype=torch.uint8), {"version": 1}])
+        elif draw.random() < 0.5:
+            state = self.encoded.clone()
+            for _ in range(draw.choice([0, 1, 1, 4])):
+                state[draw.choice([draw.randrange(len(state)), draw.randrange(64)])] = draw.randrange(256)
+            state = state[: draw.choice([len(state), len(state), draw.randrange(len(state))])]
 
         def load() -> Result:
             self.layer.set_extra_state(state)
-            return self.layer.get_extra_state()
+            return read_extra_state(self.layer.get_extra_state())
 
         return repr(state)[:200], load
 
@@ -444,7 +450,7 @@ class ExtraState(Kind):
         return self.original
 
     def check_unchanged(self) -> None:
-        now = contents(self.layer.get_extra_state())
+        now = contents(read_extra_state(self.layer.get_extra_state()))
         assert now.keys() == self.before.keys() and all(torch.equal(now[key], self.before[key]) for key in now), (
             "a refused extra state has changed the histories"
         )

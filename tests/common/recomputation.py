@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import crossgrain as cg
 from crossgrain import recipe as recipes
+from crossgrain.recipe import read_extra_state
 
 WIDTH, ROWS = 64, 32
 FUNCTIONS = {"torch": torch_checkpoint, "ours": cg.checkpoint}
@@ -167,7 +168,9 @@ class Run:
 
     def learned(self):
         extra = [extra for key, extra in self.model.state_dict().items() if key.endswith("_extra_state")]
-        return [value for state in extra for value in state.values() if isinstance(value, torch.Tensor)]
+        return [
+            value for state in extra for value in read_extra_state(state).values() if isinstance(value, torch.Tensor)
+        ]
 
     def all(self):
         return [*self.seen, *self.learned(), torch.get_rng_state()]

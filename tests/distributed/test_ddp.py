@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import crossgrain as cg
+from crossgrain.recipe import read_extra_state
 from crossgrain.tensor.init_values import preserved_value
 
 from ..common.ranks import batches, bind, converted_model, digest, error_of, mixed_layers, quantized_model, run, train
@@ -70,7 +71,7 @@ def _own_batches(rank, recipe):
             wrapped(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        states = [module.get_extra_state() for module in model if isinstance(module, cg.Linear)]
+        states = [read_extra_state(module.get_extra_state()) for module in model if isinstance(module, cg.Linear)]
         histories = [leaf.tolist() for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
         found.append((digest(model), histories))
     return found

@@ -11,6 +11,7 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, files
 from crossgrain import recipe as recipes
 from crossgrain.optim import FusedAdam
+from crossgrain.recipe import read_extra_state
 from crossgrain.tensor.init_values import preserved_value
 
 from ..common.quantizers import QUANTIZERS, assert_same_bytes, hybrid_of
@@ -204,7 +205,7 @@ def spoiled(state, how):
     elif how == "no tensor":
         state["2.bias"] = "zeros"
     elif how == "extra state":
-        state["2._extra_state"] = {**state["2._extra_state"], "forward.scale": torch.full((3,), -1.0)}
+        state["2._extra_state"] = {**read_extra_state(state["2._extra_state"]), "forward.scale": torch.full((3,), -1.0)}
     elif how == "pickled extra state":
         state["2._extra_state"] = torch.arange(10, dtype=torch.uint8)
     elif how == "impossible shape":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain.recipe import MXFP8BlockScaling, QuantizerRole, as_recipe
+from crossgrain.recipe import MXFP8BlockScaling, QuantizerRole, as_recipe, read_extra_state
 
 from ..common.families import PLAIN, make_hybrid_recipe, make_recipe
 from ..common.modules import (
@@ -166,7 +166,7 @@ def test_recomputation_is_bitwise(name, first_microbatch):
 
 
 def _histories(state):
-    return {name: torch.as_tensor(value) for name, value in state.get("_extra_state", {}).items()}
+    return {name: torch.as_tensor(value) for name, value in read_extra_state(state.get("_extra_state")).items()}
 
 
 def test_recomputation_keeps_only_the_input():

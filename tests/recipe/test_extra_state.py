@@ -1,4 +1,4 @@
-"""Delayed scaling in checkpoints: plain tensors and numbers, checked before anything is written."""
+"""Delayed scaling in checkpoints: a tensor of bytes, or its fields, checked before anything is written."""
 
 import io
 
@@ -15,7 +15,14 @@ from crossgrain.recipe import (
     QuantizerRole,
     RecipeState,
 )
-from crossgrain.recipe.extra_state import check_extra_state, extra_state_of, load_extra_state, resized_history
+from crossgrain.recipe.extra_state import (
+    check_extra_state,
+    extra_state_of,
+    load_extra_state,
+    read_extra_state,
+    resized_history,
+)
+from crossgrain.recipe.pickled_state import holds_nothing, passes_over
 
 
 def states(recipe=None, filled=False, counts=(3, 2)):
@@ -32,8 +39,12 @@ def states(recipe=None, filled=False, counts=(3, 2)):
     return made
 
 
-def example():
+def encoded():
     return extra_state_of(*states(filled=True))
+
+
+def example():
+    return read_extra_state(encoded())
 
 
 def assert_same(ours, theirs):
@@ -71,7 +82,10 @@ def test_what_is_saved_is_a_copy():
     saved = states(filled=True)
     extra = extra_state_of(*saved)
     saved[0].scale.zero_()
-    assert extra["forward.scale"].all()
+    assert read_extra_state(extra)["forward.scale"].all()
+    fields = read_extra_state(extra)
+    fields["forward.scale"].zero_()
+    assert read_extra_state(extra)["forward.scale"].all()
 
 
 def test_requests_are_saved_like_the_recipe():
@@ -83,7 +97,8 @@ def test_requests_are_saved_like_the_recipe():
 
 def test_recipes_without_histories_have_none():
     stateless = states(MXFP8BlockScaling())
-    assert extra_state_of(*stateless) == extra_state_of(None, None) == {}
+    for extra in (extra_state_of(*stateless), extra_state_of(None, None)):
+        assert extra.numel() == 0 and extra.dtype == torch.uint8 and read_extra_state(extra) == {}
     load_extra_state(example(), *stateless)
     for nothing in (None, {}, torch.empty(0, dtype=torch.uint8)):
         fresh = states()
@@ -94,7 +109,7 @@ def test_recipes_without_histories_have_none():
 def test_one_pass_alone():
     forward, _ = states(filled=True)
     extra = extra_state_of(forward, None)
-    assert "backward.scale" not in extra
+    assert "backward.scale" not in read_extra_state(extra)
     fresh, other = states()
     load_extra_state(extra, fresh, None)
     assert_same([fresh], [forward])
@@ -177,9 +192,48 @@ def test_damaged_state_is_refused_before_anything_is_written(change, error, matc
     assert_same(fresh, states())
 
 
-def test_only_dicts_are_taken():
-    with pytest.raises(TypeError, match="not a Tensor"):
-        check_extra_state(torch.ones(8, dtype=torch.uint8))
+def with_bytes(tensor, at, *values):
+    tensor = tensor.clone()
+    tensor[at : at + len(values)] = torch.tensor(values, dtype=torch.uint8)
+    return tensor
+
+
+# The head: 23 bytes of magic, 1 of the version, then three numbers of 4 bytes for each pass.
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda t: t[:24], "fc: the extra state is cut off: it has 24 bytes, its head 48"),
+        (lambda t: t[:-1], r"has 147 bytes, but its head describes 148"),
+        (lambda t: t[:48], "has 48 bytes, but its head describes 148"),
+        (lambda t: torch.cat((t, t[:4])), "has 152 bytes"),
+        (lambda t: with_bytes(t, 23, 2), "version 2, but only version 1"),
+        (lambda t: with_bytes(t, 24, 255, 255, 255, 255), "but its head describes"),
+        (lambda t: with_bytes(t, 32, 4), "forward.fp8_dtype of the extra state is 4, which is not an FP8 type"),
+        (lambda t: with_bytes(t, 48, 0, 0, 192, 127), "forward.scale of the extra state must hold positive, finite"),
+        (lambda t: with_bytes(t, 60, 0, 0, 192, 127), "forward.amax_history of the extra state must not hold NaN"),
+        (lambda t: with_bytes(t, 147, 191), "backward.amax_history of the extra state must not hold NaN or negative"),
+    ],
+)
+def test_damaged_bytes_are_refused_before_anything_is_written(change, match):
+    extra, fresh = change(encoded()), states()
+    with pytest.raises(ValueError, match=match):
+        check_extra_state(extra, "fc")
+    with pytest.raises(ValueError, match=match):
+        load_extra_state(extra, *fresh, "fc")
+    assert_same(fresh, states())
+
+
+def test_bytes_that_are_not_ours_are_refused():
+    for other in (torch.ones(80, dtype=torch.uint8), encoded().float(), encoded()[1:], encoded()[None]):
+        with pytest.raises(TypeError, match="must be a tensor of bytes that crossgrain has made.* tensor"):
+            check_extra_state(other)
+
+
+def test_our_bytes_are_not_taken_for_a_pickle():
+    extra = encoded()
+    assert not holds_nothing(bytes(extra.numpy())) and not passes_over(extra) and not passes_over(extra[:30])
+    with pytest.raises(RuntimeError, match="pickle"):
+        passes_over(extra[1:])
 
 
 @pytest.mark.parametrize(
@@ -205,4 +259,4 @@ def test_infinite_amaxes_are_history():
     saved[0].amax_history[2, 1] = torch.inf
     load_extra_state(extra_state_of(*saved), *loaded)
     assert_same(loaded, saved)
-    assert cg.DType(extra_state_of(*loaded)["forward.fp8_dtype"]) is cg.DType.kFloat8E4M3
+    assert cg.DType(read_extra_state(extra_state_of(*loaded))["forward.fp8_dtype"]) is cg.DType.kFloat8E4M3

@@ -6,9 +6,9 @@ A quantized tensor ``layer.weight`` becomes the buffers of its planes:
     layer.weight.columnwise.data   ...
 
 Its class, shape, formats and quantizer go into the description. For a hybrid tensor, the rowwise buffers come from its
-rowwise child and the columnwise buffers from its columnwise child. A dict inside the state dict (the extra state of a
-module) is split: its tensors become ``layer._extra_state.<name>``, its numbers go into the description. All other
-tensors keep their names.
+rowwise child and the columnwise buffers from its columnwise child. A dict inside the state dict (an extra state of
+another library, or of an earlier version) is split: its tensors become ``layer._extra_state.<name>``, its numbers go
+into the description. All other tensors, extra states of crossgrain among them, keep their names.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from ..recipe import (
     this_pass,
     warn_of_another_recipe,
 )
+from ..recipe.extra_state import is_empty
 from ..recipe.summary import formats_in_short
 from ..recipe.updates import Step
 from ..runtime.settings import settings
@@ -324,10 +325,11 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         Weight gradients that wait for `backward_dw` are left out, because they belong to this module's parameters.
         """
         state = dict(self.__dict__)
+        histories = self.get_extra_state()
         state.update(
             _built=nothing_built(),
             _learned={},
-            _unloaded=self.get_extra_state() or None,
+            _unloaded=None if is_empty(histories) else histories,
             _weight_cache=WeightCache(),
             _wgrads=[],
             _noted_for=None,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recipe import RecipeState, check_extra_state, extra_state_of, load_extra_state
-from ..recipe.extra_state import is_empty
+from ..recipe import RecipeState, extra_state_of, load_extra_state
+from ..recipe.extra_state import encoded_extra_state, is_empty
 from ..recipe.pickled_state import passes_over
 from ..tensor.init_values import renew_preserved_values
 from ..tensor.loading import check_formats
@@ -24,8 +24,11 @@ class StateDicts(nn.Module):
     What cannot be loaded is refused before parameters are overwritten.
     """
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the histories of delayed scaling as a plain dict. If there are none, it is empty and not saved."""
+    def get_extra_state(self) -> Tensor:
+        """Return the histories of delayed scaling as a tensor of bytes. If there are none, it is empty and not saved.
+
+        `crossgrain.recipe.read_extra_state` gives its fields.
+        """
         raise NotImplementedError
 
     def set_extra_state(self, state: Any) -> None:
@@ -42,7 +45,7 @@ class StateDicts(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not destination[prefix + _EXTRA_STATE]:
+        if is_empty(destination[prefix + _EXTRA_STATE]):
             del destination[prefix + _EXTRA_STATE]
 
     def _load_from_state_dict(
@@ -77,7 +80,7 @@ class Histories(StateDicts, ModuleInterface):
     def __init__(self) -> None:
         super().__init__()
         self._learned: dict[Mode, RecipeState] = {}  # the last states with histories
-        self._unloaded: Any = None  # extra state that waits for states to load it into
+        self._unloaded: Tensor | None = None  # extra state that waits for states to load it into
 
     def _learn(self, new: Built) -> None:
         """Keep the histories of ``new`` from now on, after loading what has been waiting for them."""
@@ -116,24 +119,22 @@ class Histories(StateDicts, ModuleInterface):
                 scale.copy_(fp8_meta_tensors[SLOTS[mode]][0])
                 history.copy_(fp8_meta_tensors[SLOTS[mode]][1])
 
-    def get_extra_state(self) -> dict[str, Any]:
+    def get_extra_state(self) -> Tensor:
         if self._unloaded is not None:
-            return dict(self._unloaded)
+            return self._unloaded.clone()
         return extra_state_of(self._learned.get("forward"), self._learned.get("backward"))
 
     def set_extra_state(self, state: Any) -> None:
         if passes_over(state, self.layer):
             return
-        check_extra_state(state, self.layer)
+        state = encoded_extra_state(state, self.layer)
         self._unloaded = None
         if is_empty(state):
             return
         if self._learned:
             load_extra_state(state, self._learned.get("forward"), self._learned.get("backward"), self.layer)
         else:
-            self._unloaded = {
-                key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
-            }
+            self._unloaded = state
 
     def _expect_other_weights(self) -> None:
         self._built = nothing_built()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..linear.parallel import mark_sequence_parallel, set_tensor_model_parallel_attributes
 from ..nn.module_interface import Mode
@@ -139,7 +139,7 @@ class Linear(StateDicts, FusedOperation):
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def get_extra_state(self) -> dict[str, Any]:
+    def get_extra_state(self) -> Tensor:
         return self.basic_ops[0].get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:

@@ -28,7 +28,7 @@ from .custom_state import CustomRecipeState
 from .delayed_state import DelayedScalingRecipeState
 from .explain import Explanation
 from .explain_schedule import ScheduleExplanation
-from .extra_state import check_extra_state, extra_state_of, load_extra_state
+from .extra_state import check_extra_state, extra_state_of, load_extra_state, read_extra_state
 from .format_spec import FormatSpec
 from .gemm_recipe import GemmRecipe
 from .global_state import FP8GlobalStateManager
@@ -128,6 +128,7 @@ __all__ = [
     "preset_table",
     "quantized_model_init",
     "quantizer_factory",
+    "read_extra_state",
     "this_pass",
     "warn_of_another_recipe",
     "zoo",

@@ -1,15 +1,18 @@
 """The extra state of a module in a state dict: scales and amax histories of delayed scaling.
 
-It is a plain dict of tensors and numbers:
+It is one tensor of bytes, so that everything that saves tensors saves it: a head (see `_HEAD`), then for the forward
+and the backward pass the scales [n] and the amax histories [length, n], as float32, little-endian. `read_extra_state`
+gives the fields:
 
     {"version": 1, "forward.scale": [n], "forward.amax_history": [length, n], "forward.fp8_dtype": 7, "backward...."}
 
-It is empty for recipes without histories. A module that has no quantizers yet keeps the dict, and loads it when it
-creates them.
+Such a dict can be loaded too; earlier versions of crossgrain have saved it. The tensor is empty for recipes without
+histories. A module that has no quantizers yet keeps the tensor, and loads it when it creates them.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,42 +24,126 @@ from .delayed_state import DelayedScalingRecipeState
 from .state import RecipeState
 
 VERSION = 1
+_MODES = ("forward", "backward")
 _FIELDS = ("scale", "amax_history", "fp8_dtype")
 
+# No pickle begins with its first byte, so Transformer Engine's extra states, which are pickles, are not taken for ours.
+_MAGIC = b"\xf5crossgrain extra state"
+# The magic, the version, and for each pass the number of tensors, the length of the history and the FP8 type; three
+# zeros for a pass without histories.
+# Its size is a multiple of 4, so that the float32 numbers after it are aligned.
+_HEAD = struct.Struct(f"<{len(_MAGIC)}sB6I")
+assert _HEAD.size % 4 == 0
 
-def extra_state_of(forward: RecipeState | None, backward: RecipeState | None) -> dict[str, Any]:
-    """The scales and histories of both passes; an empty dict if the recipe keeps none."""
+
+def extra_state_of(forward: RecipeState | None, backward: RecipeState | None) -> Tensor:
+    """The scales and histories of both passes as a tensor of bytes, which is empty if the recipe keeps none."""
     extra: dict[str, Any] = {}
     for mode, state in _delayed(forward, backward).items():
-        extra[f"{mode}.scale"] = state.scale.detach().clone()
-        extra[f"{mode}.amax_history"] = state.amax_history.detach().clone()
+        extra[f"{mode}.scale"] = state.scale.detach()
+        extra[f"{mode}.amax_history"] = state.amax_history.detach()
         extra[f"{mode}.fp8_dtype"] = int(state.dtype)
-    return {"version": VERSION, **extra} if extra else {}
+    return _encoded({"version": VERSION, **extra} if extra else {})
+
+
+def read_extra_state(extra: Any, name: str = "module") -> dict[str, Any]:
+    """The fields of an extra state: scales, amax histories and FP8 types, as in the description of this module.
+
+    Args:
+        extra: the value from a state dict: the tensor of `extra_state_of`, the dict of earlier versions, or None.
+        name: name of the module, for messages.
+
+    Returns:
+        Copies of its fields; an empty dict if it is None or empty.
+
+    Raises:
+        TypeError: it is neither a tensor of bytes nor a dict, or has a value of a wrong type.
+        ValueError: it is cut off, or a field is missing, unknown or wrong.
+    """
+    if is_empty(extra):
+        return {}
+    fields = _decoded(extra, name) if is_encoded(extra) else extra
+    _check_fields(fields, name)
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in fields.items()}
+
+
+def encoded_extra_state(extra: Any, name: str = "module") -> Tensor:
+    """An extra state that `read_extra_state` accepts, as a tensor of its own."""
+    return _encoded(read_extra_state(extra, name))
+
+
+def is_encoded(extra: Any) -> bool:
+    """Whether this is a tensor of bytes that `extra_state_of` has made, or its beginning."""
+    if not isinstance(extra, Tensor) or extra.dtype != torch.uint8 or extra.dim() != 1 or extra.is_meta:
+        return False
+    return bytes(extra[: len(_MAGIC)].tolist()) == _MAGIC
+
+
+def _encoded(fields: Mapping[str, Any]) -> Tensor:
+    if not fields:
+        return torch.empty(0, dtype=torch.uint8)
+    numbers, tensors = [], []
+    for mode in _MODES:
+        if f"{mode}.scale" in fields:
+            history = fields[f"{mode}.amax_history"]
+            numbers += [history.shape[1], len(history), int(fields[f"{mode}.fp8_dtype"])]
+            tensors += [fields[f"{mode}.scale"].reshape(-1), history.reshape(-1)]
+        else:
+            numbers += [0, 0, 0]
+    head = torch.frombuffer(bytearray(_HEAD.pack(_MAGIC, VERSION, *numbers)), dtype=torch.uint8)
+    parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+    return torch.cat([head.to(parts[0].device) if parts else head, *parts])
+
+
+def _decoded(extra: Tensor, name: str) -> dict[str, Any]:
+    """The fields of a tensor of bytes; its size is checked, its numbers are not."""
+    if extra.numel() < _HEAD.size:
+        raise ValueError(f"{name}: the extra state is cut off: it has {extra.numel()} bytes, its head {_HEAD.size}")
+    _, version, *numbers = _HEAD.unpack(bytes(extra[: _HEAD.size].tolist()))
+    if version != VERSION:
+        raise ValueError(_of_another_version(version, name))
+    modes = {mode: numbers[3 * i : 3 * i + 3] for i, mode in enumerate(_MODES) if any(numbers[3 * i : 3 * i + 3])}
+    size = _HEAD.size + sum(4 * count * (1 + length) for count, length, _ in modes.values())
+    if extra.numel() != size:
+        raise ValueError(f"{name}: the extra state has {extra.numel()} bytes, but its head describes {size}")
+    values = extra[_HEAD.size :].clone().view(torch.float32)
+    fields: dict[str, Any] = {"version": version}
+    for mode, (count, length, dtype) in modes.items():
+        scale, history, values = values.split([count, count * length, len(values) - count * (1 + length)])
+        fields[f"{mode}.scale"] = scale
+        fields[f"{mode}.amax_history"] = history.view(length, count)
+        fields[f"{mode}.fp8_dtype"] = dtype
+    return fields
+
+
+def _of_another_version(version: Any, name: str) -> str:
+    return f"{name}: the extra state has version {version!r}, but only version {VERSION} can be read"
 
 
 def check_extra_state(extra: Any, name: str = "module") -> None:
-    """Check that a value is an extra state: what `extra_state_of` returns, None, or something empty.
+    """Check that a value is an extra state: what `extra_state_of` returns, its fields, None, or something empty.
 
     Args:
         extra: the value from a state dict.
         name: name of the module, for messages.
 
     Raises:
-        TypeError: it is not a dict, or has a value of a wrong type.
-        ValueError: a field is missing, unknown or wrong.
+        TypeError: see `read_extra_state`.
+        ValueError: see `read_extra_state`.
     """
-    if is_empty(extra):
-        return
+    read_extra_state(extra, name)
+
+
+def _check_fields(extra: Any, name: str) -> None:
     if not isinstance(extra, Mapping):
+        kind = f"{extra.dtype} tensor" if isinstance(extra, Tensor) else type(extra).__name__
         raise TypeError(
-            f"{name}: the extra state must be a dict of tensors and numbers, not a {type(extra).__name__}. Remove the "
-            "key from the state dict to start with new histories"
+            f"{name}: the extra state must be a tensor of bytes that crossgrain has made, or a dict of its fields, not "
+            f"a {kind}. Remove the key from the state dict to start with new histories"
         )
     if extra.get("version") != VERSION:
-        raise ValueError(
-            f"{name}: the extra state has version {extra.get('version')!r}, but only version {VERSION} can be read"
-        )
-    unknown = set(extra) - {"version"} - {f"{mode}.{field}" for mode in ("forward", "backward") for field in _FIELDS}
+        raise ValueError(_of_another_version(extra.get("version"), name))
+    unknown = set(extra) - {"version"} - {f"{mode}.{field}" for mode in _MODES for field in _FIELDS}
     if unknown:
         raise ValueError(f"{name}: the extra state has unknown keys {', '.join(sorted(map(repr, unknown)))}")
     for mode in _modes_in(extra):
@@ -84,10 +171,9 @@ def load_extra_state(
         TypeError: see `check_extra_state`.
         ValueError: see `check_extra_state`; or the extra state is for other tensors or another FP8 type.
     """
-    check_extra_state(extra, name)
-    extra = None if is_empty(extra) else extra
+    extra = read_extra_state(extra, name)
     states = _delayed(forward, backward)
-    if extra is None or not states:
+    if not extra or not states:
         return
     for mode, state in states.items():
         _check_fits(extra, mode, state, name)
@@ -120,7 +206,7 @@ def is_empty(extra: Any) -> bool:
 
 
 def _modes_in(extra: Mapping[str, Any]) -> list[str]:
-    return [mode for mode in ("forward", "backward") if any(f"{mode}.{field}" in extra for field in _FIELDS)]
+    return [mode for mode in _MODES if any(f"{mode}.{field}" in extra for field in _FIELDS)]
 
 
 def _check_part(extra: Mapping[str, Any], mode: str, name: str) -> None:

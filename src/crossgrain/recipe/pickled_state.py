@@ -19,6 +19,7 @@ from torch import Tensor
 from . import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from .base import RecipeFields
 from .custom import CustomRecipe
+from .extra_state import is_encoded
 from .gemm_recipe import GemmRecipe
 
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -106,7 +107,7 @@ def passes_over(extra: Any, name: str = "module") -> bool:
     """
     if _stands_for_nothing(extra):
         return True
-    if not (isinstance(extra, Tensor) and extra.dtype == torch.uint8 and extra.numel()):
+    if not (isinstance(extra, Tensor) and extra.dtype == torch.uint8 and extra.numel()) or is_encoded(extra):
         return False
     if not holds_nothing(bytes(extra.detach().cpu().numpy())):
         raise RuntimeError(extra_state_pickle_advisory(name))
