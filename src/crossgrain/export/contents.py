@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..files.safetensors_file import cast_tensor
 from ..recipe import GemmRecipe, Recipe, as_recipe
+from ..recipe.extra_state import is_extra_state_key
 from ..tensor import QuantizedTensor
 from .checked_json import read_json
 from .hub_names import Piece, hub_names
@@ -110,7 +111,7 @@ def contents_of(
         )
         tied = set()
     for key, value in model.state_dict().items():
-        if key in quantized_keys or key in tied or not isinstance(value, Tensor) or _is_extra_state(key):
+        if key in quantized_keys or key in tied or not isinstance(value, Tensor) or is_extra_state_key(key):
             continue
         if value.is_meta:
             raise ValueError(f"{key} is on the meta device, so it has no values to export")
@@ -204,11 +205,6 @@ def _unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _is_extra_state(key: str) -> bool:
-    """Whether an entry belongs to the histories of delayed scaling, which no other program needs."""
-    return "_extra_state" in key.split(".")
 
 
 def _tied_keys(model: Any, config: Mapping[str, Any]) -> set[str]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..formats import NewerVersionError
 from ..optim.base import MASTER, FusedOptimizer
 from ..recipe import Recipe
+from ..recipe.extra_state import is_extra_state_key
 from ..recipe.portable import recipe_from_text
 from ..tensor import QuantizedTensor
 from .bound import RecipeChoice, recipe_text
@@ -186,7 +187,7 @@ def plain_tensors(
     masters = {} if optimizer is None else _masters(model, optimizer)
     plain: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra_state_key(key):
             wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
             plain[key] = cast_tensor(key, masters.get(key, value), wanted)
     return plain

@@ -198,6 +198,11 @@ def _delayed(forward: RecipeState | None, backward: RecipeState | None) -> dict[
     return {mode: state.delayed for mode, state in states.items() if state is not None and state.delayed is not None}
 
 
+def is_extra_state_key(key: str) -> bool:
+    """Whether a key of a state dict is that of an extra state, or of a part of one."""
+    return "_extra_state" in key.split(".")
+
+
 def is_empty(extra: Any) -> bool:
     """None, an empty dict, or an empty tensor: Transformer Engine writes that for recipes without histories."""
     if isinstance(extra, Tensor):
