@@ -3,6 +3,7 @@
 The table in docs/models.md is made from this: ``python -m tests.clients.test_architectures`` writes it anew.
 """
 
+import contextlib
 import copy
 import math
 import warnings
@@ -63,6 +64,23 @@ def test_the_page_has_the_numbers_of_this_run():
         line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line[2:].split(" |")[0] in NAMES
     ]
     assert shown == [row_of(name) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_high_precision_it_is_the_same_model(name):
+    """Only the order of sums differs, as of experts that are multiplied one by one."""
+    plain, arguments = make(name).train(), ARCHITECTURES[name].arguments()
+    model, _ = converted(name)
+    found = []
+    for each in (plain, model):
+        with cg.autocast(enabled=False) if each is model else contextlib.nullcontext():
+            loss = loss_of(each, **arguments)
+            loss.backward()
+        found.append((loss, {path: p.grad for path, p in each.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    for path, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][path], gradient, rtol=1e-3, atol=1e-5, msg=path)
 
 
 @pytest.mark.parametrize("name", NAMES)
