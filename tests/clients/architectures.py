@@ -143,7 +143,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "T5": Architecture(
         lambda: hf.T5ForConditionalGeneration(
             hf.T5Config(
-                vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+                vocab_size=VOCABULARY,
+                d_model=32,
+                d_kv=16,
+                d_ff=64,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+                dropout_rate=0.0,
             )
         ),
         _text,
