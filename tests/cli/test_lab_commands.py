@@ -53,6 +53,18 @@ def test_explain_as_json():
     assert len(rows) == 6 and {row["format"] for row in rows} == {"hp"}
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_explain_shows_the_phases_of_a_schedule(columns):
+    line = "nvfp4; first 1 block: mxfp8; last 10 % of steps: fprop: hp"
+    shown = run("explain", "-r", line, "--model", "tiny", "--steps", 1000, columns=columns)
+    assert fits(shown, columns)
+    assert "from step 0: no phase" in shown and "from step 900: 'last 10 % of steps'" in shown
+    assert "from step" not in run("explain", "-r", line)
+    result = json.loads(run("explain", "-r", line, "--steps", 1000, "--json"))
+    assert [phase["start"] for phase in result["phases"]] == [0, 900]
+    assert result["phases"][1]["rows"][0]["format"] == "hp"
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------
 
 
@@ -86,6 +98,16 @@ def test_a_rule_for_layers_that_are_not_there_is_a_mistake(command, tmp_path, mo
 def test_train_tells_the_validation_loss():
     shown = run("train", "-r", "mxfp8; head: hp", "--size", "tiny", "--steps", 3)
     assert fits(shown, 80) and "done after 3 steps: validation loss" in shown
+
+
+def test_schedules_are_trained_and_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run("train", "-r", "mxfp8; last 1 step: hp", "--steps", 3)
+    assert "done after 3 steps" in shown
+    result = json.loads(run("compare", "-r", "mxfp8; last 50 % of steps: hp", "--seeds", 1, "--json"))
+    assert result["recipes"]["recipe A"].endswith("; last 50 % of steps: hp")
+    refused = invoke("plan", "--model", "lab-tiny", "-r", "nvfp4-late-hp")
+    assert refused.exit_code == 2 and "ScheduledConversion" in refused.stderr
 
 
 def test_train_as_json():

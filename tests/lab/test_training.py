@@ -8,7 +8,7 @@ import torch
 from crossgrain.lab import PRESETS, GPTConfig, Preset, Trainer
 from crossgrain.lab.gpt import GPT
 from crossgrain.lab.training import saved_bytes
-from crossgrain.recipe import as_recipe
+from crossgrain.recipe import GemmRecipe, RecipeSchedule, as_recipe
 
 SHORT = Preset(
     GPTConfig(layers=1, width=32, heads=2, context=16), batch=4, steps=4, learning_rate=1e-2, validation_batch=4
@@ -77,3 +77,12 @@ def test_saved_bytes_are_those_of_activations_not_of_parameters():
 def test_presets_grow():
     sizes = [preset.model.layers * preset.model.width**2 for preset in PRESETS.values()]
     assert sizes == sorted(sizes) and PRESETS.keys() >= {"tiny", "small"}
+
+
+def test_a_schedule_is_followed() -> None:
+    """A run whose last phase is that of the other run differs from it only from the phase's first step on."""
+    schedule = RecipeSchedule.load("mxfp8; last 50 % of steps: all: nvfp4")
+    switched = Trainer(SHORT, schedule, seed=0).train()
+    plain = Trainer(SHORT, GemmRecipe.load("mxfp8"), seed=0).train()
+    assert [a == b for a, b in zip(switched.losses, plain.losses, strict=True)] == [True, True, False, False]
+    assert switched.recipe == str(schedule)

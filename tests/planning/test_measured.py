@@ -21,6 +21,8 @@ OTHERS = (
     "nvfp4; head: hp; *.fc1: mxfp8",
     "mxfp8; head: bf16",
     "nvfp4, dgrad: bf16",
+    "mxfp8, wgrad: hp",
+    "mxfp8, dgrad: hp",
     "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8, input.source: dequantized_late, weight.source: dequantized_late",
 )
 CONFIG = GPTConfig(layers=2, width=48, heads=2, context=19)  # sizes that have to be padded

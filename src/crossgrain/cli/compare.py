@@ -17,8 +17,9 @@ from ..lab.compare import BASELINE, Comparison
 from ..lab.compare import compare as run_comparison
 from ..lab.gpt import GPT
 from ..lab.training import Run
+from ..recipe import RecipeSchedule
 from .output import AsJson, print_json, progress_bar
-from .recipes import labelled, mistakes_are_shown, split_recipes
+from .recipes import labelled_schedules, mistakes_are_shown, split_recipes
 from .sizes import Size, SizeName, Steps, preset_of
 
 Recipes = Annotated[
@@ -41,10 +42,11 @@ def compare(
 
     Ctrl-C stops it and keeps the finished runs.
     """
-    preset, chosen = preset_of(size, steps), labelled(split_recipes(recipes))
+    preset, chosen = preset_of(size, steps), labelled_schedules(split_recipes(recipes))
     with mistakes_are_shown():  # before anything is trained
         for recipe in chosen.values():
-            recipe.for_model(GPT(preset.model))
+            for phase in RecipeSchedule.load(recipe).phases(preset.steps):
+                phase.recipe.for_model(GPT(preset.model))
     out.mkdir(parents=True, exist_ok=True)
 
     with progress_bar() as progress:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
 
-from ..recipe import GemmRecipe, RecipeSyntaxError
+from ..recipe import GemmRecipe, RecipeSchedule, RecipeSyntaxError
 
 RecipeText = Annotated[
-    str, typer.Option("--recipe", "-r", help="A preset, a one-line recipe, or a .yaml or .json file.")
+    str, typer.Option("--recipe", "-r", help="A preset, a one-line recipe or schedule, or a .yaml or .json file.")
 ]
 
+_Loaded = TypeVar("_Loaded", bound=GemmRecipe | RecipeSchedule)
 _LONGEST_LABEL = 22  # what a table of 80 columns has room for
 
 
@@ -37,6 +38,13 @@ def load_recipe(text: str) -> GemmRecipe:
         return GemmRecipe.load(text)
 
 
+def load_schedule(text: str) -> GemmRecipe | RecipeSchedule:
+    """As `load_recipe`, but phases are allowed: with phases, it is a schedule."""
+    with mistakes_are_shown():
+        schedule = RecipeSchedule.load(text)
+        return schedule if schedule.changes else GemmRecipe.load(text)
+
+
 def split_recipes(texts: Sequence[str]) -> list[str]:
     """Split texts such as ``mxfp8,nvfp4, dgrad: mxfp8`` into recipes, here ``mxfp8`` and ``nvfp4, dgrad: mxfp8``.
 
@@ -56,9 +64,18 @@ def split_recipes(texts: Sequence[str]) -> list[str]:
 
 def labelled(texts: Sequence[str]) -> dict[str, GemmRecipe]:
     """Recipes by a label: the text itself, or ``recipe A`` and so on if the text is long."""
-    recipes: dict[str, GemmRecipe] = {}
+    return _labelled(texts, load_recipe)
+
+
+def labelled_schedules(texts: Sequence[str]) -> dict[str, GemmRecipe | RecipeSchedule]:
+    """As `labelled`, but phases are allowed."""
+    return _labelled(texts, load_schedule)
+
+
+def _labelled(texts: Sequence[str], load: Callable[[str], _Loaded]) -> dict[str, _Loaded]:
+    recipes: dict[str, _Loaded] = {}
     for text in texts:
-        recipe = load_recipe(text)
+        recipe = load(text)
         label = text if len(text) <= _LONGEST_LABEL else f"recipe {chr(ord('A') + len(recipes) % 26)}"
         recipes.setdefault(label, recipe)
     return recipes

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..lab.training import Run, Trainer
 from .output import AsJson, print_json, progress_bar
-from .recipes import RecipeText, load_recipe, mistakes_are_shown
+from .recipes import RecipeText, load_schedule, mistakes_are_shown
 from .sizes import Size, SizeName, Steps, preset_of
 
 
@@ -25,7 +25,7 @@ def train(
 
     Ctrl-C stops it and prints the results so far.
     """
-    preset, loaded = preset_of(size, steps), load_recipe(recipe)
+    preset, loaded = preset_of(size, steps), load_schedule(recipe)
     with mistakes_are_shown():
         trainer = Trainer(preset, loaded, seed)
     console = Console(highlight=False)

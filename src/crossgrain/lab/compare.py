@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..gemm.operands import GEMMS
-from ..recipe import Recipe
+from ..recipe import Recipe, RecipeSchedule
 from .data import even_batch, load_text
 from .gemm_errors import Errors, gemm_errors, mean_errors, tensors_of_layers
 from .gpt import GPT
@@ -43,7 +43,7 @@ class Comparison:
     """
 
     preset: Preset
-    recipes: Mapping[str, Recipe]  # by label
+    recipes: Mapping[str, Recipe | RecipeSchedule]  # by label
     seeds: Sequence[int]
     runs: dict[str, list[Run]] = field(default_factory=dict)
     errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by recipe and layer
@@ -104,13 +104,17 @@ class Comparison:
 
 
 def compare(
-    preset: Preset, recipes: Mapping[str, Recipe], seeds: Sequence[int], on_step: OnStep | None = None
+    preset: Preset,
+    recipes: Mapping[str, Recipe | RecipeSchedule],
+    seeds: Sequence[int],
+    on_step: OnStep | None = None,
 ) -> Comparison:
     """Train with fp32 and with every recipe, once per seed. Ctrl-C ends it early and keeps the finished runs.
 
     Args:
         preset: size of the model, and how to train it.
-        recipes: the recipes, by the label to show them under.
+        recipes: the recipes and schedules, by the label to show them under. Errors of GEMMs, and bytes held for
+            backward, are those of the first phase of a schedule.
         seeds: the seeds; each gives every recipe the same initial weights and the same data.
         on_step: called after each step with the label, the seed and the run so far.
     """
@@ -138,7 +142,9 @@ def _told(on_step: OnStep | None, label: str, seed: int) -> Callable[[Run], None
     return lambda run: None if on_step is None else on_step(label, seed, run)
 
 
-def _errors(model: GPT, recipe: Recipe, preset: Preset) -> dict[str, Errors]:
+def _errors(model: GPT, recipe: Recipe | RecipeSchedule, preset: Preset) -> dict[str, Errors]:
+    if isinstance(recipe, RecipeSchedule):
+        recipe = recipe.recipe_at(0, preset.steps)
     torch.manual_seed(0)
     batch = even_batch(load_text().validation, preset.batch, preset.model.context)
     return gemm_errors(model, recipe, tensors_of_layers(model, *batch))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..convert import convert
-from ..recipe import Recipe
+from ..convert import ScheduledConversion, convert
+from ..recipe import Recipe, RecipeSchedule
 from .data import even_batch, load_text, random_batch
 from .gpt import GPT, GPTConfig
 
@@ -68,7 +68,7 @@ class Trainer:
 
     Args:
         preset: size of the model, and how to train it.
-        recipe: the recipe to convert the model with; None for fp32.
+        recipe: the recipe or schedule to convert the model with; None for fp32.
         seed: of the initial weights, the data and stochastic rounding.
 
     Attributes:
@@ -76,12 +76,15 @@ class Trainer:
         run: the results so far.
     """
 
-    def __init__(self, preset: Preset, recipe: Recipe | None, seed: int) -> None:
+    def __init__(self, preset: Preset, recipe: Recipe | RecipeSchedule | None, seed: int) -> None:
         self.preset = preset
         self.run = Run(None if recipe is None else str(recipe), seed)
         with _random_numbers(seed):
             self.model = GPT(preset.model)
-        if recipe is not None:
+        self._schedule: ScheduledConversion | None = None
+        if isinstance(recipe, RecipeSchedule):
+            self._schedule = ScheduledConversion(self.model, recipe, preset.steps)
+        elif recipe is not None:
             convert(self.model, recipe)
         self._data = torch.Generator().manual_seed(seed)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95))
@@ -127,6 +130,8 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
         self.run.losses.append(loss.item())
         self.run.step_seconds.append(time.perf_counter() - begin)
 

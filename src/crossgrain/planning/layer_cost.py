@@ -85,6 +85,17 @@ def layer_cost(
         weight_is_kept: the weight is already quantized, so the layer neither quantizes nor saves it.
     """
     shapes = padded_shapes(chosen, override, Sizes(tokens, inputs, outputs))
+    given = {"input": (tokens, inputs), "weight": (outputs, inputs)}
+    itself = {
+        tensor: _saves_itself(chosen, override, tensor, dtype, is_padded=shapes[tensor] != shape)
+        for tensor, shape in given.items()
+    }
+
+    def saved(tensor: str, plain: int) -> int:
+        """Bytes that are saved of a tensor. ``plain`` is the number of numbers if the tensor itself is saved."""
+        if itself[tensor]:
+            return plain * dtype.itemsize
+        return size(tensor, _saved_direction(chosen, override, tensor))
 
     def size(tensor: str, *directions: Direction) -> int:
         return plane_bytes(chosen, tensor, shapes[tensor], dtype, directions)
@@ -102,9 +113,9 @@ def layer_cost(
 
     return LayerCost(
         gemms=tuple(_gemm(name, chosen, override, Sizes(tokens, inputs, outputs), shapes, dtype) for name in GEMMS),
-        saved_input=_saved(chosen, override, "input", tokens * inputs, shapes, dtype),
-        saved_weight=0 if weight_is_kept else _saved(chosen, override, "weight", 0, shapes, dtype),
-        keeps_input_itself=_saves_itself(chosen, override, "input", dtype),
+        saved_input=saved("input", tokens * inputs),
+        saved_weight=0 if weight_is_kept else saved("weight", 0),
+        keeps_input_itself=itself["input"],
         operands=max(sum(size(tensor, *directions) for tensor, directions in made.items()), gradient),
         quantized_forward=sum(traffic(tensor, directions) for tensor, directions in made.items()),
         quantized_backward=(traffic("grad_output", (ROWWISE, COLUMNWISE)) if backward else 0)
@@ -120,20 +131,6 @@ def padded_shapes(chosen: LayerFormats, override: BackwardOverride, sizes: Sizes
     return {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
 
 
-def _saved(
-    chosen: LayerFormats,
-    override: BackwardOverride,
-    tensor: str,
-    plain: int,
-    shapes: dict[str, tuple[int, int]],
-    dtype: torch.dtype,
-) -> int:
-    """Bytes that are saved of a tensor. ``plain`` is the number of numbers if the tensor itself is saved."""
-    if _saves_itself(chosen, override, tensor, dtype):
-        return plain * dtype.itemsize
-    return plane_bytes(chosen, tensor, shapes[tensor], dtype, (_saved_direction(chosen, override, tensor),))
-
-
 def makes_late(chosen: LayerFormats, tensor: str) -> bool:
     """Whether backward makes the columns of a tensor from its rows."""
     return bool(chosen.source(tensor).value == "dequantized_late")
@@ -143,8 +140,13 @@ def _saved_direction(chosen: LayerFormats, override: BackwardOverride, tensor: s
     return ROWWISE if override == "dequantized" or makes_late(chosen, tensor) else COLUMNWISE
 
 
-def _saves_itself(chosen: LayerFormats, override: BackwardOverride, tensor: str, dtype: torch.dtype) -> bool:
-    return override == "high_precision" or _is_itself(chosen, tensor, _saved_direction(chosen, override, tensor), dtype)
+def _saves_itself(
+    chosen: LayerFormats, override: BackwardOverride, tensor: str, dtype: torch.dtype, is_padded: bool
+) -> bool:
+    """Whether a tensor is saved and not a plane of it; one in high precision is a copy if the other operand pads it."""
+    if override == "high_precision":
+        return True
+    return not is_padded and _is_itself(chosen, tensor, _saved_direction(chosen, override, tensor), dtype)
 
 
 def _is_itself(chosen: LayerFormats, tensor: str, direction: Direction, dtype: torch.dtype) -> bool:
