@@ -32,6 +32,7 @@ ROOMS = (
     "distributed",
     "lab",
     "planning",
+    "integrations",
     "compat",
     "te",
     "cli",

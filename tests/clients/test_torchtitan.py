@@ -1,4 +1,4 @@
-"""The converter for torchtitan, `examples/torchtitan_converter.py`, on torchtitan's debug model."""
+"""The converter for torchtitan on its debug model, as `examples/torchtitan_converter.py` uses it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import crossgrain
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-clients")
 pytest.importorskip("triton", reason="torchtitan's models import triton, which is not installed: make test-clients")
+
+from crossgrain.integrations.torchtitan import CrossgrainConverter
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "torchtitan_converter.py"
 
@@ -88,6 +90,6 @@ def test_the_debug_model_learns(losses):
 
 def test_what_cannot_be_converted_is_refused(example):
     with pytest.raises(ValueError, match="autocast"):
-        example.CrossgrainConverter.Config(recipe="fp8-delayed").build()
+        CrossgrainConverter.Config(recipe="fp8-delayed").build()
     with pytest.raises(ValueError, match="nowhere"):
         model(example, "mxfp8", ["nowhere"])
