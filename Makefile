@@ -5,7 +5,7 @@
 #   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
-#   make test-clients    the same library under Megatron-core, accelerate, Lightning Fabric and torchtitan
+#   make test-clients    the same library under Megatron-core, transformers, accelerate, Lightning and torchtitan
 
 PYTHON ?= python3
 WORKERS ?= 2

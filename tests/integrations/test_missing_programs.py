@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-
-import pytest
+import textwrap
 
 PROGRAMS = {
     "transformers": ("transformers", "hf"),
@@ -13,21 +12,22 @@ PROGRAMS = {
 }
 
 
-def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("module", PROGRAMS)
-def test_what_to_install_is_said(module):
-    package, extra = PROGRAMS[module]
-    missing = f"import sys; sys.modules.update({{{package!r}: None, 'lightning': None}})"
-    done = python(f"{missing}\nimport crossgrain.integrations.{module}")
-    assert done.returncode and f"ImportError: {package} could not be imported" in done.stderr
-    assert f"pip install 'crossgrain[{extra}]'" in done.stderr
-
-
-def test_nothing_imports_them():
-    names = sorted({package for package, _ in PROGRAMS.values()})
-    code = f"import sys, crossgrain, crossgrain.integrations\nprint([n for n in {names} if n in sys.modules])"
-    done = python(code)
-    assert done.stdout.strip() == "[]", done.stderr
+def test_what_to_install_is_said_and_nothing_imports_them():
+    packages = [package for package, _ in PROGRAMS.values()]
+    code = f"""
+        import importlib, sys, crossgrain, crossgrain.integrations
+        print([name for name in {packages} if name in sys.modules])
+        sys.modules.update(dict.fromkeys({packages}))
+        for name in {list(PROGRAMS)}:
+            try:
+                importlib.import_module(f"crossgrain.integrations.{{name}}")
+            except ImportError as error:
+                print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    imported, *errors = done.stdout.splitlines()
+    assert imported == "[]", done.stderr
+    assert len(errors) == len(PROGRAMS), done.stderr
+    for (package, extra), error in zip(PROGRAMS.values(), errors, strict=True):
+        assert error.startswith(f"{package} could not be imported")
+        assert error.endswith(f"pip install 'crossgrain[{extra}]'")
