@@ -33,6 +33,8 @@ class Architecture:
         share: the least share of the multiply-adds with weights that must be quantized.
         generates: it has a cache, and ``generate``.
         checkpoints: transformers can recompute its blocks in backward.
+        shares: blocks of a decoder read one output of an encoder; when they are recomputed, autograd adds their gradients
+            in another order, in plain torch as well.
         compiles: it is one graph, or several with breaks; False if torch.compile itself cannot trace the model.
     """
 
@@ -41,6 +43,7 @@ class Architecture:
     share: float
     generates: bool = False
     checkpoints: bool = True
+    shares: bool = False
     compiles: bool = True
 
 
@@ -155,6 +158,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         _text,
         0.8,
+        shares=True,
     ),
     "ViT": Architecture(
         lambda: hf.ViTForImageClassification(
@@ -170,7 +174,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _image,
         0.95,
     ),
-    "Whisper": Architecture(_whisper, _speech, 0.6),  # its two convolutions of sound overlap
+    "Whisper": Architecture(_whisper, _speech, 0.6, shares=True),  # its two convolutions of sound overlap
     "Mixtral": _causal("MixtralForCausalLM", "MixtralConfig", **_MOE, num_local_experts=4),
     "Qwen3-MoE": _causal(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_MOE, moe_intermediate_size=32, num_experts=4, head_dim=16

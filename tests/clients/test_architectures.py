@@ -133,7 +133,11 @@ def test_recomputing_blocks_gives_the_same_gradients(name):
         loss = loss_of(twin, **arguments)
         loss.backward()
         found.append([loss, *(parameter.grad for parameter in twin.parameters() if parameter.grad is not None)])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for one, other in zip(*found, strict=True):
+        if ARCHITECTURES[name].shares:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+        else:
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", NAMES)
