@@ -33,8 +33,8 @@ class Architecture:
         share: the least share of the multiply-adds with weights that must be quantized.
         generates: it has a cache, and ``generate``.
         checkpoints: transformers can recompute its blocks in backward.
-        shares: blocks of a decoder read one output of an encoder; when they are recomputed, autograd adds their gradients
-            in another order, in plain torch as well.
+        shares: blocks of a decoder read one output of an encoder; when they are recomputed, autograd adds their
+            gradients in another order, in plain torch as well.
         compiles: it is one graph, or several with breaks; False if torch.compile itself cannot trace the model.
     """
 
