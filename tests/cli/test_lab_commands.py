@@ -1,6 +1,7 @@
 """explain, train and compare: screens that fit, JSON that parses, mistakes that are pointed at."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -45,6 +46,12 @@ def test_explain(columns):
 
 def test_explain_without_a_model_shows_the_rules():
     assert "rule 1 (head)" in run("explain", "-r", "mxfp8; head: hp")
+
+
+def test_models_of_transformers_need_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
+    result = invoke("explain", "--recipe", "mxfp8", "--hf", "config.json")
+    assert result.exit_code == 2 and "pip install 'crossgrain[hf]'" in " ".join(result.output.split())
 
 
 def test_explain_as_json():

@@ -52,6 +52,7 @@ def explain(
         built = model_without_weights(hf)
     shown: Explanation | ScheduleExplanation
     with mistakes_are_shown(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         if isinstance(loaded, RecipeSchedule):
             shown = loaded.explain(built, steps, every_layer=every_layer)
         else:
