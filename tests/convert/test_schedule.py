@@ -96,6 +96,11 @@ def test_options_of_convert_hold_in_all_phases() -> None:
         conversion.step()
 
 
+def test_a_share_of_the_blocks_can_be_skipped() -> None:
+    report = cg.convert(small_model(), "mxfp8", skip="last 50 % of blocks")
+    assert sorted(report.formats) == ["blocks.0.fc1", "blocks.0.fc2"]
+
+
 def test_a_phase_may_name_a_layer_that_is_left_by_default() -> None:
     model, optimizer, conversion = new_run("mxfp8; from step 1, head: nvfp4", None)
     assert "head" in conversion.report.left and type(model.head) is nn.Linear
@@ -115,6 +120,17 @@ def test_weights_that_were_cached_are_quantized_again() -> None:
         fresh = small_model()
         cg.convert(fresh, "all: nvfp4")
         assert torch.equal(found, fresh(tokens))
+
+
+def test_weights_that_microbatches_share_are_dropped() -> None:
+    layer = cg.Linear(32, 32, bias=False)
+    conversion = cg.ScheduledConversion(nn.Sequential(layer), "mxfp8; from step 1: all: nvfp4")
+    x = torch.randn(32, 32)
+    layer(x, is_first_microbatch=True)
+    assert layer._fp8_workspaces
+    conversion.step()
+    assert not layer._fp8_workspaces  # copies in the old format would take memory
+    assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
 
 
 def test_histories_are_kept_where_formats_stay() -> None:
