@@ -156,7 +156,10 @@ def test_a_phase_replaces_operands_and_sources_as_a_rule_does() -> None:
         for tensor in ("input", "weight", "grad_output"):
             for kind, name in (("linear", tensor), ("dpa", "s"), ("dpa", "qkv")):
                 role = cg.QuantizerRole(kind, name, "x")
-                assert repr(phase.qfactory(role)) == repr(rule.qfactory(role)), change
+                expected = repr(rule.qfactory(role))
+                assert repr(phase.qfactory(role)) == repr(GemmRecipe.load(str(phase)).qfactory(role)) == expected, (
+                    change
+                )
 
 
 def test_rules_for_layers_are_stronger_than_phases_unless_a_phase_has_a_pattern() -> None:
@@ -227,6 +230,11 @@ def test_explain_shows_when_phases_begin() -> None:
     assert [phase.start for phase in shown.phases] == [0, 10, 80]
     assert "== from step 80: 'last 20 % of steps'" in str(shown)
     assert str(schedule.recipe_at(80, 100).explain(Model())) in str(shown)
+    decided = {(row.gemm, row.layer): row.why for row in shown.phases[-1].explanation.rows}
+    assert (
+        decided["fprop", "layers.0.attn.q"] == "last 20 % of steps" and decided["fprop", "head.lm"] == "rule 1 (*.lm)"
+    )
+    assert decided["dgrad", "layers.0.attn.q"] == "default"
     unknown = schedule.explain()
     assert [phase.start for phase in unknown.phases] == [None] * 3
     assert [phase.title for phase in unknown.phases] == ["'first 10 steps'", "no phase", "'last 20 % of steps'"]

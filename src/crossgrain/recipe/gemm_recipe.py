@@ -81,6 +81,7 @@ class GemmRecipe(Recipe):
     rules: tuple[Rule, ...]
     blocks: str | None
     checked_with_model: bool = False  # rules were compared with a model; not a part of the value
+    settings_by: tuple[tuple[str, Settings], ...] = ()  # where settings come from, for explanations; not a part either
 
     def __init__(
         self,
@@ -357,11 +358,15 @@ class GemmRecipe(Recipe):
 
     def _stages(self, indices: Iterable[int]) -> tuple[tuple[str, Settings], ...]:
         rules = [(self.rule_label(i), self.rules[i].settings) for i in indices]
-        return (("default", _ATTENTION_NOT_SAID), ("default", self.settings), *rules)
+        return (("default", _ATTENTION_NOT_SAID), *(self.settings_by or (("default", self.settings),)), *rules)
 
     def with_rules(self, rules: Iterable[Rule | str | tuple[str, Any]]) -> GemmRecipe:
         """A recipe with the same settings and options, and these rules."""
         return self.from_document(Document(None, dict(self.settings), self.set_options, [*map(_as_rule, rules)]))
+
+    def with_settings_by(self, stages: Iterable[tuple[str, Settings]]) -> GemmRecipe:
+        """An equal recipe that explains its settings: they are those of ``stages``, one on top of the other."""
+        return self._with(settings_by=tuple(stages))
 
     def _with(self, **changes: Any) -> Self:
         new = object.__new__(type(self))

@@ -256,6 +256,7 @@ def _as_rule(rule: Any) -> Rule | PhaseRule:
 def _recipe_with(schedule: RecipeSchedule, holding: tuple[Rule | PhaseRule, ...]) -> GemmRecipe:
     """The recipe while these phases hold. The same object in every step, so that layers see no change."""
     settings: dict[str, Any] = dict(schedule.base.settings)
+    stages = [("default", schedule.base.settings)]
     rules: list[Rule] = []
     phases: list[str] = []
     for rule in holding:
@@ -265,14 +266,16 @@ def _recipe_with(schedule: RecipeSchedule, holding: tuple[Rule | PhaseRule, ...]
         phases.append(rule.pattern)
         if rule.matcher is None:
             settings = _changed(settings, rule.settings)
+            stages.append((rule.pattern, rule.settings))
         else:
             rules.append(Rule(rule.matcher, rule.settings))
     try:
-        return GemmRecipe.from_document(Document(None, settings, schedule.base.set_options, [*rules]))
+        recipe = GemmRecipe.from_document(Document(None, settings, schedule.base.set_options, [*rules]))
     except ValueError as error:
         if not phases:
             raise
         raise ValueError(f"in the phase {' and '.join(map(repr, phases))}: {error}") from None
+    return recipe.with_settings_by(stages)
 
 
 def _changed(settings: Mapping[str, Any], phase: Settings) -> dict[str, Any]:
