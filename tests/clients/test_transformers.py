@@ -222,6 +222,41 @@ def test_a_callback_that_is_added_later_converts_when_training_begins(tmp_path):
         late.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
 
 
+class Follows(transformers.TrainerCallback):
+    def __init__(self, conversion):
+        self.conversion = conversion
+
+    def on_step_end(self, *args, **kwargs):
+        self.conversion.step()
+
+
+@pytest.mark.parametrize(
+    "schedule", ["nvfp4; last 25 % of steps: mxfp8", "fp8-delayed; from step 3: mxfp8", "nvfp4; from step 2: hp"]
+)
+def test_a_schedule_is_followed_and_resumed(schedule, tmp_path):
+    whole = trained(tmp_path / "whole", schedule)
+    model = model_of()
+    conversion = cg.ScheduledConversion(model, schedule, 4)
+    first = str(conversion.phase.recipe)
+    trainer_of(tmp_path / "plain", model, Follows(conversion)).train()
+    assert_same(whole, model)
+    resumed = trained(tmp_path / "resumed", schedule, resume=str(tmp_path / "whole/checkpoint-2"))
+    assert_same(resumed, whole)
+    constant = trained(tmp_path / "constant", first)
+    assert not torch.equal(whole.lm_head.weight, constant.lm_head.weight)
+    state = json.loads((tmp_path / "whole/checkpoint-2/crossgrain.json").read_text())["schedule"]
+    assert (state["steps_done"], state["total_steps"]) == (2, 4)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole/checkpoint-4")
+    assert convert_from(again, tmp_path / "whole/checkpoint-4").recipe == conversion.report.recipe
+
+
+def test_a_schedule_of_another_length_is_refused(tmp_path):
+    schedule = "nvfp4; last 25 % of steps: mxfp8"
+    trained(tmp_path / "whole", schedule)
+    with pytest.raises(ValueError, match="total_steps=4, but here it is 6"):
+        trained(tmp_path / "longer", schedule, resume=str(tmp_path / "whole/checkpoint-2"), max_steps=6)
+
+
 def test_statistics_are_logged(tmp_path):
     model, callback = model_of(), CrossgrainCallback("fp8-delayed", log_every=2)
     trainer = trainer_of(tmp_path, model, callback)

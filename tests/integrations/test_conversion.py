@@ -19,10 +19,10 @@ def model():
 def test_a_file_converts_another_model_alike(tmp_path):
     conversion = Conversion.of(RECIPE, "b", (), True)
     conversion.save(tmp_path, schedule={"step": 3})
-    assert Conversion.load(tmp_path) == conversion
+    assert Conversion.load(tmp_path) == (conversion, {"step": 3})
     one, other = model(), model()
     report = cg.convert(one, RECIPE, skip="b", norms=True)
-    assert str(Conversion.load(tmp_path).convert(other)) == str(report)
+    assert str(Conversion.load(tmp_path)[0].convert(other)) == str(report)
     content = json.loads((tmp_path / FILE).read_text())
     assert content["version"] == 1 and content["schedule"] == {"step": 3} and content["skip"] == ["b"]
 
@@ -30,7 +30,7 @@ def test_a_file_converts_another_model_alike(tmp_path):
 @pytest.mark.parametrize("recipe", [cg.recipe.DelayedScaling(amax_history_len=4), cg.recipe.MXFP8BlockScaling()])
 def test_recipe_classes_are_written_too(recipe, tmp_path):
     Conversion.of(recipe, (), (), False).save(tmp_path)
-    assert Conversion.load(tmp_path).read_recipe() == recipe
+    assert Conversion.load(tmp_path)[0].read_recipe() == recipe
 
 
 @pytest.mark.parametrize("choice", [nn.Linear, [nn.LayerNorm, "b"], lambda path, module: path == "b"])
@@ -39,8 +39,19 @@ def test_choices_that_cannot_be_written_must_be_given_again(choice, tmp_path):
     conversion.save(tmp_path)
     assert conversion.skip is None
     with pytest.raises(ValueError, match="types or functions as skip, which were not saved; pass skip="):
-        Conversion.load(tmp_path).convert(model())
-    assert list(Conversion.load(tmp_path).convert(model(), skip="b").left) == ["b"]
+        Conversion.load(tmp_path)[0].convert(model())
+    assert list(Conversion.load(tmp_path)[0].convert(model(), skip="b").left) == ["b"]
+
+
+def test_a_schedule_converts_for_the_step_at_which_it_was_saved(tmp_path):
+    schedule = cg.RecipeSchedule.load("nvfp4; last 50 % of steps: mxfp8")
+    conversion = Conversion.of(schedule, (), (), False)
+    conversion.save(tmp_path, schedule={"steps_done": 3, "total_steps": 4})
+    loaded, state = Conversion.load(tmp_path)
+    assert loaded.read_recipe() == schedule
+    assert loaded.convert(model(), schedule=state).recipe == cg.GemmRecipe.load("mxfp8")
+    with pytest.raises(ValueError, match="the step at which the schedule .* was saved is not known"):
+        loaded.convert(model())
 
 
 def test_differences():

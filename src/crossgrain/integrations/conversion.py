@@ -14,7 +14,7 @@ from torch import nn
 
 from ..convert import ConvertReport, convert
 from ..files.durable import whole_file
-from ..recipe import Recipe, as_recipe
+from ..recipe import Recipe, RecipeSchedule, as_recipe
 from ..recipe.portable import recipe_from_text, recipe_to_text
 
 FILE = "crossgrain" + ".json"  # in one piece, it would look like the name of a module of crossgrain
@@ -28,7 +28,7 @@ class Conversion:
     """What `crossgrain.convert` was asked for.
 
     Attributes:
-        recipe: the text of the recipe.
+        recipe: the text of the recipe, or of a schedule of recipes.
         skip: patterns of layers that were left; None if there were types or functions, which cannot be written.
         include: patterns of layers that were converted although they are not by default; None as for ``skip``.
         norms: whether norms were converted.
@@ -42,15 +42,19 @@ class Conversion:
     @classmethod
     def of(cls, recipe: Any, skip: Choices, include: Choices, norms: bool) -> Conversion:
         """Describe the arguments of `crossgrain.convert`."""
-        return cls(recipe_to_text(as_recipe(recipe)), _as_patterns(skip), _as_patterns(include), norms)
+        text = str(recipe) if isinstance(recipe, RecipeSchedule) else recipe_to_text(as_recipe(recipe))
+        return cls(text, _as_patterns(skip), _as_patterns(include), norms)
 
-    def convert(self, model: nn.Module, skip: Choices = None, include: Choices = None) -> ConvertReport:
+    def convert(
+        self, model: nn.Module, skip: Choices = None, include: Choices = None, schedule: Any = None
+    ) -> ConvertReport:
         """Convert a model in the same way.
 
         Args:
             model: the model to change.
             skip: layers to leave, if they could not be written.
             include: layers to convert although they are not by default, if they could not be written.
+            schedule: the state of `ScheduledConversion`, if the recipe is a schedule: it says which step is next.
 
         Raises:
             ValueError: what could not be written is not given.
@@ -62,11 +66,16 @@ class Conversion:
                     f"the model was converted with types or functions as {name}, which were not saved; pass {name}="
                 )
             chosen[name] = saved if given is None else given
-        return convert(model, self.read_recipe(), norms=self.norms, **chosen)
+        recipe = self.read_recipe()
+        if isinstance(recipe, RecipeSchedule):
+            if not isinstance(schedule, Mapping) or "steps_done" not in schedule:
+                raise ValueError(f"the step at which the schedule {self.recipe!r} was saved is not known")
+            recipe = recipe.recipe_at(schedule["steps_done"], schedule.get("total_steps"))
+        return convert(model, recipe, norms=self.norms, **chosen)
 
-    def read_recipe(self) -> Recipe:
-        """The recipe itself."""
-        return recipe_from_text(self.recipe)
+    def read_recipe(self) -> Recipe | RecipeSchedule:
+        """The recipe itself, or the schedule."""
+        return read_recipe(self.recipe)
 
     def difference(self, saved: Conversion | None) -> str | None:
         """What is different in a conversion that was saved; None if it is the same.
@@ -133,8 +142,11 @@ class Conversion:
             temporary.write_text(json.dumps(content, indent=2) + "\n")
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> Conversion:
+    def load(cls, directory: str | os.PathLike[str]) -> tuple[Conversion, Any]:
         """Read `crossgrain.json` of a directory.
+
+        Returns:
+            The conversion, and the state of the schedule or None.
 
         Raises:
             FileNotFoundError: there is none.
@@ -153,11 +165,25 @@ class Conversion:
         if version != VERSION:
             raise ValueError(f"{path} has version {version!r}, but only version {VERSION} can be read")
         content.pop("crossgrain", None)
-        content.pop("schedule", None)
+        schedule = content.pop("schedule", None)
         try:
-            return cls.from_plain(content)
+            return cls.from_plain(content), schedule
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def read_recipe(recipe: Any) -> Recipe | RecipeSchedule:
+    """What users give as a recipe: a schedule if it changes during training, else a recipe.
+
+    Args:
+        recipe: a recipe or a schedule, the name of a preset, a line, a file, or the text of a recipe in a checkpoint.
+    """
+    if isinstance(recipe, str) and recipe.lstrip().startswith("{"):
+        return recipe_from_text(recipe)
+    if isinstance(recipe, Recipe):
+        return recipe
+    schedule = RecipeSchedule.load(recipe)
+    return schedule if schedule.changes else as_recipe(recipe)
 
 
 def _as_patterns(choices: Choices) -> tuple[str, ...] | None:

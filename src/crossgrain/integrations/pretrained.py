@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ def convert_from(
         FileNotFoundError: the directory has no `crossgrain.json`.
         ValueError: that file is damaged, or the directory has histories of layers that the model does not have.
     """
-    conversion = Conversion.load(directory)
+    conversion, schedule = Conversion.load(directory)
     histories = _saved_histories(Path(directory))
-    report = conversion.convert(model, skip, include)
+    report = conversion.convert(model, skip, include, schedule)
     layers = {_joined(path): module for path, module in model.named_modules() if isinstance(module, StateDicts)}
     in_files = {name: key for key, name in _names_in_files(model, layers).items()}
     unknown = sorted(histories.keys() - in_files.keys())
@@ -61,16 +61,16 @@ def convert_from(
     return report
 
 
-def save_with_pretrained(model: nn.Module, conversion: Conversion) -> None:
-    """Make `save_pretrained` of this model also write `crossgrain.json`."""
+def save_with_pretrained(model: nn.Module, save: Callable[[Path], None]) -> None:
+    """Make `save_pretrained` of this model also write `crossgrain.json`: it calls ``save`` with the directory."""
     if hasattr(type(model), "save_pretrained"):
-        object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model, conversion))
+        object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model, save))
 
 
-def _save_pretrained(model: Any, conversion: Conversion, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(model: Any, save: Callable[[Path], None], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if is_converted(model) and kwargs.get("is_main_process", True) and Path(save_directory).is_dir():
-        conversion.save(save_directory)
+        save(Path(save_directory))
     return result
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from ..convert import ConvertReport, convert
+from ..convert import ConvertReport, ScheduledConversion, convert
 from ..files.random_state import get_random_state, set_random_state
-from ..recipe import Recipe, as_recipe
-from ..recipe.portable import recipe_from_text
-from .conversion import FILE, Choices, Conversion
+from ..recipe import Recipe, RecipeSchedule
+from .conversion import FILE, Choices, Conversion, read_recipe
 from .needs import not_installed
 from .wrappers import is_converted, unwrapped, why_too_late
 
@@ -32,6 +31,9 @@ from .pretrained import convert_from, load_original_names, save_with_pretrained
 from .saturation import Saturation
 
 __all__ = ["CrossgrainCallback", "convert_from"]
+
+# So many steps that every phase that is a number of steps is a small part of them.
+_MANY_STEPS = 10**12
 
 # The models that callbacks have converted, and how.
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, tuple[Conversion, ConvertReport]] = weakref.WeakKeyDictionary()
@@ -48,7 +50,8 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
     histories of delayed scaling are not written in evaluation anyway.
 
     Args:
-        recipe: a recipe, the name of a preset, a one-line recipe or a file, as for `crossgrain.convert`.
+        recipe: a recipe, the name of a preset, a one-line recipe or a file, as for `crossgrain.convert`; or a schedule
+            of recipes, as for `crossgrain.ScheduledConversion`. Its steps are those of the Trainer.
         skip: layers not to convert, as for `crossgrain.convert`.
         include: layers to convert that are not by default, as for `crossgrain.convert`.
         norms: convert norms too.
@@ -64,7 +67,7 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeSchedule | str,
         *,
         skip: Choices = (),
         include: Choices = (),
@@ -79,13 +82,13 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
             )
         if log_every < 0:
             raise ValueError(f"log_every must be 0 or more, got {log_every}")
-        text = isinstance(recipe, str) and recipe.lstrip().startswith("{")
-        self.recipe = recipe_from_text(str(recipe)) if text else as_recipe(recipe)
+        self.recipe = read_recipe(recipe)
         self.conversion = Conversion.of(self.recipe, skip, include, norms)
         self.report: ConvertReport | None = None
         self._choices: dict[str, Any] = {"skip": skip, "include": include, "norms": norms}
         self._log_every = log_every
         self._logs = 0
+        self._scheduled: ScheduledConversion | None = None
         self._allow_other_recipe = allow_other_recipe
         self._before_evaluation: dict[str, Any] | None = None  # random numbers
         self._saturation = Saturation()
@@ -94,54 +97,85 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if model is not None:
-            self._convert(model, state)
+            self._convert(model, state, args.max_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         resumed = state.global_step > 0
+        saved, schedule = self._saved_in(state) if resumed else (None, None)
         if resumed:
-            self.conversion.check_same(self._saved_in(state), self._allow_other_recipe)
+            self.conversion.check_same(saved, self._allow_other_recipe)
+        self._convert_late(model, state, resumed)
+        if isinstance(self.recipe, RecipeSchedule):
+            self._scheduled = ScheduledConversion(unwrapped(model), self.recipe, state.max_steps, **self._choices)
+            if schedule is not None and not self._allow_other_recipe:
+                self._scheduled.load_state_dict(schedule)
+            self._follow_schedule(state)
         state.stateful_callbacks[type(self).__name__] = self.state()
+
+    def _convert_late(self, model: nn.Module, state: Any, resumed: bool) -> None:
+        """Convert a model that the Trainer did not have when it was created."""
         conversion, report = _CONVERTED.get(unwrapped(model), (None, None))
         if conversion is self.conversion or (conversion is not None and self.conversion.difference(conversion) is None):
             self.report = report  # by this callback, or by the one that the Trainer has restored it from
             return
         problem = why_too_late(model)
-        if problem is None and resumed and self.recipe.may_keep_histories() and not is_converted(unwrapped(model)):
+        if problem is None and resumed and self._may_keep_histories() and not is_converted(unwrapped(model)):
             problem = "its histories of delayed scaling were not loaded with the checkpoint"
         if problem:
             raise RuntimeError(
                 f"the model can no longer be converted: {problem}. Pass the CrossgrainCallback in callbacks= of the "
                 "Trainer, which converts the model when it is created, or call crossgrain.convert before that"
             )
-        self._convert(model, state)
+        self._convert(model, state, state.max_steps)
 
-    def _convert(self, model: nn.Module, state: Any) -> None:
-        model = unwrapped(model)
-        self.report = convert(model, self.recipe, **self._choices)
+    def _convert(self, model: nn.Module, state: Any, steps: int) -> None:
+        model, recipe = unwrapped(model), self.recipe
+        if isinstance(recipe, RecipeSchedule):
+            recipe = recipe.recipe_at(0, steps if steps > 0 else _MANY_STEPS)  # what is right when training begins
+        self.report = convert(model, recipe, **self._choices)
         _CONVERTED[model] = self.conversion, self.report
         load_original_names(model)
-        save_with_pretrained(model, self.conversion)
+        save_with_pretrained(model, self._save)
         if state.is_world_process_zero:
             print(self.report)
 
-    def _saved_in(self, state: Any) -> Conversion | None:
+    def _follow_schedule(self, state: Any) -> None:
+        if self._scheduled is not None:
+            if self._scheduled.set_step(state.global_step) and state.is_world_process_zero:
+                print(f"step {state.global_step}: {self._scheduled.phase.label}\n{self._scheduled.report}")
+            self.report = self._scheduled.report
+
+    def _may_keep_histories(self) -> bool:
+        if isinstance(self.recipe, RecipeSchedule):
+            return any(phase.recipe.may_keep_histories() for phase in self.recipe.phases(_MANY_STEPS))
+        return self.recipe.may_keep_histories()
+
+    def _saved_in(self, state: Any) -> tuple[Conversion | None, Any]:
         saved = state.stateful_callbacks.get(type(self).__name__)
         saved = saved[0] if isinstance(saved, list) else saved
         if saved is None:
-            return None
+            return None, None
         plain = saved["args"]
-        return Conversion.from_plain({name: plain[name] for name in self.conversion.plain()})
+        conversion = Conversion.from_plain({name: plain[name] for name in self.conversion.plain()})
+        return conversion, saved["attributes"].get("saved_schedule")
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What `trainer_state.json` keeps: arguments that make an equal callback."""
-        return {"args": {**self.conversion.plain(), "log_every": self._log_every}, "attributes": {}}
+        schedule = None if self._scheduled is None else self._scheduled.state_dict()
+        return {
+            "args": {**self.conversion.plain(), "log_every": self._log_every},
+            "attributes": {"saved_schedule": schedule},
+        }
+
+    def _save(self, directory: Path) -> None:
+        self.conversion.save(directory, None if self._scheduled is None else self._scheduled.state_dict())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and directory.is_dir() and not (directory / FILE).exists():
-            self.conversion.save(directory)  # a model without save_pretrained
+            self._save(directory)  # a model without save_pretrained
 
     # ---- evaluation does not disturb training --------------------------------------------------
 
@@ -155,6 +189,7 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self._log_every:
             self._saturation.end(unwrapped(model))
+        self._follow_schedule(state)
         self._expect_evaluation(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -174,7 +209,7 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
     # ---- statistics ----------------------------------------------------------------------------
 
     def _measure(self, model: nn.Module) -> None:
-        if self._log_every and self.recipe.may_keep_histories():
+        if self._log_every and self._may_keep_histories():
             self._saturation.begin(unwrapped(model))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
