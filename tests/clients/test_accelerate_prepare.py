@@ -102,5 +102,5 @@ def test_what_cannot_be_converted_is_refused():
     with pytest.raises(ValueError, match="no model to convert"):
         prepare(accelerator, "mxfp8", optimizer)
     model = accelerator.prepare(model)
-    with pytest.raises(RuntimeError, match="LlamaForCausalLM has been prepared before"):
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM can no longer be converted: it has been prepared before"):
         prepare(accelerator, "mxfp8", model, optimizer)

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from torch import nn
 
 import crossgrain as cg
@@ -99,11 +98,3 @@ def test_a_recipe_that_cannot_be_written_is_refused_at_once():
     recipe = cg.recipe.CustomRecipe(qfactory=lambda role: None)
     with pytest.raises(ValueError, match="qfactory"):
         Conversion.of(recipe, (), (), False)
-
-
-def test_the_model_in_its_wrappers():
-    from crossgrain.integrations.wrappers import unwrapped, why_too_late
-
-    inner = model()
-    assert unwrapped(torch.compile(nn.DataParallel(inner))) is inner
-    assert why_too_late(torch.compile(inner)) is None

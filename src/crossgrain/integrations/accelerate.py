@@ -16,7 +16,7 @@ from ..convert import convert
 from ..recipe import Recipe, as_recipe
 from .conversion import Choices, Conversion
 from .needs import not_installed
-from .wrappers import is_converted, unwrapped
+from .wrappers import is_converted, unwrapped, why_too_late
 
 try:
     from accelerate import Accelerator
@@ -60,11 +60,12 @@ def prepare(
     if not models:
         raise ValueError("there is no model to convert among the objects; call accelerator.prepare for these")
     for model in models:
-        prepared = any(model is own or unwrapped(own) is unwrapped(model) for own in accelerator._models)
-        if prepared and not is_converted(unwrapped(model)):
+        prepared = any(unwrapped(own) is unwrapped(model) for own in accelerator._models)
+        problem = "it has been prepared before" if prepared else why_too_late(model)
+        if problem and not is_converted(unwrapped(model)):
             raise RuntimeError(
-                f"this {type(unwrapped(model)).__name__} has been prepared before; call "
-                "crossgrain.integrations.accelerate.prepare in place of accelerator.prepare"
+                f"this {type(unwrapped(model)).__name__} can no longer be converted: {problem}. Call "
+                "crossgrain.integrations.accelerate.prepare in place of accelerator.prepare, with the plain model"
             )
     conversion = Conversion.of(recipe, skip, include, norms)
     for model in models:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+_COPYING = ("FullyShardedDataParallel", "DeepSpeedEngine")  # have parameters of their own
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", *_COPYING)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself: without `torch.compile`, data parallelism, FSDP1 and DeepSpeed around it."""
+def _inwards(model: nn.Module) -> Iterator[nn.Module]:
+    """A model, what it is wrapped around, and so on."""
     inner: Any = model
     while True:
+        yield inner
         if hasattr(inner, "_orig_mod"):  # torch.compile
             inner = inner._orig_mod
         elif type(inner).__name__ in _WRAPPERS:
             inner = inner.module
         else:
-            return inner  # type: ignore[no-any-return]
+            return
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself: without `torch.compile`, data parallelism, FSDP1 and DeepSpeed around it."""
+    return list(_inwards(model))[-1]
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -28,17 +36,10 @@ def is_converted(model: nn.Module) -> bool:
 
 def why_too_late(model: nn.Module) -> str | None:
     """Why a model can no longer be converted: its parameters have been cut or flattened. None if it can."""
-    inner: Any = model
-    while True:
-        if type(inner).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
-            return f"it is wrapped in {type(inner).__name__}, which has its own copies of the parameters"
-        if hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif type(inner).__name__ in _WRAPPERS:
-            inner = inner.module
-        else:
-            break
-    for name, parameter in inner.named_parameters():
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+    for each in _inwards(model):
+        if type(each).__name__ in _COPYING:
+            return f"it is wrapped in {type(each).__name__}, which has its own copies of the parameters"
+    for name, parameter in unwrapped(model).named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
             return f"{name} is cut into shards"
     return None
