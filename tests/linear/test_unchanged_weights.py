@@ -99,6 +99,15 @@ def test_no_change_is_missed(change, frozen):
 
 
 @torch.no_grad()
+def test_the_same_memory_read_by_columns_is_another_weight():
+    one, x = nn.Linear(64, 64), torch.randn(3, 64)
+    cg.convert(one, "mxfp8")
+    one(x)
+    one.weight.data = one.weight.data.t()
+    assert torch.equal(one(x), copy.deepcopy(one)(x))
+
+
+@torch.no_grad()
 def test_loading_and_other_recipes_are_seen(made):
     one, other, x = layer(), layer(), torch.randn(3, 256)
     one(x)

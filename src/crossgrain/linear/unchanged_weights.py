@@ -20,7 +20,7 @@ from ..tensor import QuantizedTensorStorage
 
 class _Entry(NamedTuple):
     copy: QuantizedTensorStorage
-    made_from: tuple[bytes, torch.Size, torch.dtype]
+    made_from: tuple[bytes, torch.Size, bool, torch.dtype]
 
 
 class UnchangedWeights:
@@ -44,11 +44,13 @@ class UnchangedWeights:
             columnwise: whether the columnwise plane is needed. A copy that has one keeps it.
             make: makes the copy; its argument says whether to make the columnwise plane.
         """
-        memory = weight.detach() if weight.is_contiguous() else weight.detach().t()
+        by_rows = weight.is_contiguous()
+        memory = weight.detach() if by_rows else weight.detach().t()
         fingerprint = kernels.fingerprint(memory) if memory.is_contiguous() else None
         if fingerprint is None:
             return None
-        now, entry = (fingerprint, memory.shape, memory.dtype), self.copies.get(key)
+        # The same memory read by columns is another weight, which only this tells if it is square.
+        now, entry = (fingerprint, memory.shape, by_rows, memory.dtype), self.copies.get(key)
         if entry is None or entry.made_from != now or (columnwise and entry.copy.plane(COLUMNWISE) is None):
             with torch.inference_mode(False), torch.no_grad():  # a copy made for inference may be used for training
                 entry = self.copies[key] = _Entry(make(columnwise), now)
