@@ -369,18 +369,14 @@ class LiveRuns(World):
             layer, formats = run.layers[index], HP if recipe is None else formats_of(recipe, index)
             x = operand(seen["x"], formats.x, "x" in formats.derived, False, marks)
             bias = None if layer.bias is None else layer.bias.float().numpy()
-            w = weight_numbers(self._used(layer, weight, formats, False), formats, False, marks)
+            w = weight_numbers(weight, formats, False, marks)
             check_product(f"{name}.l{index}: y", seen["y"], x, w.T, bias)
             if "dx" in seen:
                 dy = operand(seen["dy"], formats.dy, "dy" in formats.derived, False, marks)
-                w = weight_numbers(self._used(layer, weight, formats, True), formats, True, marks)
+                # With this option, backward multiplies the weight itself, not a copy of it.
+                itself = recipe is not None and recipe.endswith("backward_override: high_precision")
+                w = weight_numbers(layer.weight if itself else weight, formats, True, marks)
                 check_product(f"{name}.l{index}: dx", seen["dx"], dy, w)
-
-    @staticmethod
-    def _used(layer: LayerModel, cached: Any, formats: LayerFormats, columnwise: bool) -> Any:
-        """What a GEMM reads: numbers that stay as they are come from the weight itself, not from a copy of it."""
-        itself = formats.w[columnwise] == "identity" and not (columnwise and "w" in formats.derived)
-        return layer.weight if itself else cached
 
     def check_gradients(
         self, name: str, run: Run, recipe: str | None, notes: list[dict[str, Tensor]], marks: bool = True
