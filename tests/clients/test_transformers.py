@@ -230,6 +230,16 @@ class Follows(transformers.TrainerCallback):
         self.conversion.step()
 
 
+@pytest.mark.parametrize("change", [cg.unconvert, lambda model: cg.convert(model, "nvfp4")])
+def test_a_model_that_was_changed_after_its_conversion_is_converted_again(change, tmp_path):
+    expected = trained(tmp_path / "run", "mxfp8")
+    model = model_of()
+    trainer = trainer_of(tmp_path / "changed", model, CrossgrainCallback("mxfp8"))
+    change(model)
+    trainer.train()
+    assert_same(model, expected)
+
+
 @pytest.mark.parametrize(
     "schedule", ["nvfp4; last 25 % of steps: mxfp8", "fp8-delayed; from step 3: mxfp8", "nvfp4; from step 2: hp"]
 )

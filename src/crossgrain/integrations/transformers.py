@@ -19,7 +19,7 @@ from ..files.random_state import get_random_state, set_random_state
 from ..recipe import Recipe, RecipeSchedule
 from .conversion import FILE, Choices, Conversion, read_recipe
 from .needs import not_installed
-from .wrappers import is_converted, unwrapped, why_too_late
+from .wrappers import is_bound_to, is_converted, unwrapped, why_too_late
 
 try:
     from transformers import TrainerCallback
@@ -115,7 +115,7 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
     def _convert_late(self, model: nn.Module, state: Any, resumed: bool) -> None:
         """Convert a model that the Trainer did not have when it was created."""
         conversion, report = _CONVERTED.get(unwrapped(model), (None, None))
-        if conversion is self.conversion or (conversion is not None and self.conversion.difference(conversion) is None):
+        if report is not None and self.conversion == conversion and is_bound_to(unwrapped(model), report.recipe):
             self.report = report  # by this callback, or by the one that the Trainer has restored it from
             return
         problem = why_too_late(model)

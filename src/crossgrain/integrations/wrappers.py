@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..recipe import Recipe
+
 _COPYING = ("FullyShardedDataParallel", "DeepSpeedEngine")  # have parameters of their own
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", *_COPYING)
 
@@ -32,6 +34,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def is_converted(model: nn.Module) -> bool:
     """Whether layers of a model are bound to a recipe."""
     return any(getattr(module, "bound_recipe", None) is not None for module in model.modules())
+
+
+def is_bound_to(model: nn.Module, recipe: Recipe) -> bool:
+    """Whether a model is converted, and all its layers are bound to this very recipe."""
+    bound = [getattr(module, "bound_recipe", None) for module in model.modules()]
+    return is_converted(model) and all(each is None or each is recipe for each in bound)
 
 
 def why_too_late(model: nn.Module) -> str | None:
