@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from crossgrain.integrations.transformers import CrossgrainCallback, convert_from  # noqa: E402
+from crossgrain.integrations.wrappers import is_converted  # noqa: E402
 
 SIZES = {
     "vocab_size": 64,
@@ -140,7 +141,7 @@ def test_a_saved_model_goes_on_where_it_was(kind, tmp_path):
         cg.recipe.as_recipe("fp8-delayed")
     )
     again = type(model).from_pretrained(tmp_path / "model")  # plain: histories are passed over
-    assert not any(isinstance(module, cg.Linear) for module in again.modules())
+    assert not is_converted(again)
     convert_from(again, tmp_path / "model")
     assert_same(again, model)
     tokens = torch.arange(32).view(2, 16)
@@ -166,6 +167,24 @@ def test_every_saver_takes_a_model_with_histories(tmp_path):
     _, about = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16, output_loading_info=True)
     assert not about["missing_keys"] and not about["mismatched_keys"]
     assert all(key.endswith("_extra_state") for key in about["unexpected_keys"])
+
+
+def test_what_is_not_in_a_saved_directory(tmp_path):
+    model = trained(tmp_path / "run", "fp8-delayed")
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert (tmp_path / "model/model.safetensors.index.json").exists()
+    again = type(model).from_pretrained(tmp_path / "model")
+    convert_from(again, tmp_path / "model")
+    assert_same(again, model)
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[0]
+    shard.unlink()
+    fresh = model_of()
+    with pytest.raises(FileNotFoundError, match=f"has no {shard.name}, which .*index.json names"):
+        convert_from(fresh, tmp_path / "model")
+    assert not is_converted(fresh)
+    (tmp_path / "model/model.safetensors.index.json").unlink()
+    with pytest.warns(UserWarning, match="no histories of delayed scaling"):
+        convert_from(fresh, tmp_path / "model")
 
 
 # ---- the recipe in checkpoints ---------------------------------------------------------------------------

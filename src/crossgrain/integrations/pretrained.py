@@ -132,12 +132,12 @@ def _saved_histories(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
+    else:  # a directory of adapters has no weights of the model
+        files = ["model.safetensors"] if (directory / "model.safetensors").exists() else []
     found = {}
     for file in files:
         if not (directory / file).is_file():
-            raise FileNotFoundError(f"{directory} has no {file}, in which the histories of the model would be")
+            raise FileNotFoundError(f"{directory} has no {file}, which {index.name} names")
         with safe_open(directory / file, framework="pt") as tensors:
             found.update({key: tensors.get_tensor(key) for key in tensors.keys() if key.endswith(_EXTRA_STATE)})  # noqa: SIM118
     return found
