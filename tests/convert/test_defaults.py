@@ -71,6 +71,18 @@ def test_a_head_that_transformers_names():
     assert left_by_default(model) == {}
 
 
+class ParallelExperts(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("name, experts", [("experts", nn.Linear), ("input_linear", ParallelExperts)])
+def test_layers_inside_of_a_router_are_routers(name, experts):
+    router = nn.ModuleDict({"norm": nn.LayerNorm(4), "classifier": nn.Linear(4, 4)})
+    model = nn.Sequential(nn.ModuleDict({"router": router, name: experts(4, 4)}))
+    assert left_by_default(model)["0.router.classifier"] == "router"
+    assert f"0.{name}" not in left_by_default(model)
+
+
 @pytest.mark.parametrize("path", ["layers.0.head", "layers.3.attention.output", "gate", "router"])
 def test_names_in_blocks_or_without_experts_mean_nothing(path):
     *parents, last = path.split(".")

@@ -55,11 +55,19 @@ def _named_head(model: nn.Module) -> nn.Module | None:
 
 
 def _is_router(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module chooses between experts that are beside it."""
-    parent, _, name = path.rpartition(".")
-    if name not in _ROUTERS or not any(True for _ in module.parameters(recurse=False)):
+    """Whether a module chooses between experts that are beside it, or is a layer inside of one that does."""
+    if not any(True for _ in module.parameters(recurse=False)):
         return False
-    return any("expert" in sibling for sibling, _ in modules[parent].named_children() if sibling != name)
+    parts = path.split(".")
+    for depth, name in enumerate(parts):
+        if name in _ROUTERS and _is_beside_experts(name, modules[".".join(parts[:depth])]):
+            return True
+    return False
+
+
+def _is_beside_experts(name: str, parent: nn.Module) -> bool:
+    siblings = ((other, type(child).__name__) for other, child in parent.named_children() if other != name)
+    return any("expert" in other or "Expert" in kind for other, kind in siblings)
 
 
 def _is_adapter(path: str, modules: dict[str, nn.Module]) -> bool:
