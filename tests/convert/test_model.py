@@ -369,6 +369,17 @@ def test_nothing_has_changed_if_the_recipe_does_not_fit(model, tokens):
     assert type(model.head) is nn.Linear
 
 
+def test_names_are_restored_if_too_much_would_be_left():
+    class Other(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"part": nn.Sequential(nn.Linear(32, 32)), "other": Other(32, 320)})
+    cg.convert(model["part"], "mxfp8")
+    with pytest.raises(ValueError, match="stay in high precision"):
+        cg.convert(model, "mxfp8", strict=True)
+    assert model["part"][0].name == "0"
+
+
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(ValueError, match="this GELU has no linear layer to convert$"):
         cg.convert(nn.GELU(), "mxfp8")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -75,9 +76,10 @@ def convert(
     selection = select(model, recipe, skip, include, others)
     if selection.unasked >= selection.modules.keys():
         raise ValueError(_nothing_to_convert(model, selection))
-    bound_recipe = _bound_recipe(recipe, model, selection)
-    report = _report(model, bound_recipe, selection, products, sampled=inputs is not None)
-    _look_at_what_is_left(report, model, strict)
+    with _named_by_paths(selection):
+        bound_recipe = recipe.for_model(model) if isinstance(recipe, GemmRecipe) else recipe
+        report = _report(model, bound_recipe, selection, products, sampled=inputs is not None)
+        _look_at_what_is_left(report, model, strict)
 
     for path in selection.left:
         if isinstance(selection.modules[path], Converted | ConvertedProjections):
@@ -123,8 +125,9 @@ def unconvert(model: nn.Module) -> list[str]:
     return changed
 
 
-def _bound_recipe(recipe: Recipe, model: nn.Module, selection: Selection) -> Recipe:
-    """Name the layers by their paths, and bind the recipe to the model. If it is refused, the names are restored."""
+@contextmanager
+def _named_by_paths(selection: Selection) -> Iterator[None]:
+    """Name the layers by their paths. If the conversion is refused inside, the names are restored."""
     named: list[tuple[Any, str | None]] = []
     for path, layer in selection.modules.items():
         own: Any = layer
@@ -133,8 +136,8 @@ def _bound_recipe(recipe: Recipe, model: nn.Module, selection: Selection) -> Rec
             named.append((layer, own.name))
             own.name = path or None
     try:
-        return recipe.for_model(model) if isinstance(recipe, GemmRecipe) else recipe
-    except ValueError:
+        yield
+    except BaseException:
         for layer, name in named:
             layer.name = name
         raise
