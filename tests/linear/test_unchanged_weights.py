@@ -108,6 +108,15 @@ def test_the_same_memory_read_by_columns_is_another_weight():
 
 
 @torch.no_grad()
+def test_weights_out_of_a_stack_do_not_pile_up():
+    one, x, stack = layer(), torch.randn(3, 256), torch.randn(4, *SHAPE)
+    for weight in stack:
+        y = torch.func.functional_call(one, {"weight": weight}, (x,))
+        assert torch.equal(y, torch.func.functional_call(copy.deepcopy(one), {"weight": weight}, (x,)))
+    assert len(one._weight_cache.unchanged.copies) == 1
+
+
+@torch.no_grad()
 def test_loading_and_other_recipes_are_seen(made):
     one, other, x = layer(), layer(), torch.randn(3, 256)
     one(x)

@@ -405,7 +405,7 @@ class LinearModule(QuantizedModule):
             call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
         elif same_again and not isinstance(weight, QuantizedTensor):
             if not any(parameter.requires_grad for parameter in parameters) or not current_pass().trains:
-                call.quantized_weight = self._unchanged_weight(index, call, weight)
+                call.quantized_weight = self._unchanged_weight(index, call, weight, parameters)
             elif self._weight_cache.unchanged.copies:
                 self._weight_cache.unchanged.clear()  # of a validation: training would keep them for nothing
         return call
@@ -428,12 +428,16 @@ class LinearModule(QuantizedModule):
         # Recomputed with the copy that the first pass used, which may not be the cached one any more.
         return current_pass().same((cache, name), copy)
 
-    def _unchanged_weight(self, index: int, call: LinearCall, weight: Tensor) -> QuantizedTensorStorage | None:
+    def _unchanged_weight(
+        self, index: int, call: LinearCall, weight: Tensor, parameters: Sequence[Tensor]
+    ) -> QuantizedTensorStorage | None:
         """A copy from an earlier call, if the weight is still the same; None if it has to be quantized."""
         if not settings.reuse_unchanged_weights or self.tp_size > 1 or frees_gathered_weights():
             return None
+        # A layer may multiply several parts of one parameter. Where the parameter itself lies may change in every call.
+        place = weight.storage_offset() - parameters[0].storage_offset()
         return self._weight_cache.unchanged.get(
-            (index, weight.storage_offset()),  # a layer may multiply several parts of one parameter
+            (index, place),
             weight,
             columnwise=copies_columns(call),
             make=partial(quantized_copy, call, weight),
