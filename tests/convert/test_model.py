@@ -271,6 +271,19 @@ def test_unconvert_leaves_no_trace(model, tokens):
     assert cg.unconvert(model) == []
 
 
+def test_a_layer_that_was_parametrized_after_it_was_converted_goes_back():
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(3, 32)
+    expected = model(x)
+    cg.convert(model, "mxfp8")
+    nn.utils.parametrizations.weight_norm(model[0])
+    other = copy.deepcopy(model)
+    assert cg.unconvert(model) == ["0"]
+    torch.testing.assert_close(model(x), expected)  # the norm of the weight is divided out and multiplied again
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear
+    assert isinstance(other[0], ConvertedLinear) and not torch.equal(other(x), expected)
+
+
 def test_our_own_layers_are_bound_and_stay(tokens):
     model = nn.Sequential(cg.Linear(32, 32), nn.Linear(32, 32))
     report = cg.convert(model, "mxfp8; 0: fp8")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..nn.linear import Linear
 from ..nn.norm import LayerNorm, RMSNorm
@@ -112,6 +113,9 @@ def become_plain(module: Any) -> None:
     cls, added = module._was
     for key in (*added, "_was", "bound_recipe"):
         vars(module).pop(key, None)
+    if is_parametrized(module):  # torch made a subclass of the converted class, which computes the parameters
+        members = {key: value for key, value in vars(type(module)).items() if key not in ("__dict__", "__weakref__")}
+        cls = type(f"Parametrized{cls.__name__}", (cls,), members)
     module.__class__ = cls
 
 
