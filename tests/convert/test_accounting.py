@@ -131,3 +131,27 @@ def test_a_notebook_shows_a_table():
     shown = cg.convert(model, "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)")._repr_html_()
     assert "<td style='text-align:left'>fprop mxfp8, dgrad nvfp4(sr) x nvfp4, wgrad" in shown
     assert "include=&#x27;lm_head&#x27;" in shown and "50 %" in shown
+
+
+class Reader(nn.Module):
+    """Multiplies the weight of one of its layers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return functional.linear(self.called(x), self.read.weight)
+
+
+def test_layers_whose_weights_are_read_without_a_call_are_left():
+    with pytest.warns(UserWarning, match="50 % of the multiply-adds"):
+        report = cg.convert(Reader(), "mxfp8", inputs=torch.randn(3, 32))
+    assert report.converted == ["called"] and report.quantized_share == 0.5
+    assert report.left["read"].startswith("Reader multiplies its weight without calling the layer")
+
+
+def test_a_weight_that_two_layers_share_is_called_by_either():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    assert cg.convert(model, "mxfp8", inputs=torch.randn(3, 32)).converted == ["0", "1"]

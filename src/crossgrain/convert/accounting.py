@@ -36,6 +36,8 @@ class Product:
         weight: whether a weight is multiplied; otherwise two activations.
         owner: the type of the module.
         layer: whether `path` is a layer that a recipe can be for.
+        read_by: the type of the module that multiplied the weight itself, if the layer was never called for it. Only
+            sample inputs show it.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Product:
     weight: bool = True
     owner: str = ""
     layer: bool = True
+    read_by: str = ""
 
 
 def count_products(model: nn.Module, inputs: Any = None) -> list[Product]:
@@ -117,7 +120,7 @@ def _own_class(module: Any) -> type:
 
 
 def _by_running(model: nn.Module, by_shape: list[Product], inputs: Any) -> list[Product]:
-    counter = _Counter(_weights(model, {product.path for product in by_shape}))
+    counter = _Counter(*_weights(model, {product.path for product in by_shape}))
     args, kwargs = _arguments(inputs)
     with torch.no_grad(), autocast(enabled=False), _aside(model), _module_paths(model, counter), counter:
         model(*args, **kwargs)
@@ -127,8 +130,12 @@ def _by_running(model: nn.Module, by_shape: list[Product], inputs: Any) -> list[
         if product.path in counter.hidden:
             counts[product.path] = product.multiply_adds * max(1, rows)
     types = {path: _own_class(module).__name__ for path, module in model.named_modules()}
+    readers = {path: types[reader] for path, reader in counter.readers.items() if path not in counter.called}
     return [
-        *(replace(product, multiply_adds=counts.get(product.path, 0)) for product in by_shape),
+        *(
+            replace(product, multiply_adds=counts.get(product.path, 0), read_by=readers.get(product.path, ""))
+            for product in by_shape
+        ),
         *(Product(path, count, False, types.get(path, ""), False) for path, count in counter.activations.items()),
     ]
 
@@ -155,9 +162,10 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
-def _weights(model: nn.Module, known: set[str]) -> dict[int, str]:
-    """The path of the product of each weight, by the address of its storage object."""
+def _weights(model: nn.Module, known: set[str]) -> tuple[dict[int, str], dict[str, set[str]]]:
+    """The path of each weight's product, by the address of its storage object; and the modules that have the weight."""
     found: dict[int, str] = {}
+    owners: dict[int, set[str]] = {}
     for path, module in model.named_modules():
         names = {projection.weight: projection.name for projection in known_projections(module)}
         for name, parameter in module.named_parameters(recurse=False):
@@ -165,8 +173,9 @@ def _weights(model: nn.Module, known: set[str]) -> dict[int, str]:
             for candidate in (product, path):  # a layer with one weight has the name of its module
                 if candidate in known and parameter.dim() > 1:
                     found[_storage(parameter)] = candidate
+                    owners.setdefault(_storage(parameter), set()).add(path)
                     break
-    return found
+    return found, {path: owners[storage] for storage, path in found.items()}
 
 
 def _storage(tensor: Tensor) -> int:
@@ -191,13 +200,16 @@ def _module_paths(model: nn.Module, counter: _Counter) -> Iterator[None]:
 class _Counter(TorchDispatchMode):
     """Counts products where they happen, and finds out which weight is in them."""
 
-    def __init__(self, weights: dict[int, str]) -> None:
+    def __init__(self, weights: dict[int, str], owners: dict[str, set[str]]) -> None:
         super().__init__()
         self._paths = weights
+        self._owners = owners
         self._copies: list[Tensor] = []  # of weights; kept, so that their storages keep their addresses
         self.weights: dict[str, int] = {}
         self.activations: dict[str, int] = {}
         self.hidden: set[str] = set()  # weights of operators that do not show their products, such as custom kernels
+        self.called: set[str] = set()  # products that happened inside of a module that has the weight
+        self.readers: dict[str, str] = {}  # of other products: the module that was running
         self.stack: list[str] = [""]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,6 +234,10 @@ class _Counter(TorchDispatchMode):
         ]
         counts, path = (self.weights, paths[0]) if paths else (self.activations, self.stack[-1])
         counts[path] = counts.get(path, 0) + multiply_adds
+        if paths and self._owners[path].isdisjoint(self.stack[1:]):
+            self.readers[path] = self.stack[-1]
+        elif paths:
+            self.called.add(path)
 
 
 def _inner(at: int) -> Callable[[Tensor, Any], int]:

@@ -73,7 +73,8 @@ def convert(
     recipe = as_recipe(recipe)
     products = count_products(model, inputs)
     others = [product.path for product in products if product.weight and not product.layer]
-    selection = select(model, recipe, skip, include, others)
+    readers = {product.path: product.read_by for product in products if product.layer and product.read_by}
+    selection = select(model, recipe, skip, include, others, readers)
     if selection.unasked >= selection.modules.keys():
         raise ValueError(_nothing_to_convert(model, selection))
     with _named_by_paths(selection):

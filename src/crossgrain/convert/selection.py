@@ -45,6 +45,7 @@ def select(
     skip: Choice | Iterable[Choice],
     include: Choice | Iterable[Choice],
     parameters: Sequence[str] = (),
+    readers: Mapping[str, str] | None = None,
 ) -> Selection:
     """Choose the layers to convert.
 
@@ -54,6 +55,7 @@ def select(
         skip: see `convert`.
         include: see `convert`.
         parameters: paths of parameters that may be multiplied and are of no layer, which ``skip`` may name as well.
+        readers: paths of layers that sample inputs did not call: a module of this type multiplies their weights.
 
     Raises:
         TypeError: an entry of ``skip`` or ``include`` is of a wrong type.
@@ -70,7 +72,7 @@ def select(
         if reason is None and kind is not None and path not in included and not _has_rule(recipe, path, module):
             reason = _by_default(kind, path)
         if reason is None:
-            reason = _why_not(model, path, module, selection)
+            reason = _why_not(model, path, module, selection, (readers or {}).get(path))
             selection.unasked |= {path} if reason is not None else set()
         if reason is None:
             selection.chosen.append(path)
@@ -107,8 +109,11 @@ def _has_rule(recipe: Recipe, path: str, module: nn.Module) -> bool:
     return any(recipe.names_layer(name) for name in layer_names(path, module))
 
 
-def _why_not(model: nn.Module, path: str, module: Any, selection: Selection) -> str | None:
+def _why_not(model: nn.Module, path: str, module: Any, selection: Selection, reader: str | None = None) -> str | None:
     """The reason why a module cannot be converted; None if it can."""
+    in_attention = path and isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
+    if reader is not None and not in_attention:
+        return f"{reader} multiplies its weight without calling the layer, so converting it would have no effect"
     if follows_recipes(module):
         return None
     if "forward" in vars(module):
@@ -118,9 +123,8 @@ def _why_not(model: nn.Module, path: str, module: Any, selection: Selection) -> 
         if reason is not None:
             return reason
         return _why_not_dtype(projection.parameter(module).dtype for projection in known_projections(module))
-    parent_path = path.rpartition(".")[0]
-    if path and isinstance(model.get_submodule(parent_path), nn.MultiheadAttention):
-        if parent_path not in selection.chosen:
+    if in_attention:
+        if path.rpartition(".")[0] not in selection.chosen:
             return "its nn.MultiheadAttention, which is not converted, reads its weight without calling the layer"
     elif class_for(module) is None:
         name = type(module).__name__
