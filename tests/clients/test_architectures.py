@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import crossgrain as cg
+from crossgrain.convert.selection import WITHOUT_CALLING
 
 pytest.importorskip("transformers")
 
@@ -43,6 +44,7 @@ def row_of(name: str) -> str:
     for path, why in report.left.items():
         kind = why.partition(";")[0].removeprefix("by default, ").removesuffix(" stay in high precision")
         kind = "convolutions" if kind.startswith("a convolution") else kind
+        kind = "read without a call" if WITHOUT_CALLING in kind else kind
         left[kind] = left.get(kind, 0.0) + report.share(path)
     rest = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in left.items() if share >= 0.0005)
     quantized, activations = 100 * report.quantized_share, 100 * report.activation_share

@@ -19,6 +19,8 @@ from .defaults import KINDS, left_by_default
 from .layers import Converted, class_for
 from .projections import ConvertedProjections, why_not_projections
 
+WITHOUT_CALLING = "multiplies its weight without calling the layer"
+
 
 @dataclass
 class Selection:
@@ -72,7 +74,9 @@ def select(
         if reason is None and kind is not None and path not in included and not _has_rule(recipe, path, module):
             reason = _by_default(kind, path)
         if reason is None:
-            reason = _why_not(model, path, module, selection, (readers or {}).get(path))
+            reason = _why_not(model, path, module, selection)
+            if reason is None and readers and path in readers and not _in_attention(model, path):
+                reason = f"{readers[path]} {WITHOUT_CALLING}, so converting it would have no effect"
             selection.unasked |= {path} if reason is not None else set()
         if reason is None:
             selection.chosen.append(path)
@@ -109,11 +113,13 @@ def _has_rule(recipe: Recipe, path: str, module: nn.Module) -> bool:
     return any(recipe.names_layer(name) for name in layer_names(path, module))
 
 
-def _why_not(model: nn.Module, path: str, module: Any, selection: Selection, reader: str | None = None) -> str | None:
+def _in_attention(model: nn.Module, path: str) -> bool:
+    """Whether a layer is the output projection of torch's attention, which reads its weight."""
+    return bool(path) and isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
+
+
+def _why_not(model: nn.Module, path: str, module: Any, selection: Selection) -> str | None:
     """The reason why a module cannot be converted; None if it can."""
-    in_attention = path and isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
-    if reader is not None and not in_attention:
-        return f"{reader} multiplies its weight without calling the layer, so converting it would have no effect"
     if follows_recipes(module):
         return None
     if "forward" in vars(module):
@@ -123,7 +129,7 @@ def _why_not(model: nn.Module, path: str, module: Any, selection: Selection, rea
         if reason is not None:
             return reason
         return _why_not_dtype(projection.parameter(module).dtype for projection in known_projections(module))
-    if in_attention:
+    if _in_attention(model, path):
         if path.rpartition(".")[0] not in selection.chosen:
             return "its nn.MultiheadAttention, which is not converted, reads its weight without calling the layer"
     elif class_for(module) is None:
