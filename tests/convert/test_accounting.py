@@ -155,3 +155,29 @@ def test_a_weight_that_two_layers_share_is_called_by_either():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     assert cg.convert(model, "mxfp8", inputs=torch.randn(3, 32)).converted == ["0", "1"]
+
+
+def test_weights_that_share_one_buffer_are_counted_apart():
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 32))
+    buffer, start = torch.randn(sum(parameter.numel() for parameter in model.parameters())), 0
+    for parameter in model.parameters():
+        parameter.data = buffer[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    counts = [product.multiply_adds for product in count_products(model, torch.randn(3, 32))]
+    assert counts == [3 * layer.weight.numel() for layer in model]
+
+
+class ChosenExperts(nn.Module):
+    """Multiplies each row by the weight of its expert, which it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x, chosen):
+        return torch.bmm(self.up[chosen], x.unsqueeze(-1)).squeeze(-1)
+
+
+def test_experts_that_are_looked_up_are_weights():
+    (product,) = count_products(ChosenExperts(), (torch.randn(5, 8), torch.tensor([0, 3, 3, 1, 2])))
+    assert (product.path, product.multiply_adds, product.weight) == ("up", 5 * 16 * 8, True)

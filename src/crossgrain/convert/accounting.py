@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ def _own_class(module: Any) -> type:
 
 
 def _by_running(model: nn.Module, by_shape: list[Product], inputs: Any) -> list[Product]:
-    counter = _Counter(*_weights(model, {product.path for product in by_shape}))
+    counter = _Counter(_weights(model, {product.path for product in by_shape}))
     args, kwargs = _arguments(inputs)
     with torch.no_grad(), autocast(enabled=False), _aside(model), _module_paths(model, counter), counter:
         model(*args, **kwargs)
@@ -162,20 +162,31 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
-def _weights(model: nn.Module, known: set[str]) -> tuple[dict[int, str], dict[str, set[str]]]:
-    """The path of each weight's product, by the address of its storage object; and the modules that have the weight."""
-    found: dict[int, str] = {}
-    owners: dict[int, set[str]] = {}
+class _Weight(NamedTuple):
+    """Where a weight is in its storage, as many weights may be in one; the path of its product."""
+
+    first: int
+    stop: int
+    path: str
+    owners: set[str]  # the modules that have it
+
+
+_Weights = dict[int, dict[int, _Weight]]  # by the address of the storage object, and by the first number
+
+
+def _weights(model: nn.Module, known: set[str]) -> _Weights:
+    found: _Weights = {}
     for path, module in model.named_modules():
         names = {projection.weight: projection.name for projection in known_projections(module)}
         for name, parameter in module.named_parameters(recurse=False):
             product = f"{path}.{names.get(name, name)}".strip(".")
             for candidate in (product, path):  # a layer with one weight has the name of its module
                 if candidate in known and parameter.dim() > 1:
-                    found[_storage(parameter)] = candidate
-                    owners.setdefault(_storage(parameter), set()).add(path)
+                    here, first = found.setdefault(_storage(parameter), {}), parameter.storage_offset()
+                    owners = here[first].owners if first in here else set()
+                    here[first] = _Weight(first, first + parameter.numel(), candidate, owners | {path})
                     break
-    return found, {path: owners[storage] for storage, path in found.items()}
+    return found
 
 
 def _storage(tensor: Tensor) -> int:
@@ -200,10 +211,9 @@ def _module_paths(model: nn.Module, counter: _Counter) -> Iterator[None]:
 class _Counter(TorchDispatchMode):
     """Counts products where they happen, and finds out which weight is in them."""
 
-    def __init__(self, weights: dict[int, str], owners: dict[str, set[str]]) -> None:
+    def __init__(self, weights: _Weights) -> None:
         super().__init__()
-        self._paths = weights
-        self._owners = owners
+        self._weights = weights
         self._copies: list[Tensor] = []  # of weights; kept, so that their storages keep their addresses
         self.weights: dict[str, int] = {}
         self.activations: dict[str, int] = {}
@@ -219,25 +229,36 @@ class _Counter(TorchDispatchMode):
             operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             self._add(operands, count(result if isinstance(result, Tensor) else result[0], args))
         elif func.overloadpacket in _COPIES and isinstance(args[0], Tensor):
-            path = self._paths.get(_storage(args[0]))
-            if path is not None and result.shape == args[0].shape:
+            weight = self._weight_of(args[0])
+            if weight is not None and _copied(result.shape, args[0].shape):
                 self._copies.append(result)
-                self._paths[_storage(result)] = path
+                self._weights[_storage(result)] = {0: weight._replace(first=0, stop=result.numel())}
         elif func.namespace != "aten" or func.overloadpacket in _OPAQUE:
             operands = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-            self.hidden |= {path for tensor in operands if (path := self._paths.get(_storage(tensor))) is not None}
+            self.hidden |= {weight.path for tensor in operands if (weight := self._weight_of(tensor)) is not None}
         return result
 
+    def _weight_of(self, tensor: Tensor) -> _Weight | None:
+        """The weight that a tensor is a part of, if it is one."""
+        here, first = self._weights.get(_storage(tensor), {}), int(tensor.storage_offset())
+        return here.get(first) or next((each for each in here.values() if each.first <= first < each.stop), None)
+
     def _add(self, operands: list[Tensor], multiply_adds: int) -> None:
-        paths = [
-            self._paths[key] for tensor in operands if (key := _storage(tensor)) in self._paths and tensor.dim() > 1
-        ]
-        counts, path = (self.weights, paths[0]) if paths else (self.activations, self.stack[-1])
-        counts[path] = counts.get(path, 0) + multiply_adds
-        if paths and self._owners[path].isdisjoint(self.stack[1:]):
-            self.readers[path] = self.stack[-1]
-        elif paths:
-            self.called.add(path)
+        known = (self._weight_of(tensor) for tensor in operands if tensor.dim() > 1)
+        weight = next((each for each in known if each is not None), None)
+        if weight is None:
+            self.activations[self.stack[-1]] = self.activations.get(self.stack[-1], 0) + multiply_adds
+            return
+        self.weights[weight.path] = self.weights.get(weight.path, 0) + multiply_adds
+        if weight.owners.isdisjoint(self.stack[1:]):
+            self.readers[weight.path] = self.stack[-1]
+        else:
+            self.called.add(weight.path)
+
+
+def _copied(copy: torch.Size, original: torch.Size) -> bool:
+    """Whether a copy has the weights of the original: all of them, or for each row that of its expert."""
+    return copy == original or (len(copy) == len(original) == 3 and copy[1:] == original[1:])
 
 
 def _inner(at: int) -> Callable[[Tensor, Any], int]:
@@ -270,4 +291,5 @@ _PRODUCTS: dict[Any, Callable[[Tensor, Any], int]] = {
     _aten._scaled_dot_product_cudnn_attention: _attended,
 }
 _OPAQUE = {_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn, _aten._native_multi_head_attention}
-_COPIES = {_aten._to_copy, _aten.clone, _aten.mul, _aten.add}  # of a weight: as it is, or scaled or shifted
+# Of a weight: as it is, scaled or shifted, or a choice of experts.
+_COPIES = {_aten._to_copy, _aten.clone, _aten.mul, _aten.add, _aten.index, _aten.index_select}
