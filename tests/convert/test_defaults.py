@@ -83,6 +83,15 @@ def test_layers_inside_of_a_router_are_routers(name, experts):
     assert f"0.{name}" not in left_by_default(model)
 
 
+@pytest.mark.parametrize("path", ["classifier.out_proj", "lm_head.dense", "decoder.output_projection"])
+def test_heads_that_are_modules_stay_as_a_whole(path):
+    *parents, last = path.split(".")
+    model: nn.Module = nn.ModuleDict({last: nn.Linear(4, 4)})
+    for part in reversed(parents):
+        model = nn.ModuleDict({part: model})
+    assert left_by_default(model) == {path: "output head"}
+
+
 @pytest.mark.parametrize("path", ["layers.0.head", "layers.3.attention.output", "gate", "router"])
 def test_names_in_blocks_or_without_experts_mean_nothing(path):
     *parents, last = path.split(".")

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,10 +92,12 @@ def _own_products(module: Any) -> Iterator[tuple[str, int, bool]]:
             weight = getattr(module, name)
             yield "" if len(module.weight_names) == 1 else name, weight.numel(), True
     elif isinstance(module, nn.Linear | ops.Linear) or is_conv1d(module):
-        yield "", module.weight.numel(), True
-    elif not isinstance(module, nn.Embedding | nn.EmbeddingBag):  # which look numbers up
+        if not is_lazy(module.weight):
+            yield "", module.weight.numel(), True
+    # Embeddings look numbers up, and a parametrized weight counts as the weight of its layer.
+    elif not isinstance(module, nn.Embedding | nn.EmbeddingBag | ParametrizationList):
         for name, parameter in module.named_parameters(recurse=False):
-            if _may_be_multiplied(parameter):
+            if not is_lazy(parameter) and _may_be_multiplied(parameter):
                 yield name, parameter.numel(), False
 
 

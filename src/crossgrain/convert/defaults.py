@@ -10,8 +10,21 @@ from torch import nn
 
 # Last parts of the paths of output heads; only outside of stacks of blocks.
 HEADS = frozenset(
-    {"lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score", "qa_outputs", "heads"}
+    {
+        "classifier",
+        "embed_out",
+        "head",
+        "heads",
+        "lm_head",
+        "output",
+        "output_layer",
+        "output_projection",
+        "qa_outputs",
+        "score",
+    }
 )
+# Names of modules that are output heads as a whole, as transformers has them.
+_HEAD_MODULES = frozenset({"classification_head", "classifier", "lm_head"})
 KINDS = {"output head": "output heads", "router": "routers", "adapter": "adapters"}
 """What stays in high precision by default, with its plural."""
 
@@ -21,7 +34,9 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "shared_experts_ga
 def is_head_path(path: str) -> bool:
     """Whether a path is that of an output head."""
     *parents, last = path.split(".")
-    return last in HEADS and not any(part.isdecimal() for part in parents)
+    if any(part.isdecimal() for part in parents):
+        return False
+    return last in HEADS or not _HEAD_MODULES.isdisjoint(parents)
 
 
 def left_by_default(model: nn.Module) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ..nn.norm import LayerNorm, RMSNorm
 from ..recipe import quantized_model_init
 from ..recipe.binding import is_conv1d
 from ..tensor.sharding import is_sharded, local_part, own_part
+from .uncalled import forget
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
@@ -111,7 +112,8 @@ def become_quantized(module: Any) -> None:
 def become_plain(module: Any) -> None:
     """Undo `become_quantized`. Histories of delayed scaling are lost."""
     cls, added = module._was
-    for key in (*added, "_was", "bound_recipe"):
+    forget(module)
+    for key in (*added, "_was", "bound_recipe", "_ran_plain"):
         vars(module).pop(key, None)
     if is_parametrized(module):  # torch made a subclass of the converted class, which computes the parameters
         members = {key: value for key, value in vars(type(module)).items() if key not in ("__dict__", "__weakref__")}

@@ -29,6 +29,7 @@ from .model_step import forget_calls, step_with_calls
 from .projections import ConvertedProjections, become_projections
 from .report import UNASKED_LIMIT, ConvertReport
 from .selection import Selection, follows_recipes, select
+from .uncalled import watch
 
 
 def convert(
@@ -85,12 +86,18 @@ def convert(
     for path in selection.left:
         if isinstance(selection.modules[path], Converted | ConvertedProjections):
             become_plain(selection.modules[path])
+    new: list[Any] = []
     for path in selection.chosen:
         layer: Any = selection.modules[path]
         if not follows_recipes(layer):
-            (become_projections if known_projections(layer) else become_quantized)(layer)
+            if known_projections(layer):
+                become_projections(layer)
+            else:
+                become_quantized(layer)
+                new.append(layer)
             layer.name = path or None
         layer.bound_recipe = bound_recipe
+    watch(model, new)
     converted_norms, left_norms = _convert_norms(model, norms)
     report.norms.extend(converted_norms)
     report.left.update(left_norms)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import ops
 from ..formats.dtypes import HIGH_PRECISION
@@ -132,6 +134,10 @@ def _why_not(model: nn.Module, path: str, module: Any, selection: Selection) -> 
     if _in_attention(model, path):
         if path.rpartition(".")[0] not in selection.chosen:
             return "its nn.MultiheadAttention, which is not converted, reads its weight without calling the layer"
+    elif is_lazy(module.weight):
+        return "its weight has no shape yet; call the model once before it is converted"
+    elif is_parametrized(module):
+        return "it is parametrized, so its weight is computed in every call; convert the model before"
     elif class_for(module) is None:
         name = type(module).__name__
         return (

@@ -92,6 +92,11 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         return self.name or type(self).__name__
 
     @property
+    def has_run(self) -> bool:
+        """Whether forward has run since the module was made or converted."""
+        return self._built.recipe is not None or "_ran_plain" in vars(self)
+
+    @property
     def quantizers(self) -> dict[str, list[Quantizer]]:
         return self._built.quantizers
 
@@ -134,6 +139,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         """Return what forward needs for ``recipe``. Called at the start of forward."""
         if recipe is None:
             self.fp8 = False
+            vars(self)["_ran_plain"] = True
             return self._built
         built = self._build_quantizers(recipe, backward=torch.is_grad_enabled() or this_pass().trains)
         if not self.fp8:
