@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ..distributed.test_torchrun import printed_by
+from ..common.torchrun import printed_by
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed: make test-clients")

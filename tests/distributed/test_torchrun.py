@@ -5,7 +5,6 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,9 +13,7 @@ from crossgrain.distributed import checkpoint
 from crossgrain.optim import FusedAdam
 
 from ..common.ranks import digest, quantized_model, run, train
-
-ROOT = Path(__file__).parents[2]
-
+from ..common.torchrun import ROOT, printed_by
 
 # One start of torchrun serves all tests here: its processes import everything only once.
 pytestmark = pytest.mark.xdist_group("torchrun")
@@ -74,13 +71,7 @@ def printed(folder):
     """What two ranks print that torchrun starts."""
     (folder / "saving.py").write_text(SAVING)
     (folder / "programs.py").write_text(PROGRAMS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(folder / "programs.py"), str(folder)]
-    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed_by(2, str(folder / "programs.py"), str(folder))
 
 
 def _train_in_shards(rank):
