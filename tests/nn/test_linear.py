@@ -193,7 +193,9 @@ def test_no_plane_is_made_that_no_gemm_reads(recipe, made, x_grad, w_grad, grad)
     layer.weight.requires_grad_(w_grad)
     x, dy = sizes()
     x = x.detach().requires_grad_(x_grad)
-    with torch.set_grad_enabled(grad), cg.autocast(recipe=recipe):
+    # A copy that is kept for later calls of a frozen weight has both directions.
+    not_kept = cg.settings.override(reuse_unchanged_weights=False)
+    with not_kept, torch.set_grad_enabled(grad), cg.autocast(recipe=recipe):
         y = layer(x)
     assert made == [((32, 64), True, grad and w_grad), ((96, 64), True, grad and x_grad)]
     del made[:]
@@ -449,7 +451,8 @@ def test_a_quantized_input_is_used_as_it_is_where_it_fits(made):
     assert torch.equal(y, gemm("fprop", x.plane(ROWWISE), w.plane(ROWWISE)))
     assert torch.equal(layer.weight.grad, gemm("wgrad", g.plane(COLUMNWISE), x.plane(COLUMNWISE)))
     assert x.grad is not None and x.get_usages() == {"rowwise": True, "columnwise": True}
-    with torch.no_grad(), cg.autocast(recipe=recipes.NVFP4BlockScaling()):
+    not_kept = cg.settings.override(reuse_unchanged_weights=False)
+    with not_kept, torch.no_grad(), cg.autocast(recipe=recipes.NVFP4BlockScaling()):
         layer(x)
     assert made[-2:] == [((32, 64), True, False), ((96, 64), True, False)]
 
