@@ -15,6 +15,8 @@ import crossgrain as cg
 from crossgrain.linear.gathered_weight import GatheredWeight
 from crossgrain.tensor.sharding import local_part
 
+# What crossgrain gathers rows with: torch 2.13 has a new name for it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 PATIENCE = datetime.timedelta(minutes=5)  # to compile kernels; who waits for a rank that raised must not wait for ever
 
 

@@ -13,6 +13,7 @@ import crossgrain as cg
 from crossgrain.distributed import count_gathered_bytes, gather_by_pass, gather_quantized
 
 from ..common.ranks import (
+    GATHER,
     bind,
     converted_model,
     digest,
@@ -90,7 +91,7 @@ class Wire:
 
     def __init__(self):
         self.sizes = {}
-        for name in ("all_gather_single", "all_gather", "all_reduce"):
+        for name in (GATHER, "all_gather", "all_reduce"):
             original = getattr(dist, name)
             setattr(dist, name, self._counting(name, original))
 
@@ -135,7 +136,7 @@ def test_bytes_per_parameter_and_step(tmp_path, kind):
     for (forward, backward), wire, counted in run(_bytes_per_parameter, 2, tmp_path, recipe, kind, True):
         assert 1 + 1 / 32 <= forward <= 1.04
         assert 1 / 2 + 1 / 16 <= backward <= 0.57
-        assert wire.pop("all_gather_single") == counted, "what is counted is what went over the wire"
+        assert wire.pop(GATHER) == counted, "what is counted is what went over the wire"
         assert sum(map(sum, wire.values())) <= 16, "amaxes of the tensor"
     for (forward, backward), _, _ in run(_bytes_per_parameter, 2, tmp_path, recipe, kind, False):
         assert forward == backward

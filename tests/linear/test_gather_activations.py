@@ -13,7 +13,7 @@ from crossgrain.linear.gather_activations import why_not_gathered
 from crossgrain.runtime.collectives import gathered_rows, scattered_sum
 
 from ..common.quantizers import E4M3, PAIRS, QUANTIZERS, buffers_of, hybrid_of
-from ..common.ranks import error_of, run
+from ..common.ranks import GATHER, error_of, run
 
 MAKERS = {
     **QUANTIZERS,
@@ -66,13 +66,13 @@ def quantized(name, usages, x):
 
 def on_ranks(rank, ranks, names):
     found, sent = {}, []
-    gather = dist.all_gather_single
+    gather = getattr(dist, GATHER)
 
     def counting(out, x, **options):
         sent.append((x.dtype, x.numel() * x.element_size()))
         return gather(out, x, **options)
 
-    dist.all_gather_single = counting
+    setattr(dist, GATHER, counting)
     for name, usages, rows in cases(ranks, names):
         torch.manual_seed(rank)  # the seed of the first rank counts
         sent.clear()
