@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, groups, kernels, linear, others, products, small
+from . import chart, gpt, groups, inference, kernels, linear, others, products, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "groups", "products", "linear", "gpt", "others")
+PARTS = ("kernels", "small", "groups", "products", "inference", "linear", "gpt", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -76,6 +76,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         head = ("format", *("x".join(map(str, shape)) for shape in shapes))
         title = "GEMM of two operands, multiples of fp32 torch.mm, rows x columns x summed"
         print_table(title, head, products.rows(report["products"]))
+
+    if "inference" in options.parts:
+        shapes = QUICK_SHAPES if options.quick else inference.SHAPES
+        report["inference"] = inference.run(shapes, options.only, 7 * options.repeats)
+        head = ("recipe", "rows x in x out", "quantized in every call", "quantized once")
+        print_table("Linear without gradients, multiples of fp32", head, inference.rows(report["inference"]))
 
     libraries = {"crossgrain": _only(linear.layers(), options.only)}
     compare = "others" in options.parts
