@@ -15,7 +15,8 @@ HYBRIDS = (
 )
 # Tokens are sent quantized as they are, with one scale for all of them; or they are not quantized.
 SENT = {"fp8": "one scale", "hp": None, "hp-fwd-mxfp8-bwd": None, HYBRIDS[0]: "rows"}
-SENT |= dict.fromkeys(("nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-hp-bwd", "mxfp8-fwd-hp-bwd"), "rows")
+SENT |= dict.fromkeys(("nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-hp-bwd", "mxfp8-fwd-hp-bwd", "mxfp4-qat"), "rows")
+SENT |= {"nvfp4-qat": "one scale", "mxfp4-qat-weights": None, "nvfp4-qat-weights": None}
 # Tokens are sent quantized if columns may be made from rows. Otherwise this is refused.
 SENT_FROM_ROWS = dict.fromkeys(("fp8-block", "mxfp8", "mxfp8-2d", "mxfp4", "mxfp8-fwd-nvfp4-bwd"), "rows")
 SENT_FROM_ROWS |= dict.fromkeys(("nvfp4", "nvfp4-plain", "nvfp4-1d-weight", "nvfp4-fp8-attention"), "one scale")
@@ -42,7 +43,7 @@ def assert_one_process(name, of_ranks, alone):
     out, gradients, counts = alone
     assert out0 + out1 == out, name
     assert counts[1] == 0, "an expert without tokens"
-    if not any(name.startswith(preset) for preset in AT_RANDOM):  # each rank draws numbers only for its own experts
+    if name.removesuffix(FROM_ROWS) not in AT_RANDOM:  # each rank draws numbers only for its own experts
         assert same_gradients(gradients0 | gradients1, dict(gradients)), name
 
 

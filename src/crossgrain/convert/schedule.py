@@ -1,10 +1,10 @@
 """`ScheduledConversion`: convert a model with a recipe that changes during training.
 
-    conversion = crossgrain.ScheduledConversion(model, "nvfp4; last 10 % of steps: mxfp8", total_steps)
-    for batch in batches:
-        ...
-        optimizer.step()
-        conversion.step()
+conversion = crossgrain.ScheduledConversion(model, "nvfp4; last 10 % of steps: mxfp8", total_steps)
+for batch in batches:
+    ...
+    optimizer.step()
+    conversion.step()
 """
 
 from __future__ import annotations

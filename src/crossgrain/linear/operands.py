@@ -102,7 +102,7 @@ def saved_input(kept: KeptInput, ctx: Any) -> Operand:
     """x for wgrad, from what forward has saved."""
     call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
     x = gathered_for_wgrad(kept.operand, call, sizes, padded) if kept.is_part else kept.operand
-    if is_late(x, call):
+    if isinstance(x, Plane) and x.direction is ROWWISE and call.quantizes_backward:  # columns are made late
         columns: Operand = call.input.columns_of_plane(x, call.dtype)
         return columns
     x = _for_backward(x, call, sizes.m, sizes.k, (padded.m, padded.k))
@@ -181,7 +181,7 @@ def kept_weight(weight: Tensor, made: Made, call: LinearCall) -> Operand:
 def saved_weight(kept: Operand, ctx: Any) -> Operand:
     """W for dgrad, from what forward has saved. Columns that are made late from a cached copy stay in the copy."""
     sizes, padded, shared = ctx.sizes, ctx.padded, ctx.shared_weight
-    if is_late(kept, ctx.call):
+    if isinstance(kept, Plane) and kept.direction is ROWWISE and ctx.call.quantizes_backward:
         if shared is None:
             columns: Operand = ctx.call.weight.columns_of_plane(kept, ctx.weight_dtype)
             return columns
@@ -189,11 +189,6 @@ def saved_weight(kept: Operand, ctx: Any) -> Operand:
             shared.update_usage(columnwise_usage=True)
         return of_direction(shared, COLUMNWISE, "weight", ctx.call)
     return _for_backward(kept, ctx.call, sizes.n, sizes.k, (padded.n, padded.k))
-
-
-def is_late(kept: Operand, call: LinearCall) -> bool:
-    """Whether forward has saved rows from which backward makes columns."""
-    return isinstance(kept, Plane) and kept.direction is ROWWISE and call.quantizes_backward
 
 
 def _for_backward(kept: Operand, call: LinearCall, rows: int, columns: int, padded: tuple[int, int]) -> Operand:

@@ -404,7 +404,8 @@ class LinearModule(QuantizedModule):
         elif this.is_first_microbatch is not None and not isinstance(weight, QuantizedTensor):
             call.quantized_weight = self._cached_weight(index, call, weight, parameters, this)
         elif same_again and not isinstance(weight, QuantizedTensor):
-            if not any(parameter.requires_grad for parameter in parameters) or not current_pass().trains:
+            trains = parameters[0].requires_grad or any(own.requires_grad for own in parameters[1:])
+            if not trains or not (torch.is_grad_enabled() or current_pass().trains):
                 call.quantized_weight = self._unchanged_weight(index, call, weight, parameters)
             elif self._weight_cache.unchanged.copies:
                 self._weight_cache.unchanged.clear()  # of a validation: training would keep them for nothing
