@@ -70,6 +70,7 @@ from .recipe.projections import LayerAdapter, Projection, register_layer
 from .recipe.quantize import quantize, quantizer_for
 from .runtime.random_numbers import CudaRNGStatesTracker
 from .runtime.settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
+from .runtime.version import PACKAGE_VERSION as _PACKAGE_VERSION
 from .tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -82,7 +83,8 @@ from .tensor.pickling import make_tensor
 if _TYPE_CHECKING:
     from .planning import plan
 
-__version__ = "0.1.0"
+
+__version__ = _PACKAGE_VERSION
 
 __all__ = [
     "COLUMNWISE",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..convert.layers import ConvertedConv1D
 from ..formats import Format
+from ..runtime.version import PACKAGE_VERSION
 from .checks import FP8, NVFP4, kind_of, refuse
 from .contents import Contents
 from .layout import Layout, amax_from, as_e4m3, expect, expect_one, global_decode_scale
@@ -82,7 +83,7 @@ class ModelOpt(Layout):
     def files(self, contents: Contents) -> dict[str, Mapping[str, Any]]:
         kind = kind_of(next(weight.format for weight in contents.weights.values() if weight.format))
         observed = bool(contents.input_amaxes)
-        producer = {"name": "crossgrain", "version": _version()}
+        producer = {"name": "crossgrain", "version": PACKAGE_VERSION}
         algorithm = "FP8" if kind == FP8 else "NVFP4" if observed else "W4A16_NVFP4"
         numbers: dict[str, Any] = {"dynamic": False, "num_bits": 8 if kind == FP8 else 4, "type": "float"}
         about: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None}
@@ -123,12 +124,3 @@ class ModelOpt(Layout):
         given = expect_one(f"{name}_scale_2", stored[f"{name}_scale_2"])
         found = amax_from(given, fmt, amax, reciprocal=False)
         return Bytes(codes, scales.view(torch.uint8), found, fmt, (rows, columns))
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("crossgrain")
-    except PackageNotFoundError:  # used from its sources
-        return "0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from ..convert import ConvertReport, convert
 from ..files.durable import whole_file
 from ..recipe import Recipe, RecipeSchedule, as_recipe
 from ..recipe.portable import recipe_from_text, recipe_to_text
+from ..runtime.version import PACKAGE_VERSION
 
 FILE = "crossgrain" + ".json"  # in one piece, it would look like the name of a module of crossgrain
 VERSION = 1
@@ -134,7 +134,7 @@ class Conversion:
         """
         content = {
             "version": VERSION,
-            "crossgrain": importlib.metadata.version("crossgrain"),
+            "crossgrain": PACKAGE_VERSION,
             **self.plain(),
             "schedule": schedule,
         }
