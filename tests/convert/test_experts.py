@@ -109,8 +109,8 @@ def test_indices_beyond_the_last_expert_are_of_other_ranks():
     elsewhere = chosen.clone()
     elsewhere[:, 1] = 4
     only_first = experts(x, chosen, weights * torch.tensor([1.0, 0.0]))
-    assert torch.equal(experts(x, elsewhere, weights)[0].isnan(), torch.zeros(32, dtype=torch.bool))
-    torch.testing.assert_close(experts(x, elsewhere, weights), only_first, rtol=0, atol=0.2)  # other amaxes, other rows
+    # Rows are quantized alone in MXFP8; a product of fewer rows may add up in another order.
+    torch.testing.assert_close(experts(x, elsewhere, weights), only_first)
 
 
 def test_arguments_may_have_names():

@@ -335,4 +335,4 @@ def test_a_step_that_is_interrupted_anywhere_can_be_repaired():
         run_steps(optimizer, params, 1)
         assert_same_contents(contents([params, optimizer]), expected)
         number += 7
-    assert number > 200, "all of it was counted"  # there are more instructions in Python 3.11 than in later ones
+    assert number > 500, "all of it was counted"
