@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import crossgrain as cg
-from crossgrain.lab.gpt import GPT, GPTConfig
+from crossgrain.gpt.model import GPT, GPTConfig
 
 from .timing import Job, least_times
 

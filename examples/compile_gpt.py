@@ -11,8 +11,8 @@ import time
 import torch
 
 import crossgrain as cg
+from crossgrain.gpt.data import even_batch
 from crossgrain.lab import GPT, GPTConfig, load_text
-from crossgrain.lab.data import even_batch
 
 
 def main() -> None:

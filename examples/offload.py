@@ -12,8 +12,8 @@ import time
 import torch
 
 import crossgrain as cg
+from crossgrain.gpt.data import even_batch
 from crossgrain.lab import GPT, GPTConfig, load_text
-from crossgrain.lab.data import even_batch
 
 MIB = 2**20
 NOTHING = 1 << 60  # a least size that no tensor has: everything stays

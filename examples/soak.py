@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import crossgrain as cg
 from crossgrain import files
+from crossgrain.gpt.data import even_batch, random_batch
 from crossgrain.lab import load_text
-from crossgrain.lab.data import even_batch, random_batch
 
 RECIPES = ("fp8-delayed", "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)")
 WIDTH, CONTEXT, BATCH = 32, 32, 4

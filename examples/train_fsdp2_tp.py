@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 import crossgrain as cg
 from crossgrain.distributed import count_gathered_bytes, gather_by_pass
+from crossgrain.gpt.data import random_batch
 from crossgrain.lab import load_text
-from crossgrain.lab.data import random_batch
 
 WIDTH, CONTEXT, BATCH = 128, 64, 8  # the batch of all ranks together
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from crossgrain.cli.app import app
 from crossgrain.cli.recipes import labelled, split_recipes
-from crossgrain.lab import GPTConfig, Preset, training
+from crossgrain.gpt import GPTConfig, Preset, training
 
 
 @pytest.fixture(autouse=True)

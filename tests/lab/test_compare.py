@@ -10,7 +10,7 @@ from crossgrain.lab.compare import BASELINE
 from crossgrain.lab.picture import draw
 from crossgrain.recipe import GemmRecipe
 
-from .test_training import SHORT
+from ..gpt.test_training import SHORT
 
 RECIPES = {name: GemmRecipe.load(name) for name in ("hp", "mxfp8", "nvfp4-fwd-hp-bwd")}
 

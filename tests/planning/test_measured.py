@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import crossgrain as cg
 from benchmarks.gpt import bytes_saved_by_linear_layers
-from crossgrain.lab.gpt import GPT, GPTConfig
-from crossgrain.lab.training import PRESETS as SIZES
+from crossgrain.gpt.model import GPT, GPTConfig
+from crossgrain.gpt.training import PRESETS as SIZES
 from crossgrain.planes import COLUMNWISE, ROWWISE
 from crossgrain.planning import gathered_bytes
 from crossgrain.recipe.presets import PRESETS

@@ -8,7 +8,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 import crossgrain as cg
 from crossgrain.distributed import count_gathered_bytes, gather_by_pass, gather_quantized
-from crossgrain.lab.gpt import GPT, GPTConfig
+from crossgrain.gpt.model import GPT, GPTConfig
 from crossgrain.tensor import QuantizedTensor
 from crossgrain.tensor.sharding import local_part
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..gemm.operands import GEMMS
+from ..gpt.model import GPT
+from ..gpt.training import Run
 from ..lab.compare import BASELINE, Comparison
 from ..lab.compare import compare as run_comparison
-from ..lab.gpt import GPT
-from ..lab.training import Run
 from ..recipe import RecipeSchedule
 from .output import AsJson, print_json, progress_bar
 from .recipes import labelled_schedules, mistakes_are_shown, split_recipes

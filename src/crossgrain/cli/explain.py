@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from ..convert import ConvertReport, convert
-from ..lab.gpt import GPT
+from ..gpt.model import GPT
 from ..recipe import Explanation, RecipeSchedule, ScheduleExplanation
 from .hf_models import model_without_weights
 from .output import AsJson, print_json

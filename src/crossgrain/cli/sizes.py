@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..lab.training import PRESETS, Preset
+from ..gpt.training import PRESETS, Preset
 
 SizeName = Enum("SizeName", {name: name for name in PRESETS})  # type: ignore[misc]  # an option has to be an Enum
 Size = Annotated[SizeName, typer.Option("--size", help="Size of the model, and how it is trained.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..lab.training import Run, Trainer
+from ..gpt.training import Run, Trainer
 from .output import AsJson, print_json, progress_bar
 from .recipes import RecipeText, load_schedule, mistakes_are_shown
 from .sizes import Size, SizeName, Steps, preset_of

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..gemm.operands import GEMMS
+from ..gpt.data import even_batch, load_text
+from ..gpt.model import GPT
+from ..gpt.training import Preset, Run, Trainer
 from ..recipe import Recipe, RecipeSchedule
-from .data import even_batch, load_text
 from .gemm_errors import Errors, gemm_errors, mean_errors, tensors_of_layers
-from .gpt import GPT
-from .training import Preset, Run, Trainer
 
 BASELINE = "fp32"
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..convert import convert
 from ..gemm.operands import GEMMS
+from ..gpt.model import GPT
 from ..recipe import Recipe
-from .gpt import GPT
 
 Errors = dict[str, float]  # by GEMM, relative (Frobenius)
 

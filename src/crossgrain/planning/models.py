@@ -90,7 +90,7 @@ _NEEDED = ("layers", "width", "heads", "mlp", "vocab")
 
 def model_names() -> list[str]:
     """The names of all models that `plan` knows."""
-    from ..lab.training import PRESETS
+    from ..gpt.training import PRESETS
 
     return [*MODELS, *(f"{LAB}{size}" for size in PRESETS)]
 

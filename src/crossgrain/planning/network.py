@@ -239,8 +239,8 @@ def _skeleton(names: Sequence[tuple[str, str]]) -> nn.Module:
 
 
 def _of_lab(name: str) -> Network | None:
-    from ..lab.gpt import GPT
-    from ..lab.training import PRESETS
+    from ..gpt.model import GPT
+    from ..gpt.training import PRESETS
 
     if name.removeprefix(LAB) not in PRESETS or not name.startswith(LAB):
         return None

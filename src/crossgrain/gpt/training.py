@@ -14,7 +14,7 @@ from torch import Tensor
 from ..convert import ScheduledConversion, convert
 from ..recipe import Recipe, RecipeSchedule
 from .data import even_batch, load_text, random_batch
-from .gpt import GPT, GPTConfig
+from .model import GPT, GPTConfig
 
 _UNTIMED = 3  # steps in which kernels are compiled and caches fill
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crossgrain.lab import PRESETS, GPTConfig, Preset, Trainer
-from crossgrain.lab.gpt import GPT
-from crossgrain.lab.training import saved_bytes
+from crossgrain.gpt import PRESETS, GPTConfig, Preset, Trainer
+from crossgrain.gpt.model import GPT
+from crossgrain.gpt.training import saved_bytes
 from crossgrain.recipe import GemmRecipe, RecipeSchedule, as_recipe
 
 SHORT = Preset(

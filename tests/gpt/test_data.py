@@ -2,7 +2,7 @@
 
 import torch
 
-from crossgrain.lab.data import even_batch, load_text, random_batch
+from crossgrain.gpt.data import even_batch, load_text, random_batch
 
 
 def test_the_text_is_pythons_documentation():
