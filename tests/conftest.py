@@ -8,7 +8,10 @@ import torch
 import crossgrain as cg
 
 from .common import ranks
+from .common.instruction_sets import avoid_illegal_instructions
 from .common.quantizers import QUANTIZERS
+
+_AVOIDED = avoid_illegal_instructions()  # before anything is multiplied, and inherited by workers and ranks
 
 
 def _cases() -> list:
@@ -26,6 +29,11 @@ def _turn(item: pytest.Item) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     """Let pytest-xdist hand out groups in the order below, not the largest first."""
     config.option.loadscopereorder = False
+
+
+def pytest_report_header() -> list[str]:
+    """Say which instructions of this machine are not used, and why."""
+    return [] if _AVOIDED is None else [_AVOIDED]
 
 
 @pytest.hookimpl(trylast=True)
