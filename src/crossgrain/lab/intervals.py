@@ -1,0 +1,56 @@
+"""`Estimate`: a mean with its interval. All numbers that the lab shows are of this kind."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .student import t_quantile
+
+LEVEL = 0.95  # of all intervals, unless another one is asked for
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, and an interval that contains the true mean with a probability of 95 %.
+
+    Attributes:
+        mean: the mean.
+        low: lower end of the interval; -inf if one value says nothing about the spread.
+        high: upper end of the interval; inf in the same case.
+        count: number of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the width of the interval."""
+        return (self.high - self.low) / 2
+
+    def overlaps(self, other: Estimate) -> bool:
+        """Whether the two intervals have a number in common, so that an order of the two is not shown."""
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g}" if math.isinf(self.half_width) else f"{self.mean:.3g} ± {self.half_width:.2g}"
+
+
+def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+    """The mean of independent values, with the interval of Student's t distribution.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("the mean of no values is not defined")
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Estimate(mean, -math.inf, math.inf, 1)
+    half = t_quantile((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half, len(values))
