@@ -68,7 +68,7 @@ from .recipe import (
 )
 from .recipe.projections import LayerAdapter, Projection, register_layer
 from .recipe.quantize import quantize, quantizer_for
-from .runtime.random_numbers import CudaRNGStatesTracker
+from .runtime.random_numbers import CudaRNGStatesTracker, draws_by_layer
 from .runtime.settings import get_device_compute_capability, is_non_tn_fp8_gemm_supported, settings
 from .runtime.version import PACKAGE_VERSION as _PACKAGE_VERSION
 from .tensor import (
@@ -153,6 +153,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "convert",
+    "draws_by_layer",
     "export",
     "files",
     "formats",
@@ -224,7 +225,7 @@ _torch.serialization.add_safe_globals(
 )
 
 # Imported when they are first used: they bring FSDP2 along, which takes longer to import than the rest of crossgrain.
-_LATE_ROOMS = ("compat", "distributed", "lab", "planning")
+_LATE_ROOMS = ("compat", "distributed", "gpt", "lab", "planning")
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,8 +1,12 @@
-"""The tracker of random states."""
+"""The tracker of random states, and seeds of stochastic rounding by layer."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
+import crossgrain as cg
 from crossgrain import CudaRNGStatesTracker
 
 
@@ -53,3 +57,70 @@ def test_errors():
     tracker.reset()
     tracker.add("a", 1)
     assert list(tracker.get_states()) == ["a"]
+
+
+# ---- draws by layer ------------------------------------------------------------------------------------------
+
+SR = "fprop: nvfp4, dgrad: nvfp4(sr), wgrad: nvfp4(sr)"
+
+
+class Two(torch.nn.Module):
+    """Two layers side by side, so that what one does changes no input and no gradient of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def gradients(recipe, *, seed=None, recompute=False, steps=2):
+    torch.manual_seed(5)
+    model, x = Two(), torch.randn(32, 32, requires_grad=True)
+    cg.convert(model, recipe)
+    found = []
+    with nullcontext() if seed is None else cg.draws_by_layer(seed):
+        for _ in range(steps):
+            x.grad = model.a.weight.grad = model.b.weight.grad = None
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+            y.sin().sum().backward()
+            found.append((model.a.weight.grad, model.b.weight.grad))
+    return found, torch.get_rng_state()
+
+
+def test_another_format_in_one_layer_leaves_the_draws_of_others():
+    # dy of both layers is cos(y), which depends on what fprop of both computes: only backward formats change.
+    with_sr, without = f"{SR}; a: {SR}", f"{SR}; a: fprop: nvfp4, dgrad: hp, wgrad: hp"
+    for (a1, b1), (a2, b2) in zip(gradients(with_sr, seed=1)[0], gradients(without, seed=1)[0], strict=True):
+        assert torch.equal(b1, b2) and not torch.equal(a1, a2)
+    first, second = gradients(with_sr)[0][1][1], gradients(without)[0][1][1]
+    assert not torch.equal(first, second)  # from torch's generator, the draws of b are others
+
+
+def test_draws_by_layer_differ_by_call_and_by_seed_and_are_repeated():
+    one, again, other = (gradients(SR, seed=seed)[0] for seed in (1, 1, 2))
+    assert not torch.equal(one[0][1], one[1][1])  # the second step draws anew
+    assert all(torch.equal(a, b) for x, y in zip(one, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert not torch.equal(one[0][1], other[0][1])
+
+
+def test_draws_by_layer_leave_torchs_generator_alone():
+    torch.manual_seed(5)
+    Two(), torch.randn(32, 32)
+    untouched = torch.get_rng_state()
+    assert torch.equal(gradients(SR, seed=1)[1], untouched)
+    assert not torch.equal(gradients(SR)[1], untouched)
+
+
+def test_a_recomputation_draws_the_same_by_layer_and_shifts_nothing():
+    recipe = "fprop: nvfp4, fprop.input: nvfp4(sr), dgrad: nvfp4(sr), wgrad: nvfp4(sr)"
+    plain, recomputed = gradients(recipe, seed=1)[0], gradients(recipe, seed=1, recompute=True)[0]
+    assert all(torch.equal(a, b) for x, y in zip(plain, recomputed, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_draws_by_layer_end_with_their_context_also_after_an_error():
+    expected = gradients(SR)[0][0][1]
+    with pytest.raises(ZeroDivisionError), cg.draws_by_layer(0), cg.draws_by_layer(1):
+        raise ZeroDivisionError
+    assert torch.equal(gradients(SR)[0][0][1], expected)

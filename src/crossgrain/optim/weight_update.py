@@ -436,7 +436,8 @@ def _shared_seed(item: _Weight, group: Any, ranks: int) -> int:
     """The seed of the first of all ranks that have pieces of the weight, or other tensor-parallel parts of it."""
     parts = [quantizer.part.group for quantizer, _ in item.holders() if quantizer.part is not None]
     groups = joined_groups(group if ranks > 1 else None, *parts[:1])
-    return draw_seed() if groups is None else agreed_seed(draw_seed(), groups)
+    seed = draw_seed(item.holders()[0][0].subject)
+    return seed if groups is None else agreed_seed(seed, groups)
 
 
 @contextmanager

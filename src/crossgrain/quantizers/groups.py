@@ -120,7 +120,7 @@ def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
     asked = [_targets(share) for share in shares]
     ready = kernels.measure_groups(rows, [target for targets in asked for target in targets])
     stochastic = any(target.encoding.stochastic for target in ready)
-    drawn = [draw_seed() for _ in ready[0].planes.heights] if stochastic else []
+    drawn = [draw_seed(quantizer.subject) for quantizer in shares[0].quantizers] if stochastic else []
     counts = [(share.quantizers[0], len(targets)) for share, targets in zip(shares, asked, strict=True)]
     ready, seeds = agree(ready, counts, drawn)
     rest = iter(ready)

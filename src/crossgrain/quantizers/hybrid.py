@@ -239,7 +239,7 @@ class HybridQuantizer(Quantizer):
         rounded = [d for d in (ROWWISE, COLUMNWISE) if getattr(self.child(d), "stochastic_rounding", False)]
         left_out = [direction for direction in rounded if direction not in wanted]
         if left_out and (self.derives_columns or len(left_out) == len(rounded)):
-            draw_seed()
+            draw_seed(self.child(left_out[0]).subject)
 
     def _show_to_what_is_left_out(self, tensor: Tensor, made: Collection[Direction]) -> None:
         """In the first pass of a checkpoint, record amaxes also for planes that only its recomputation makes."""

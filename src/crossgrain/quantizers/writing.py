@@ -112,7 +112,7 @@ def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer,
         observed = observed or quantizer._observes
     if measures:
         targets = kernels.measure(src, targets, checked=True)
-    seed = draw_seed() if stochastic else None
+    seed = draw_seed(shares[0][0].subject) if stochastic else None
     if common:
         targets, seeds = agree(targets, shares, [] if seed is None else [seed])
         seed = seeds[0] if seeds else None

@@ -164,6 +164,12 @@ def same_seed(draw: Callable[[], int]) -> int:
     return seed
 
 
+def same_value(key: Hashable, make: Callable[[], Value]) -> Value:
+    """The result of ``make``; in a recomputation its result in the first pass, if that was recorded."""
+    this = _current.get()
+    return make() if this.recomputes and this.replayed is None else this.same(key, make)
+
+
 def _tape_of(checkpoint: Any, outside: Any) -> Tape:
     tape = getattr(checkpoint, _ATTRIBUTE, None)
     if tape is None:

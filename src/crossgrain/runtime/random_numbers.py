@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .passes import same_seed
+from .passes import same_seed, same_value
 
 
 class CudaRNGStatesTracker:
@@ -83,9 +85,56 @@ class CudaRNGStatesTracker:
             torch.set_rng_state(outer)
 
 
-def draw_seed() -> int:
-    """A seed of 64 random bits from torch's default generator. A recomputation in backward gets the same seed."""
-    return same_seed(_drawn_seed)
+class LayerDraws:
+    """Seeds of stochastic rounding by what is rounded and how often it was: they depend on nothing else that runs.
+
+    Args:
+        seed: seed of all of them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._drawn: Counter[str] = Counter()
+
+    def next(self, subject: str) -> int:
+        """The next seed for a subject."""
+        text = f"{self._seed}:{self._drawn[subject]}:{subject}"
+        self._drawn[subject] += 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+_by_layer: LayerDraws | None = None  # not a context variable: backward may run in threads of autograd
+
+
+@contextmanager
+def draws_by_layer(seed: int) -> Iterator[None]:
+    """Context manager: stochastic rounding draws its seeds by layer, tensor and call, not from torch's generator.
+
+    Changing the format of one layer then leaves the draws of all other layers as they were, so that two runs differ only
+    by what was changed. Forward and backward must both be inside; the calls of a layer are counted from the beginning of
+    the context. It applies to all threads of the process.
+
+    Args:
+        seed: another seed gives other draws everywhere.
+    """
+    global _by_layer
+    outer, _by_layer = _by_layer, LayerDraws(seed)
+    try:
+        yield
+    finally:
+        _by_layer = outer
+
+
+def draw_seed(subject: object = "") -> int:
+    """A seed of 64 random bits: from torch's default generator, or from `draws_by_layer`.
+
+    A recomputation in backward gets the seed of the first pass.
+
+    Args:
+        subject: what is rounded, such as "fc1, input"; only `draws_by_layer` uses it.
+    """
+    draws = _by_layer
+    return same_seed(_drawn_seed) if draws is None else same_value(_drawn_seed, lambda: draws.next(str(subject)))
 
 
 def _drawn_seed() -> int:
