@@ -63,6 +63,7 @@ class LinearCall:
         wide_output: return y unrounded, in fp32 (fp64 for fp64 activations).
         wide_gradient: the same for dx; set before backward.
         layer: name of the layer, for messages.
+        product: name of the layer in recipes, if ``layer`` has several products.
     """
 
     dtype: torch.dtype
@@ -88,6 +89,7 @@ class LinearCall:
     wide_output: bool = False
     wide_gradient: bool = False
     layer: str = "Linear"
+    product: str = ""
 
     @property
     def quantizes_backward(self) -> bool:

@@ -23,10 +23,11 @@ from ..gemm.activations import compute_dtype, wide_dtype
 from ..quantizers.identity import IdentityQuantizer
 from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import telling_others
+from . import observer  # its observers are looked up when a layer runs
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
 from .operands import gradient_operands, input_operands, saved_input, saved_weight, weight_operands
 from .padding import padded_vector
-from .saved_planes import Saved, restored, save
+from .saved_planes import Operand, Restored, Saved, restored, save
 from .weight_gradient import check_has_main_grad, delivered_weight_gradient
 
 
@@ -71,6 +72,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         if call.on_backward is not None:
             call.on_backward()
     dy_rows, dy_columns, plain = gradient_operands(dy, ctx)
+    if observer.observers and (needs.dx or needs.dw):
+        _tell_observers(ctx, saved, plain)
     if needs.db:
         db = plain.sum(0, dtype=torch.float64 if plain.dtype == torch.float64 else torch.float32).to(ctx.bias_dtype)
 
@@ -105,6 +108,15 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
 
         dw = delivered_weight_gradient(wgrad, (dy_columns, saved.x.operand), ctx)
     return dx, dw, db
+
+
+def _tell_observers(ctx: Any, saved: Restored, dy: Tensor) -> None:
+    weight: Operand | None = saved.w if ctx.needs.dx else None
+    if weight is None and ctx.call.weight_parts is None:  # dgrad does not run
+        weight = ctx.weight
+    seen = observer.BackwardOperands(ctx.call.product or ctx.call.layer, saved.x.operand, weight, dy)
+    for tell in observer.observers:
+        tell(seen)
 
 
 def visible_gradients(ctx: Any, dy: Tensor) -> Any:

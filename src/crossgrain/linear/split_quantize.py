@@ -15,6 +15,7 @@ checkpoint, in which each quantizer also measures what only backward reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..planes import ROWWISE, Direction
+from ..quantizers import observer
 from ..quantizers.base import Quantizer
 from ..quantizers.groups import can_quantize_groups, quantize_groups
 from ..quantizers.hybrid import rounds_stochastically
@@ -55,7 +57,8 @@ def split_quantize(
         raise ValueError("split_quantize: neither rowwise nor columnwise usage of the quantizers is set")
     if len(tensor) and quantizers[0].internal and not disable_bulk_allocation:
         if _quantizes_as_a_whole(quantizers[0], directions, split_sections):
-            whole = _quantized(quantizers[0], tensor)
+            with observer.of_all_groups() if observer.observers else nullcontext():
+                whole = _quantized(quantizers[0], tensor)
             ends = accumulate(split_sections)
             return [whole._sliced(0, end - size, end) for size, end in zip(split_sections, ends, strict=True)]
         if can_quantize_groups(quantizers):

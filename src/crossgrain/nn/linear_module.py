@@ -64,6 +64,7 @@ class LinearDetails(NamedTuple):
     grad_output: Quantizer
     padding: Padding
     repeats: bool = False  # quantizing the weight again gives the same bytes, so copies can be used instead
+    product: str = ""  # name of the layer in recipes
 
 
 class ParameterSpec(NamedTuple):
@@ -307,15 +308,17 @@ class LinearModule(QuantizedModule):
 
     def _details(self, recipe: Recipe, quantizers: Mapping[str, Sequence[Quantizer]]) -> list[LinearDetails]:
         quantizes_backward = recipe.backward_override is None
-        made = []
+        made, slots, roles = [], self._linear_slots(), self._roles("forward")
         for index, by_tensor in enumerate(self._gemm_operands(quantizers)):
+            role = roles[slots[index].input]
+            product = "" if role is None else role.layer
             parallel = self._parallel(index) if self.tp_group is not None else None
             if parallel is not None:
                 by_tensor = {name: parallel.quantizer(name, quantizer) for name, quantizer in by_tensor.items()}
             x, weight, grad_output = (by_tensor[name] for name in ("input", "weight", "grad_output"))
             check_gradient_quantizer(grad_output, self.layer)
             padding = padding_for(x, weight, grad_output if quantizes_backward else None)
-            made.append(LinearDetails(x, weight, grad_output, padding, repeats(weight)))
+            made.append(LinearDetails(x, weight, grad_output, padding, repeats(weight), product))
         return made
 
     # ---- running -------------------------------------------------------------------------------
@@ -394,7 +397,7 @@ class LinearModule(QuantizedModule):
         if this.calibrates:
             calibrate(details.input, details.weight, x, weight)
             return call
-        call.input, call.weight, call.grad_output, call.padding, same_again = details
+        call.input, call.weight, call.grad_output, call.padding, same_again, call.product = details
         call.backward_override = this.recipe.backward_override
         call.allow_mixed = this.recipe.allow_mixed
         call.keep_input = self.save_original_input and self._keeps_input(index, this)
