@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels.partial import Span, needs_neighbours, part_amaxes, write_part
 from ..kernels.target import Target
 from ..planes import COLUMNWISE, ROWWISE
+from ..quantizers import observer
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
@@ -430,6 +431,16 @@ def _write_parts(item: _Weight, x: Tensor, parts: Sequence[_Part], group: Any, r
                 storage._mark_written()  # so that the columns are known to be old
         if columns is not None and ranks == 1:
             make_columns_from_rows(weight, columns)
+    if observer.observers:
+        _tell(item, x, parts, seed)
+
+
+def _tell(item: _Weight, x: Tensor, parts: Sequence[_Part], seed: int | None) -> None:
+    """Show observers what was written. Codes of numbers that other ranks have are not here."""
+    for quantizer, storage in item.holders():
+        own = [part.target for part in parts if part.storage is storage]
+        made = zip(own, quantizer.directions_served([target.plane for target in own]), strict=True)
+        observer.tell(quantizer.subject, x, list(made), seed, complete=item.is_complete())
 
 
 def _shared_seed(item: _Weight, group: Any, ranks: int) -> int:

@@ -39,6 +39,7 @@ from ..tensor.tensor import QuantizedTensor
 from .amax_reduction import AmaxReduction
 from .data_free import DataFree
 from .nonfinite import Policy
+from .subject import NO_SUBJECT, Subject
 from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
@@ -75,7 +76,7 @@ class Quantizer(AmaxReduction, DataFree):
             all its amaxes.
         part: which part of a tensor the ranks of a group quantize with the random numbers of the whole; see `Part`.
         nonfinite: what to do about NaNs and infinities (see `quantizers.nonfinite`); None for what `settings` say.
-        subject: what the quantizer is for, for messages: "fc1, input".
+        subject: which tensor of which layer the quantizer is for; empty if no layer has made it.
     """
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
@@ -84,7 +85,7 @@ class Quantizer(AmaxReduction, DataFree):
     custom: ClassVar[bool] = False
     _observes: ClassVar[bool] = False  # whether `_observe_all` has anything to do
     nonfinite: Policy | None = "saturate"
-    subject: str = ""
+    subject: Subject = NO_SUBJECT
     derives_columns: bool = False  # columnwise planes are made from decoded rowwise planes, not from the input
     makes_columns_late: bool = False  # and only when they are read
 
@@ -142,6 +143,13 @@ class Quantizer(AmaxReduction, DataFree):
     def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
         """The planes to make for these directions. One plane may be enough for both."""
         return [direction for direction, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
+
+    def directions_served(self, planes: Sequence[Plane]) -> list[tuple[Direction, ...]]:
+        """The directions in which each of the planes of a tensor is read, for the current usages."""
+        directions = [plane.direction for plane in planes]
+        whole = len(self._planes_to_make(True, True)) == 1
+        asked = Quantizer._planes_to_make(self, self.rowwise_usage, self.columnwise_usage) if whole else directions
+        return _served(directions, asked)
 
     def _targets(self, planes: Iterable[Plane]) -> list[Target]:
         """The targets that kernels fill."""
@@ -265,7 +273,11 @@ class Quantizer(AmaxReduction, DataFree):
         if found is None:
             directions = self._planes_to_make(rowwise, columnwise)
             self._check_shape(shape, directions)
-            found = tuple(plane_spec(self.encoding(d), d, self._stores_transposed(d), shape) for d in directions)
+            asked = Quantizer._planes_to_make(self, rowwise, columnwise)
+            found = tuple(
+                plane_spec(self.encoding(d), d, self._stores_transposed(d), shape, serves)
+                for d, serves in zip(directions, _served(directions, asked), strict=True)
+            )
             self._remember(key, found)
         if matrix.dtype not in HIGH_PRECISION:
             self._as_plain(matrix)
@@ -573,6 +585,11 @@ class Quantizer(AmaxReduction, DataFree):
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if not name.startswith("_"))
         return f"{type(self).__name__}({shown})"
+
+
+def _served(made: Sequence[Direction], asked: Sequence[Direction]) -> list[tuple[Direction, ...]]:
+    """The directions that each plane serves: a single one serves all that were asked for."""
+    return [tuple(asked) or (made[0],)] if len(made) == 1 else [(direction,) for direction in made]
 
 
 def make_quantizer(cls: type[Quantizer], state: dict[str, Any]) -> Quantizer:

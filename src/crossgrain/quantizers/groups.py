@@ -18,6 +18,7 @@ from ..planes import Direction
 from ..planes.groups import PlaneGroups, empty_groups
 from ..runtime.random_numbers import draw_seed
 from ..tensor import QuantizedTensorStorage
+from . import observer
 from .base import Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
@@ -127,9 +128,26 @@ def _write(rows: Tensor, shares: Sequence[_Share]) -> None:
     for share, targets in zip(shares, asked, strict=True):
         type(share.quantizers[0])._observe_all(share.quantizers, [next(rest) for _ in targets])
     # Ranks divide the columns of groups, never their rows, so it does not matter how many rows each group has.
-    seen = kernels.encode_groups(rows, placed(ready, counts, 0, rows.shape[1]), seeds or None)
+    ready = placed(ready, counts, 0, rows.shape[1])
+    seen = kernels.encode_groups(rows, ready, seeds or None)
     if seen is not False:
         _act_on_nonfinite(rows, shares, seen)
+    if observer.observers:
+        _tell(rows, shares, ready, seeds)
+
+
+def _tell(rows: Tensor, shares: Sequence[_Share], targets: Sequence[GroupedTarget], seeds: Sequence[int]) -> None:
+    """Show observers the planes, group by group."""
+    heights = shares[0].planes[0].heights
+    by_group = zip(*(target.by_group() for target in targets), strict=True)
+    for g, (group, own) in enumerate(zip(rows.split(list(heights)), by_group, strict=True)):
+        serves = [
+            each
+            for share in shares
+            for each in share.quantizers[g].directions_served([groups.planes[g] for groups in share.planes])
+        ]
+        seed = seeds[g] if seeds else None
+        observer.tell(shares[0].quantizers[g].subject, group, list(zip(own, serves, strict=True)), seed)
 
 
 def _act_on_nonfinite(rows: Tensor, shares: Sequence[_Share], seen: bool | None) -> None:

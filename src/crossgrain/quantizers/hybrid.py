@@ -544,7 +544,8 @@ def _planes_made_together(matrix: Tensor, row: Quantizer | None, column: Quantiz
     wanted, kept = [], {}
     for quantizer, direction in ((row, ROWWISE), (column, COLUMNWISE)):
         if isinstance(quantizer, IdentityQuantizer):
-            kept[direction] = quantizer.make_planes(matrix, rowwise=True, columnwise=True).plane(direction)
+            usages = {side.value: side is direction for side in Direction}
+            kept[direction] = quantizer.make_planes(matrix, **usages).plane(direction)
         elif quantizer is not None:
             wanted.append((quantizer, quantizer._specs(matrix, direction is ROWWISE, direction is COLUMNWISE)))
     made = iter(make_planes(matrix.detach(), wanted) if wanted else ())

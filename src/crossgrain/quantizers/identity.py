@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..formats import IDENTITY
 from ..formats.encoding import Encoding, cached_encoding
+from ..kernels import Target
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlanePair, PlaneSource, matrix_shape, overlaps
 from ..tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
+from . import observer
 from .base import Quantizer
 
 
@@ -173,7 +175,15 @@ class IdentityQuantizer(Quantizer):
     def quantize_impl(self, tensor: Tensor) -> Any:
         tensor = self._checked(tensor, list(Direction))
         kept = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
+        if observer.observers:
+            shape = matrix_shape(tensor.shape)
+            self._tell(tensor.reshape(shape), kept.reshape(shape), self.rowwise_usage, self.columnwise_usage)
         return self._wrapped(kept, kept.dtype)
+
+    def _tell(self, matrix: Tensor, kept: Tensor, rowwise: bool, columnwise: bool) -> None:
+        plane = Plane(IDENTITY, ROWWISE if rowwise else COLUMNWISE, matrix_shape(kept.shape), kept)
+        directions = [d for d, asked in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if asked]
+        observer.tell(self.subject, matrix, [(Target(plane, self.encoding(ROWWISE)), directions)])
 
     def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
         self._as_plain(matrix)
@@ -184,6 +194,8 @@ class IdentityQuantizer(Quantizer):
         self._as_plain(matrix)
         kept = matrix.detach() if self.dtype is None else matrix.detach().to(self.dtype)
         rows, columns = (Plane(IDENTITY, direction, matrix_shape(kept.shape), kept) for direction in Direction)
+        if observer.observers:
+            self._tell(matrix, kept, rowwise, columnwise)
         return PlanePair(rows if rowwise else None, columns if columnwise else None)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:

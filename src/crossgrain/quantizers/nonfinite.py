@@ -83,7 +83,7 @@ def _refuse_nonfinite(numbers: Tensor, quantizer: Quantizer, planes: Sequence[Pl
     if bool(numbers.isfinite().all()):  # it is not known, or an infinity was made by a rotation, whose plane shows it
         return
     formats = " and ".join(f"{plane.direction.value} as {plane.format.name}" for plane in planes)
-    raise _error(numbers, quantizer.subject or f"a tensor of shape {list(numbers.shape)}", formats)
+    raise _error(numbers, str(quantizer.subject) or f"a tensor of shape {list(numbers.shape)}", formats)
 
 
 def _error(numbers: Tensor, subject: str, formats: str) -> NonfiniteError:

@@ -19,6 +19,7 @@ from ..kernels import Target
 from ..planes import Direction, Plane
 from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype
 from ..runtime.random_numbers import draw_seed
+from . import observer
 from .nonfinite import act_on_nonfinite
 from .parts import agree, encode_parts
 
@@ -34,6 +35,7 @@ class PlaneSpec(NamedTuple):
     transposed: bool
     sizes: BufferShapes
     scale_dtype: torch.dtype
+    serves: tuple[Direction, ...]  # the directions in which GEMMs read it
 
     def empty(self, device: torch.device, scale: Tensor | None = None) -> Plane:
         """Allocate the plane. ``scale`` is a scale buffer that it shares with another plane; None for a new one."""
@@ -46,12 +48,17 @@ class PlaneSpec(NamedTuple):
         return Plane(self.encoding.format, self.direction, sizes.matrix, data, scale, amax, self.transposed)
 
 
-def plane_spec(encoding: Encoding, direction: Direction, transposed: bool, shape: tuple[int, ...]) -> PlaneSpec:
-    """Make the spec of a plane for matrices of one shape."""
+def plane_spec(
+    encoding: Encoding,
+    direction: Direction,
+    transposed: bool,
+    shape: tuple[int, ...],
+    serves: tuple[Direction, ...] | None = None,
+) -> PlaneSpec:
+    """Make the spec of a plane for matrices of one shape. It serves its own direction, unless said otherwise."""
     fmt = encoding.format
-    return PlaneSpec(
-        encoding, direction, transposed, buffer_shapes(fmt, direction, shape, transposed), scale_dtype(fmt)
-    )
+    sizes = buffer_shapes(fmt, direction, shape, transposed)
+    return PlaneSpec(encoding, direction, transposed, sizes, scale_dtype(fmt), serves or (direction,))
 
 
 class Job(NamedTuple):
@@ -81,7 +88,10 @@ def make_planes(matrix: Tensor, wanted: Sequence[tuple[Quantizer, Sequence[Plane
             if quantizer._tensor_class._shares_scale:
                 scale = plane.scale
             targets.append(Target(plane, spec.encoding, amax, factor))
-    _write(matrix, targets, [(quantizer, len(specs)) for quantizer, specs in wanted])
+    written, seed = _write(matrix, targets, [(quantizer, len(specs)) for quantizer, specs in wanted])
+    if observer.observers:
+        serves = [spec.serves for _, specs in wanted for spec in specs]
+        observer.tell(wanted[0][0].subject, matrix, list(zip(written, serves, strict=True)), seed)
     return [target.plane for target in targets]
 
 
@@ -98,11 +108,20 @@ def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> 
         targets += quantizer._targets(planes)
     if not checked:
         kernels.check_targets(src, targets)
-    _write(src, targets, [(quantizer, len(planes)) for quantizer, planes in jobs])
+    written, seed = _write(src, targets, [(quantizer, len(planes)) for quantizer, planes in jobs])
+    if observer.observers:
+        serves = [each for quantizer, planes in jobs for each in quantizer.directions_served(planes)]
+        observer.tell(jobs[0].quantizer.subject, src, list(zip(written, serves, strict=True)), seed)
 
 
-def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer, int]]) -> None:
-    """Measure and encode. ``shares`` says how many of the targets belong to each quantizer."""
+def _write(
+    src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer, int]]
+) -> tuple[list[Target], int | None]:
+    """Measure and encode. ``shares`` says how many of the targets belong to each quantizer.
+
+    Returns:
+        The targets with their amaxes, and the seed of stochastic rounding.
+    """
     stochastic = measures = common = observed = False
     for target in targets:
         stochastic = stochastic or target.encoding.stochastic
@@ -127,3 +146,4 @@ def _write(src: Tensor, targets: list[Target], shares: Sequence[tuple[Quantizer,
     if seen is not False:
         planes = iter([target.plane for target in targets])
         act_on_nonfinite(src, [(quantizer, [next(planes) for _ in range(n)]) for quantizer, n in shares], seen)
+    return targets, seed

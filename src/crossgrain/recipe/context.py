@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 
+from ..quantizers import observer
 from ..quantizers.nonfinite import Policy
 from ..runtime.passes import Pass, current_pass, find_pass, replayed_tape, within
 from ..runtime.step_count import begin_step
@@ -104,9 +105,8 @@ def forward_step(state: RecipeState) -> AbstractContextManager[None]:
         RuntimeError: delayed scaling runs in backward, but not in a checkpoint that recorded its first pass.
     """
     this = this_pass()
-    if state.delayed is not None:
-        return _delayed_step(state, state.delayed, this)
-    return within(this)
+    step = within(this) if state.delayed is None else _delayed_step(state, state.delayed, this)
+    return observer.noting_gradients(step, this) if observer.observers else step
 
 
 @contextmanager

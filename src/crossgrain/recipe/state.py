@@ -10,7 +10,9 @@ output in forward; grad_output, grad_input in backward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -22,6 +24,7 @@ from ..quantizers.float8_block import Float8BlockQuantizer
 from ..quantizers.mxfp8 import MXFP8Quantizer
 from ..quantizers.nonfinite import Policy
 from ..quantizers.nvfp4 import NVFP4Quantizer
+from ..quantizers.subject import Subject
 from ..runtime.devices import resolved_device
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, in_scope
@@ -130,18 +133,24 @@ class RecipeState:
         return same_roles and (type(recipe), recipe.options()) == self._made_for
 
     def set_policies(self, quantizers: Sequence[Quantizer], layer: str, otherwise: Policy | None) -> None:
-        """Give quantizers the policy about NaNs and infinities that the recipe has for their layer.
+        """Tell quantizers what they are for, and what the recipe says about NaNs and infinities in their layer.
 
         Args:
             quantizers: what `make_quantizers` has returned. Those that have a policy of their own keep it.
             layer: name of the module, for messages.
             otherwise: the policy if the recipe does not say one.
         """
+        groups: Counter[tuple[str, str]] = Counter()
         for slot, quantizer in enumerate(quantizers):
             role = self._slot_role(slot)
             policy = self.recipe.nonfinite_of(role.layer, role.module_type)
-            for plain in quantizer.plain_quantizers():
-                plain.subject = f"{role.layer or layer}, {role.tensor_type or self._slot_tensor_type(slot)}"
+            named = (role.layer or layer, role.tensor_type or self._slot_tensor_type(slot))
+            group = groups[named] if role.module_type == "grouped_linear" else None
+            groups[named] += 1
+            subject = Subject(*named, group)
+            derived = replace(subject, from_rows=True) if quantizer.derives_columns else subject
+            for plain, own in zip(quantizer.plain_quantizers(), (subject, derived), strict=False):
+                plain.subject = own
                 if "nonfinite" not in vars(plain):
                     plain.nonfinite = otherwise if policy is None else policy
 
