@@ -1,6 +1,21 @@
-"""Small experiments: train a byte-level GPT on real text with several recipes, and compare loss, time and memory."""
+"""Experiments with recipes: on a user's own model and training loop, and on a small byte-level GPT."""
 
 from ..gpt import GPT, PRESETS, GPTConfig, Preset, Run, Text, Trainer, load_text
 from .compare import Comparison, compare
+from .verify import BranchError, Verification, verify
 
-__all__ = ["GPT", "PRESETS", "Comparison", "GPTConfig", "Preset", "Run", "Text", "Trainer", "compare", "load_text"]
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "BranchError",
+    "Comparison",
+    "GPTConfig",
+    "Preset",
+    "Run",
+    "Text",
+    "Trainer",
+    "Verification",
+    "compare",
+    "load_text",
+    "verify",
+]

@@ -1,4 +1,4 @@
-"""`Estimate`: a mean with its interval. All numbers that the lab shows are of this kind."""
+"""`Estimate`: a mean with its interval. All numbers that the lab shows are of this kind. And t-tests of a mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .student import t_quantile
+from .student import t_cdf, t_quantile
 
 LEVEL = 0.95  # of all intervals, unless another one is asked for
 
@@ -54,3 +54,32 @@ def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
         return Estimate(mean, -math.inf, math.inf, 1)
     half = t_quantile((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half, len(values))
+
+
+def p_above(values: Sequence[float], bound: float = 0.0) -> float:
+    """The p-value of the one-sided t-test that the true mean is at most ``bound``.
+
+    A small one says that the mean is above the bound. It is 1 for one value, which says nothing about the spread. If
+    all values are equal, it is 0 above the bound and 1 otherwise.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("a test needs at least one value")
+    if len(values) == 1:
+        return 1.0
+    distance, error = statistics.fmean(values) - bound, statistics.stdev(values) / math.sqrt(len(values))
+    if error == 0:
+        return 0.0 if distance > 0 else 1.0
+    return t_cdf(-distance / error, len(values) - 1)
+
+
+def p_below(values: Sequence[float], bound: float = 0.0) -> float:
+    """The p-value of the one-sided t-test that the true mean is at least ``bound``: small if it is below."""
+    return p_above([-value for value in values], -bound)
+
+
+def p_different(values: Sequence[float], bound: float = 0.0) -> float:
+    """The p-value of the two-sided t-test that the true mean is ``bound``."""
+    return min(1.0, 2 * min(p_above(values, bound), p_below(values, bound)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 _STEPS = 200  # of the continued fraction; it converges in far fewer
 _TINY = 1e-300
@@ -22,6 +23,7 @@ def t_cdf(t: float, freedom: float) -> float:
     return 1.0 - tail if t > 0 else tail
 
 
+@lru_cache(maxsize=1024)  # the same few are needed over and over
 def t_quantile(probability: float, freedom: float) -> float:
     """The number that `t_cdf` maps to ``probability``.
 
