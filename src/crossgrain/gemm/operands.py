@@ -38,6 +38,14 @@ def scaling_family(fmt: Format) -> str:
     return "MX" if fmt.block_length == 32 else f"power-of-two scales over {fmt.block_length}"
 
 
+PairingKind = tuple[str, int | None]
+
+
+def pairing_kind(fmt: Format) -> PairingKind:
+    """What the two operands of a GEMM must have in common: the kind of scales, and the rotation."""
+    return scaling_family(fmt), fmt.rotation
+
+
 def _scales(fmt: Format) -> str:
     if fmt.block is None:
         return "a scale per tensor"
@@ -59,13 +67,12 @@ def check_operands(gemm: str, operands: list[tuple[str, Direction, Format]], lay
     if len(operands) < 2:
         return
     (_, _, first), (_, _, second) = operands
+    if pairing_kind(first) == pairing_kind(second):
+        return
     families = [scaling_family(first), scaling_family(second)]
+    problem = "both operands must have the same Hadamard rotation (rht), or none"
     if families[0] != families[1]:
         problem = f"both operands of a GEMM have to be scaled alike, and these are {families[0]} and {families[1]}"
-    elif first.rotation != second.rotation:
-        problem = "both operands must have the same Hadamard rotation (rht), or none"
-    else:
-        return
     sides = " by ".join(f"{tensor} {direction.value} ({fmt.name})" for tensor, direction, fmt in operands)
     where = f"layer {layer!r}: " if layer else ""
     raise ValueError(

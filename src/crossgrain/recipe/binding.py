@@ -13,6 +13,7 @@ from torch import nn
 
 from .projections import projections_of
 from .roles import QuantizerRole
+from .rule_index import RuleIndex
 from .rules import Blocks, Glob, Matcher
 
 
@@ -86,15 +87,29 @@ def bound(matcher: Matcher, model: nn.Module, layers: Sequence[Layer], blocks: s
     Raises:
         ValueError: one of its patterns matches no layer of the model.
     """
-    if isinstance(matcher, Blocks):
-        matcher = replace(matcher, paths=_block_paths(matcher, model, layers, blocks))
-    singles = [Glob((pattern,)) for pattern in matcher.patterns] if isinstance(matcher, Glob) else [matcher]
-    for single in singles:
-        if not any(single.matches(layer.name, layer.module_type) for layer in layers):
+    return bind_all(RuleIndex([matcher]), model, layers, blocks).matchers[0]
+
+
+def bind_all(index: RuleIndex, model: nn.Module, layers: Sequence[Layer], blocks: str | None) -> RuleIndex:
+    """Return the index of the same rules with the paths of their blocks filled in.
+
+    Raises:
+        ValueError: a pattern matches no layer of the model.
+    """
+    if any(isinstance(matcher, Blocks) for matcher in index.matchers):
+        index = RuleIndex(
+            [
+                replace(each, paths=_block_paths(each, model, layers, blocks)) if isinstance(each, Blocks) else each
+                for each in index.matchers
+            ]
+        )
+    matched = {place for layer in layers for place in index.places(layer.name, layer.module_type)}
+    for place, single in index.singles():
+        if place not in matched:
             raise ValueError(
                 f"'{single}' matches no layer of this {type(model).__name__}{_hint(single, model, layers)}"
             )
-    return matcher
+    return index
 
 
 # ---- blocks ----------------------------------------------------------------------------------------

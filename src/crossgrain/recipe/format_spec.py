@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ..formats import IDENTITY, Format, formats, fp8_format, get_format
+from ..formats import IDENTITY, Format, fp8_format, get_format
 from ..formats.dtypes import DType
 from ..formats.encoding import RandomSource, check_random_source
 from ..planes import Direction
@@ -25,7 +27,7 @@ from ..quantizers.request import QuantizerRequest
 from .params import FP8Format as Elements
 from .requests import DelayedScalingRequest
 from .syntax import Call, RecipeSyntaxError, did_you_mean, parse_call
-from .variants import names_of_variants, options_of_format, quantizer_class, variant
+from .variants import Registered, names_of_variants, options_of_format, quantizer_class, registered, variant
 
 
 @dataclass(frozen=True)
@@ -266,9 +268,7 @@ class FormatSpec:
         if self.delayed is not None:
             self._refuse_options_of_current_scaling()
             return fp8_format(self._fp8_dtype.element)
-        quantizer = self.quantizer()
-        assert isinstance(quantizer, Quantizer)
-        return quantizer.encoding(direction).format
+        return _stored_format(self, direction, registered())
 
     def _quantizer(self) -> Quantizer:
         fmt = _format(self.format)
@@ -331,21 +331,47 @@ class FormatSpec:
         )
 
 
-def format_names() -> list[str]:
+def format_names() -> tuple[str, ...]:
     """The names of formats in recipes: all registered formats except those that are another format with options."""
-    others = aliases()
-    return [_HIGH_PRECISION, *(fmt.name for fmt in formats() if fmt.name not in others)]
+    return _format_names(registered())
 
 
-def aliases() -> dict[str, str]:
+def aliases() -> Mapping[str, str]:
     """Other names of formats, and what they mean: ``{"mxfp8_2d": "mxfp8(2d)", ...}``."""
-    return {**names_of_variants(), **_SYNONYMS}
+    return _aliases(registered())
 
 
 def options_of(format: str) -> tuple[str, ...]:
     """Names of the options that a format has, in the order in which `str` writes them."""
+    return _options_of(format, registered())
+
+
+# Many specs are made while the formats of layers are computed, so what follows from the registry is found once for
+# each content of it.
+
+
+@lru_cache(maxsize=16)
+def _format_names(known: Registered) -> tuple[str, ...]:
+    others = _aliases(known)
+    return (_HIGH_PRECISION, *(fmt.name for fmt in known.formats if fmt.name not in others))
+
+
+@lru_cache(maxsize=16)
+def _aliases(known: Registered) -> Mapping[str, str]:
+    return MappingProxyType({**names_of_variants(), **_SYNONYMS})
+
+
+@lru_cache(maxsize=256)
+def _options_of(format: str, known: Registered) -> tuple[str, ...]:
     found = options_of_format(_format(format))
     return tuple(option for option in _OPTIONS if option in found)
+
+
+@lru_cache(maxsize=8192)
+def _stored_format(spec: FormatSpec, direction: Direction, known: Registered) -> Format:
+    quantizer = spec.quantizer()
+    assert isinstance(quantizer, Quantizer)
+    return quantizer.encoding(direction).format
 
 
 def _format(name: str) -> Format:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import FrozenInstanceError
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from torch import nn
@@ -16,17 +16,26 @@ from ..quantizers.identity import IdentityQuantizer
 from ..quantizers.nonfinite import Policy
 from ..quantizers.request import QuantizerRequest
 from .base import BackwardOverride, Recipe
-from .binding import bound, check_names, layers_of
+from .binding import bind_all, check_names, layers_of
 from .document import OPTIONS, Document, make_option
 from .files import is_recipe_path, read_mapping, write_mapping
 from .format_spec import FormatSpec
-from .layer_formats import ATTENTION, LayerFormats, Settings, gemms_of, make_layer_formats, make_settings
+from .layer_formats import (
+    ATTENTION,
+    LayerFormats,
+    Settings,
+    gemms_of,
+    make_layer_formats,
+    make_settings,
+)
 from .mapping import document_of, make_rule, mapping_of
 from .params import FP8Format
 from .phases import PhaseRule, refuse_schedule
 from .presets import PRESETS, preset_name, schedule_name
 from .roles import QuantizerRole
-from .rules import Glob, ModuleType, Rule
+from .rule_index import RuleIndex
+from .rule_pairs import unpaired_rule
+from .rules import ModuleType, Rule
 from .syntax import did_you_mean
 from .text import format_line, left_of_preset, parse_line, parse_rule
 
@@ -37,6 +46,7 @@ _NOT_SAID = {"attention": FormatSpec("hp"), **{f"{tensor}.source": "original" fo
 _ATTENTION_NOT_SAID: Settings = (("attention", FormatSpec("hp")),)
 _HINTS = {"dpa_output": "o", "dpa_grad_input": "dqkv"}
 _LEAVING = tuple(_HINTS.values())  # what leaves an attention core
+_FOUND_LATER = ("rule_index", "_known_formats", "_hash")  # cached, not a part of the value
 _DEFAULTS = {"allow_mixed": False, "backward_override": None, "blocks": None}
 
 
@@ -186,7 +196,7 @@ class GemmRecipe(Recipe):
         return self._value() == other._value() if isinstance(other, GemmRecipe) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._value())
+        return self._hash
 
     # ---- text and files ------------------------------------------------------------------------
 
@@ -295,19 +305,19 @@ class GemmRecipe(Recipe):
             ValueError: the operands of a GEMM cannot be multiplied; or a rule is for blocks, which are known only
                 after `for_model`.
         """
-        matching = [i for i, rule in enumerate(self.rules) if rule.matcher.matches(name, module_type)]
-        return _checked_formats(self._stages(matching), self._gemms_to_check(), name)
+        known = self._known_formats.get((name, module_type))
+        if known is None:
+            stages = self._stages(self.rule_index.rules(name, module_type))
+            known = _checked_formats(stages, self._gemms_to_check(), name)
+            self._known_formats[name, module_type] = known
+        return known
 
     def names_layer(self, name: str, module_type: str = "linear") -> bool:
         """Whether a rule names this layer: by a pattern for its path that does not end in ``*`` for anything there.
 
         Layers that stay in high precision by default, such as output heads, follow a recipe that names them.
         """
-        patterns = [
-            pattern for rule in self.rules if isinstance(rule.matcher, Glob) for pattern in rule.matcher.patterns
-        ]
-        named = [pattern for pattern in patterns if pattern.rpartition(".")[2] != "*"]
-        return Glob(tuple(named)).matches(name, module_type)
+        return self.rule_index.names(name)
 
     def for_model(self, model: nn.Module, blocks: str | None = None) -> GemmRecipe:
         """Check this recipe with a model, and fill in the paths of its blocks ("first 2 blocks").
@@ -331,8 +341,9 @@ class GemmRecipe(Recipe):
         """As `for_model`, for a model whose modules need not be named by their paths yet."""
         blocks = blocks if blocks is not None else self.blocks
         layers = layers_of(model)
-        rules = [Rule(bound(rule.matcher, model, layers, blocks), rule.settings) for rule in self.rules]
-        recipe = self._with(rules=tuple(rules), blocks=blocks, checked_with_model=True)
+        index = bind_all(self.rule_index, model, layers, blocks)
+        rules = [Rule(matcher, rule.settings) for matcher, rule in zip(index.matchers, self.rules, strict=True)]
+        recipe = self._with(rules=tuple(rules), blocks=blocks, checked_with_model=True, rule_index=index)
         for layer in layers:
             recipe.layer_formats(layer.name, layer.module_type)
         return recipe
@@ -370,8 +381,30 @@ class GemmRecipe(Recipe):
 
     def _with(self, **changes: Any) -> Self:
         new = object.__new__(type(self))
-        vars(new).update({**vars(self), **changes})
+        vars(new).update({**self.__getstate__(), **changes})
         return new
+
+    # ---- what follows from the value, found when it is first asked for -------------------------
+
+    @cached_property
+    def rule_index(self) -> RuleIndex:
+        """Finds the rules for a layer."""
+        return RuleIndex([rule.matcher for rule in self.rules])
+
+    @cached_property
+    def _known_formats(self) -> dict[tuple[str, str], LayerFormats]:
+        """What `layer_formats` has found, by name and type: every tensor of a layer asks for it."""
+        return {}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._value())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _FOUND_LATER}
+
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in super().options().items() if name not in _FOUND_LATER}
 
     def _gemms_to_check(self) -> tuple[str, ...]:
         """The GEMMs whose operands must fit: those that do not decode them. A ``backward_override`` decodes."""
@@ -380,32 +413,15 @@ class GemmRecipe(Recipe):
         return ("fprop",) if self.backward_override else tuple(GEMMS)
 
     def _check_rules(self) -> None:
-        """Raise if operands do not fit: in the default, or for a rule together with any of the rules before it.
-
-        Which rules apply to the same layer is known only with a model, and a rule may complete one before it.
-        """
-        _checked_formats(self._stages([]), self._gemms_to_check(), "")
-        before: dict[Settings, None] = {}  # of the rules before, each once: a later rule says the last word
-        for i, rule in enumerate(self.rules):
-            problem = self._problem(rule.settings)
-            if problem is not None:
-                others = (self._problem(other, rule.settings) for other in before)
-                if all(others) and self._problem(*before, rule.settings) is not None:
-                    raise ValueError(f"{self.rule_label(i)}: {problem}")
-            before.pop(rule.settings, None)
-            before[rule.settings] = None
-
-    def _problem(self, *settings: Settings) -> str | None:
-        """Why a layer that rules with these settings match, one after the other, would not pair; None if it would.
-
-        Labels of rules have no part in it, so that rules that set the same are looked at once.
-        """
-        stages = (*self._stages([]), *(("rule", each) for each in settings))
-        try:
-            _checked_formats(stages, self._gemms_to_check(), "")
-        except ValueError as error:
-            return str(error)
-        return None
+        """Raise if operands do not fit: in the default, or for a rule together with any of the rules before it."""
+        gemms = self._gemms_to_check()
+        default = _checked_formats(self._stages([]), gemms, "")
+        wrong = unpaired_rule(default, (rule.settings for rule in self.rules), gemms)
+        if wrong is not None:
+            try:
+                _checked_formats((*self._stages([]), ("rule", self.rules[wrong].settings)), gemms, "")
+            except ValueError as error:
+                raise ValueError(f"{self.rule_label(wrong)}: {error}") from None
 
 
 @lru_cache(maxsize=256)

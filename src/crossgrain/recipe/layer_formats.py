@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from ..gemm.operands import GEMMS, TENSORS, check_operands
@@ -81,21 +82,25 @@ def _unused(spec: FormatSpec, place: str) -> list[str]:
     return [f for f in spec.set_fields() if not any(_applies(f, place, tensor) for tensor in _PLACES[place])]
 
 
-def operands_of(spec: FormatSpec, place: str) -> dict[str, FormatSpec]:
+@lru_cache(maxsize=4096)
+def operands_of(spec: FormatSpec, place: str) -> Mapping[str, FormatSpec]:
     """The operands of a GEMM (or of attention), with those options of ``spec`` that are meant for each.
 
     >>> operands_of(FormatSpec.parse("nvfp4(rht, sr)"), "wgrad")
     {"grad_output": nvfp4(rht, sr), "input": nvfp4(rht)}
     """
-    return {
-        tensor: spec.without(f for f in spec.set_fields() if not _applies(f, place, tensor))
-        for tensor in _PLACES[place]
-    }
+    return MappingProxyType(
+        {
+            tensor: spec.without(f for f in spec.set_fields() if not _applies(f, place, tensor))
+            for tensor in _PLACES[place]
+        }
+    )
 
 
-def gemms_of(spec: FormatSpec) -> dict[str, FormatSpec]:
+@lru_cache(maxsize=4096)
+def gemms_of(spec: FormatSpec) -> Mapping[str, FormatSpec]:
     """The three GEMMs, with those options of ``spec`` that have a meaning in each."""
-    return {gemm: spec.without(_unused(spec, gemm)) for gemm in GEMMS}
+    return MappingProxyType({gemm: spec.without(_unused(spec, gemm)) for gemm in GEMMS})
 
 
 # ---- settings --------------------------------------------------------------------------------------
@@ -143,7 +148,7 @@ def _check_spec(key: str, spec: FormatSpec) -> None:
     """Raise ValueError if a format cannot be used for one of the operands that the key stands for."""
     place, _, tensor = key.partition(".")
     if tensor:
-        chosen = {place: {tensor: spec}}
+        chosen: dict[str, Mapping[str, FormatSpec]] = {place: {tensor: spec}}
     elif key == "all":
         chosen = {gemm: operands_of(narrowed, gemm) for gemm, narrowed in gemms_of(spec).items()}
     else:

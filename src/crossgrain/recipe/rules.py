@@ -17,6 +17,7 @@ _BLOCKS = re.compile(
 )
 _TYPE = re.compile(r"type\s*=\s*(\w+)")
 _NOT_IN_PATHS = re.compile(r"[\s:;(){}'\"]")
+TOP = "*."  # a pattern that begins so is also for layers at the top of the model
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Glob:
 
 
 def _at_the_top(name: str, pattern: str) -> bool:
-    return pattern.startswith("*.") and name != "" and "." not in name and fnmatchcase(name, pattern[2:])
+    return pattern.startswith(TOP) and name != "" and "." not in name and fnmatchcase(name, pattern.removeprefix(TOP))
 
 
 @dataclass(frozen=True)

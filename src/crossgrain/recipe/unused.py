@@ -8,7 +8,6 @@ import weakref
 from .base import Recipe
 from .gemm_recipe import GemmRecipe
 from .roles import QuantizerRole
-from .rules import Glob
 from .updates import Step
 
 _ran_with: weakref.WeakKeyDictionary[GemmRecipe, set[QuantizerRole]] = weakref.WeakKeyDictionary()
@@ -48,10 +47,8 @@ def warn_of_unused(step: Step, recipe: Recipe, stacklevel: int) -> None:
 
 
 def _unmatched(recipe: GemmRecipe, roles: set[QuantizerRole]) -> list[str]:
-    found = []
-    for index, rule in enumerate(recipe.rules):
-        matcher = rule.matcher
-        singles = [Glob((pattern,)) for pattern in matcher.patterns] if isinstance(matcher, Glob) else [matcher]
-        if any(not any(single.matches(role.layer, role.module_type) for role in roles) for single in singles):
-            found.append(recipe.rule_label(index))
-    return found
+    index = recipe.rule_index
+    layers = {(role.layer, role.module_type) for role in roles}
+    matched = {place for name, module_type in layers for place in index.places(name, module_type)}
+    rules = dict.fromkeys(place.rule for place, _ in index.singles() if place not in matched)
+    return [recipe.rule_label(rule) for rule in rules]

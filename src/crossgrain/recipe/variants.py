@@ -7,8 +7,10 @@ get their options by the same rules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 
 from ..formats import E4M3, E5M2, Format, formats, get_format
 from ..quantizers.any_format import FormatQuantizer
@@ -49,34 +51,44 @@ def variant(fmt: Format, *, element: str = "e4m3", two_d: bool = False, row_scal
     return found if alike and as_asked else None
 
 
-def names_of_variants() -> dict[str, str]:
+class Registered:
+    """One content of the registry. What follows from it is cached by this object, which is cheap to hash."""
+
+    def __init__(self, all_formats: tuple[Format, ...]) -> None:
+        self.formats = all_formats
+
+
+_last_seen = Registered(())
+
+
+def registered() -> Registered:
+    """The present content of the registry: the same object as before if nothing was registered since."""
+    global _last_seen
+    present = tuple(formats())
+    if present != _last_seen.formats:
+        _last_seen = Registered(present)
+    return _last_seen
+
+
+def names_of_variants() -> Mapping[str, str]:
     """The registered formats that are variants of another, written with options: ``{"x_2d": "x(2d)"}``."""
-    return _names_of_variants(tuple(formats()))
-
-
-# Many specs are made while the formats of layers are computed, so what follows from the registry is cached for each
-# content of the registry.
+    return _names_of_variants(registered())
 
 
 @lru_cache(maxsize=16)
-def _names_of_variants(registered: tuple[Format, ...]) -> dict[str, str]:
+def _names_of_variants(known: Registered) -> Mapping[str, str]:
     found = {}
-    for fmt in registered:
+    for fmt in known.formats:
         for two_d, row_scaled, element in product((False, True), (False, True), ("e4m3", "e5m2")):
             options = ["2d"] * two_d + ["row_scaled"] * row_scaled + ["e5m2"] * (element == "e5m2")
             other = variant(fmt, element=element, two_d=two_d, row_scaled=row_scaled) if options else None
             if other is not None:
                 found[other.name] = f"{fmt.name}({', '.join(options)})"
-    return found
+    return MappingProxyType(found)
 
 
 def options_of_format(fmt: Format) -> frozenset[str]:
     """The names of all options that a format has."""
-    return _options_of_format(fmt, tuple(formats()))
-
-
-@lru_cache(maxsize=256)
-def _options_of_format(fmt: Format, registered: tuple[Format, ...]) -> frozenset[str]:
     found = set(_OPTIONS_OF_QUANTIZERS[quantizer_class(fmt)])
     if fmt.element == E4M3 and variant(fmt, element="e5m2") is not None:
         found |= {"e4m3", "e5m2"}
