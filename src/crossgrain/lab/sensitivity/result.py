@@ -5,8 +5,7 @@ A *site* is one GEMM of one layer. Every effect is measured against high precisi
     loss    fprop: how much the loss rises, in nats per token, if this GEMM alone is in the format
     noise   dgrad and wgrad: the variance that the format adds to the gradient, as a share of the variance that the
             choice of the batch gives it, weighted as Adam weighs gradients
-    bias    dgrad and wgrad: the square of what the format adds to the gradient on average, as a share of the square of
-            the average gradient, weighted in the same way
+    bias    dgrad and wgrad: the square of what the format adds to the gradient on average, in the same unit
 
 Noise averages out over steps, bias accumulates. Neither is a loss: they are not added to nats, unless a paired training
 run has shown how many nats they are worth (`calibration`).
@@ -80,8 +79,10 @@ class Sensitivity:
         effects: by site and label of a candidate.
         batches: number of batches that were measured.
         loss: mean loss of these batches in high precision, in nats per token.
+        gradient_variance: the variance of a batch's gradient, as the optimizer weighs it: the unit of noise and bias.
         calibration: nats per unit of noise of "dgrad" and "wgrad", if paired training runs have shown it.
-        left_out: layers that were not measured, and why.
+        left_out: layers of which something was not measured, and why.
+        notes: what else has to be known about the numbers.
         interrupted: the measurement was stopped early. What is there is valid.
     """
 
@@ -91,8 +92,10 @@ class Sensitivity:
     effects: dict[Site, dict[str, Effect]] = field(default_factory=dict)
     batches: int = 0
     loss: float = math.nan
+    gradient_variance: float = math.nan
     calibration: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 
     def sites(self) -> Iterator[Site]:
@@ -120,8 +123,10 @@ class Sensitivity:
             "candidates": self.candidates,
             "batches": self.batches,
             "loss": _number(self.loss),
+            "gradient_variance": _number(self.gradient_variance),
             "calibration": self.calibration,
             "left_out": self.left_out,
+            "notes": self.notes,
             "interrupted": self.interrupted,
             "layers": {name: vars(info) for name, info in self.layers.items()},
             "sites": [
@@ -155,9 +160,11 @@ class Sensitivity:
                     for site in data["sites"]
                 },
                 batches=data["batches"],
-                loss=math.nan if data["loss"] is None else data["loss"],
+                loss=_known(data["loss"]),
+                gradient_variance=_known(data["gradient_variance"]),
                 calibration=dict(data["calibration"]),
                 left_out=dict(data["left_out"]),
+                notes=list(data["notes"]),
                 interrupted=data["interrupted"],
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -183,6 +190,10 @@ class Sensitivity:
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _effect_dict(effect: Effect) -> dict[str, Any]:

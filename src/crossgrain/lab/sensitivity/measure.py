@@ -1,0 +1,175 @@
+"""`sensitivity`: measure what each candidate costs at each site of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...recipe import GemmRecipe
+from ...runtime.random_numbers import draws_by_layer
+from ..progress import OnProgress, Progress
+from .borrowed import borrowed
+from .candidates import Candidate, base_of, candidates_of
+from .dgrad import measure_dgrad
+from .groups import Grouping, groups_of
+from .one_pass import UNITS, UNITS_OF_A_CANDIDATE, measure_in_one_pass
+from .reference import measure_reference
+from .result import Sensitivity, Site
+from .run import LossFunction, Run
+from .tokens import TokenCount
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    base: str | GemmRecipe = "mxfp8",
+    candidates: Sequence[str] = ("nvfp4(rht, sr)",),
+    optimizer: torch.optim.Optimizer | None = None,
+    groups: Grouping = "layer",
+    count: int = 8,
+    tokens: TokenCount = None,
+    skip: Any = (),
+    include: Any = (),
+    path: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+) -> Sensitivity:
+    """Measure which GEMM of which layer can be in which format, at the model's current weights.
+
+    >>> s = sensitivity(model, batches, lambda model, batch: model(**batch).loss, candidates=["nvfp4(rht, sr)"])
+    >>> print(s)
+
+    The model runs in high precision, is not trained, and is afterwards as it was before. Ctrl-C ends the measurement
+    and returns what is there.
+
+    Args:
+        model: the model, plain or converted. A model that is compiled cannot be seen into: pass the one inside.
+        batches: batches of training data. The first ``count`` of them are used, several times.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean negative log-likelihood of the tokens of a batch, which is
+            what cross entropy is.
+        base: the recipe that sites stay in if no candidate is chosen. It is measured, too.
+        candidates: formats like ``nvfp4(rht, sr)``, or recipes with a format for each GEMM.
+        optimizer: the optimizer of the training run, whose second moments weigh noise and bias as Adam does.
+        groups: which layers are measured together in dgrad, which needs a pass for each group: "layer", "block",
+            "kind", or a function from the name of a layer to that of its group.
+        count: number of batches; 8 give a reliable order.
+        tokens: number of tokens that the loss of a batch is the mean of: a number, or a function of the batch. By
+            default, the labels that torch's cross entropy gets; if it gets none, the rows of linear layers.
+        skip: layers to leave alone, as in `convert`.
+        include: layers to measure that stay in high precision by default, such as the output head; as in `convert`.
+        path: a JSON file to write results to after each part. If it is there already, what it has is not measured
+            again.
+        seed: seed of stochastic rounding and of dropout.
+        on_progress: called with the part that is done, from 0 to 1, and a text. By default a terminal shows a bar.
+
+    Returns:
+        The effects of all candidates at all sites, with intervals over batches.
+
+    Raises:
+        ValueError: the model has no linear layer, there are fewer than two batches, a loss is not a finite number, a
+            candidate cannot be measured, or ``path`` has results of something else.
+    """
+    chosen = candidates_of(candidates)
+    base_candidate = base_of(base)
+    chosen = [base_candidate, *(one for one in chosen if one.label != base_candidate.label)]
+    taken = _batches(batches, count)
+    result = Sensitivity(base_candidate.label, {one.label: one.formats for one in chosen}, batches=len(taken))
+    if len(taken) < count:
+        result.notes.append(f"there were only {len(taken)} batches instead of {count}; intervals are wider")
+    known = _known(path, result)
+    with (
+        borrowed(model, skip=skip, include=include) as lent,
+        draws_by_layer(seed),
+        Progress("sensitivity", on_progress) as progress,
+    ):
+        run = Run(lent, taken, loss_fn, tokens, optimizer, seed, result, progress)
+        result.notes += [note for note in (*lent.notes, run.weights.note) if note]
+        try:
+            _measure_all(run, chosen, groups, known, path)
+        except KeyboardInterrupt:
+            result.interrupted = True
+        finally:
+            _save(result, path)
+    return result
+
+
+def _measure_all(
+    run: Run,
+    chosen: list[Candidate],
+    grouping: Grouping,
+    known: Sensitivity | None,
+    path: str | os.PathLike[str] | None,
+) -> None:
+    layers = run.lent.module_types
+    for layer, kind in layers.items():
+        for candidate in chosen:
+            candidate.quantizers(layer, kind)  # raises before anything has taken time
+    count, groups = len(run.batches), len(groups_of(layers, grouping))
+    run.progress.total = count * (1 + UNITS + len(chosen) * (UNITS_OF_A_CANDIDATE + 1 + groups))
+    measure_reference(run, grouping)
+    measure_in_one_pass(run, [one for one in chosen if not _take(known, run.result, one, ("fprop", "wgrad"))])
+    for candidate in chosen:
+        _save(run.result, path)
+        if not _take(known, run.result, candidate, ("dgrad",)):
+            measure_dgrad(run, candidate)
+
+
+def _save(result: Sensitivity, path: str | os.PathLike[str] | None) -> None:
+    if path is not None and result.effects:
+        result.save(path)
+
+
+def _take(known: Sensitivity | None, result: Sensitivity, candidate: Candidate, gemms: Sequence[str]) -> bool:
+    """Take over what an earlier measurement has, if it has everything of this part from as many batches."""
+    if known is None or known.batches < result.batches or not result.layers.keys() <= known.layers.keys():
+        return False
+    label = candidate.label
+    found = {
+        site: known.effects[site][label]
+        for site in (Site(layer, gemm) for layer in result.layers for gemm in gemms)
+        if label in known.effects.get(site, {})
+    }
+    counts = [value.count for effect in found.values() for value in vars(effect).values() if value is not None]
+    covered = {site.layer for site in found} == set(result.layers)
+    if not covered or min(counts, default=0) < result.batches:
+        return False
+    for site, effect in found.items():
+        result.effects.setdefault(site, {})[label] = effect
+    return True
+
+
+def _batches(batches: Iterable[Any], count: int) -> list[Any]:
+    if count < 2:
+        raise ValueError(f"count must be at least 2, got {count}: intervals need several batches")
+    taken = list(islice(batches, count))
+    if len(taken) < 2:
+        raise ValueError(f"sensitivity needs at least two batches, but batches had only {len(taken)}")
+    return taken
+
+
+def _known(path: str | os.PathLike[str] | None, wanted: Sensitivity) -> Sensitivity | None:
+    """Earlier results in a file.
+
+    Raises:
+        ValueError: they are of another base, or candidates of these labels mean something else there.
+    """
+    if path is None or not Path(path).exists():
+        return None
+    known = Sensitivity.load(path)
+    same = known.base == wanted.base and all(
+        known.candidates.get(label, formats) == formats for label, formats in wanted.candidates.items()
+    )
+    if not same:
+        raise ValueError(
+            f"{os.fspath(path)} has results for the base {known.base!r} and {', '.join(known.candidates)}. Choose "
+            "another path, or delete the file"
+        )
+    return known

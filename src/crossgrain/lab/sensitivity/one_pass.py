@@ -1,0 +1,167 @@
+"""fprop and wgrad of all sites from passes in high precision.
+
+When the backward pass of a layer begins, its x, W and dy are known. From these follows what its GEMMs would have given
+in other formats:
+
+    fprop   the loss of token t changes by <dy_t, e_t>, where e is the error of y. To second order, the loss rises by
+            T/2 · Σ_t <dy_t, e_t>², for a loss that is the mean over T tokens, and labels that the model itself draws
+    wgrad   the error of dW itself, with the labels of the data
+
+So there are two passes for each batch, whatever the number of sites and candidates is.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...linear.observer import BackwardOperands, observe_backward
+from ...quantizers.base import Quantizer
+from ...quantizers.subject import Subject
+from ..intervals import estimate
+from .candidates import Candidate
+from .labels import Labels
+from .quantized_gemms import QuantizedOperands
+from .result import Effect
+from .run import Run
+from .sketch import common_part, inner_products, scaled
+
+UNITS = 2  # the passes themselves, in forward and backward passes,
+UNITS_OF_A_CANDIDATE = 3  # and about what the errors of a candidate take
+
+
+def measure_in_one_pass(run: Run, candidates: list[Candidate]) -> None:
+    """Measure fprop and wgrad of all sites for all candidates."""
+    found: list[dict[Place, BatchErrors]] = []
+    try:
+        for at in range(len(run.batches) if candidates else 0):
+            observer = OnePass(run, candidates)
+            for observer.gemm in ("fprop", "wgrad"):
+                drawn = observer.gemm == "fprop" and run.has_labels
+                with observe_backward(observer), Labels(run.seed + at) if drawn else nullcontext():
+                    run.backward(at)
+            found.append(observer.found)
+            for layer, reason in observer.unseen.items():
+                run.result.left_out.setdefault(layer, reason)
+            run.progress.add(UNITS + UNITS_OF_A_CANDIDATE * len(candidates), "fprop and wgrad")
+    finally:  # also of the batches before Ctrl-C
+        for candidate in candidates if found else ():
+            for layer, info in run.result.layers.items():
+                by_batch = [batch.get((candidate.label, layer), BatchErrors()) for batch in found]
+                _note(run, candidate, layer, info.module_type, by_batch)
+
+
+def _note(run: Run, candidate: Candidate, layer: str, kind: str, by_batch: list[BatchErrors]) -> None:
+    losses = [tokens / 2 * each.squares for tokens, each in zip(run.token_counts, by_batch, strict=False)]
+    quantizes = candidate.quantizes(layer, kind, "fprop")
+    run.note(layer, "fprop", candidate, Effect(loss=estimate(losses) if quantizes else run.exact()))
+    if not candidate.quantizes(layer, kind, "wgrad"):
+        run.note(layer, "wgrad", candidate, Effect(noise=run.exact(), bias=run.exact()))
+        return
+    sketches = [each.sketch for each in by_batch if each.sketch is not None]
+    if len(sketches) >= 2:
+        unit = 1 / run.result.gradient_variance
+        noise = estimate([each.noise * unit for each in by_batch])
+        bias = scaled(common_part(inner_products(sketches)), unit)
+        run.note(layer, "wgrad", candidate, Effect(noise=noise, bias=bias))
+
+
+@dataclass
+class BatchErrors:
+    """What one batch says about one candidate in one layer.
+
+    Attributes:
+        squares: Σ_t <dy_t, e_t>² of fprop.
+        noise: the squared error of dW, weighed as the optimizer does.
+        sketch: the sketch of that error.
+    """
+
+    squares: float = 0.0
+    noise: float = 0.0
+    sketch: Tensor | None = None
+
+
+Place = tuple[str, str]  # label of a candidate, and layer
+
+
+class OnePass:
+    """An observer of one batch: computes the errors of all candidates in every layer.
+
+    Args:
+        run: the measurement.
+        candidates: the formats.
+
+    Attributes:
+        gemm: the GEMM that this pass is for.
+        found: the errors by label of the candidate and layer.
+        unseen: layers of which something could not be measured, and why.
+    """
+
+    def __init__(self, run: Run, candidates: list[Candidate]) -> None:
+        self.gemm = "fprop"
+        self.found: dict[Place, BatchErrors] = {}
+        self.unseen: dict[str, str] = {}
+        self._run, self._candidates = run, candidates
+        self._quantizers: dict[Place, dict[str, Quantizer]] = {}
+
+    def __call__(self, operands: BackwardOperands) -> None:
+        layer = operands.layer
+        kind = self._run.lent.module_types.get(layer)
+        if kind is None or not operands.dy.shape[0]:
+            return
+        wanted = [candidate for candidate in self._candidates if candidate.quantizes(layer, kind, self.gemm)]
+        matrices = operands.matrices() if wanted else None
+        if wanted and matrices is None:
+            self.unseen[layer] = "its weight consists of several parameters, and its input needs no gradient"
+        if matrices is None:
+            return
+        root = self._root(layer, operands) if self.gemm == "wgrad" else None
+        if self.gemm == "wgrad" and root is None:
+            return
+        x, weight, dy = matrices
+        with torch.no_grad():
+            exact = x @ weight.T if self.gemm == "fprop" else dy.T @ x
+            for candidate in wanted:
+                read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
+                errors = self.found.setdefault((candidate.label, layer), BatchErrors())
+                if root is None:
+                    error = read.fprop().sub_(exact).mul_(dy)
+                    errors.squares += float(error.sum(1).double().square().sum())
+                else:
+                    self._note_wgrad(errors, layer, operands, read.wgrad().sub_(exact).div_(root))
+
+    def _quantizers_of(self, candidate: Candidate, layer: str, kind: str) -> dict[str, Quantizer]:
+        place = (candidate.label, layer)
+        made = self._quantizers.get(place)
+        if made is None:
+            made = self._quantizers[place] = candidate.quantizers(layer, kind)
+            for tensor, quantizer in made.items():
+                for plain in quantizer.plain_quantizers():
+                    plain.subject = Subject(layer, tensor)  # by which its seeds are drawn
+        return made
+
+    def _root(self, layer: str, operands: BackwardOperands) -> Tensor | None:
+        """What the error of dW is divided by; None if it is not measured."""
+        found = self._run.lent.parameter_of(layer, operands.weight)
+        if found is None:
+            self.unseen[layer] = "it is not known to which parameter its weight belongs, so wgrad is not measured"
+            return None
+        name, parameter = found
+        if name not in self._run.lent.trained:
+            self.unseen[layer] = "its weight is frozen, so training has no wgrad here"
+            return None
+        root = self._run.weights.root(parameter)
+        if root is None:
+            self.unseen[layer] = "the optimizer has no second moments of its weight, so wgrad is not measured"
+            return None
+        return root if root.dim() == 0 else self._run.lent.part_like(root, parameter, operands.weight)
+
+    def _note_wgrad(self, errors: BatchErrors, layer: str, operands: BackwardOperands, error: Tensor) -> None:
+        errors.noise += float(error.double().square().sum())
+        if errors.sketch is None:
+            errors.sketch = self._run.sketches.empty(error.device)
+        offset = operands.weight.storage_offset() if isinstance(operands.weight, Tensor) else 0
+        self._run.sketches.add(errors.sketch, f"{layer}, {offset}", error)

@@ -1,0 +1,83 @@
+"""The model in high precision: which layers run, how large they are, and how gradients of batches vary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...linear.observer import BackwardOperands, observe_backward
+from .groups import Grouping, groups_of
+from .labels import Labels
+from .result import LayerInfo
+from .run import Run
+from .sketch import batch_variance
+from .tokens import tokens_of
+
+
+class _Look:
+    """An observer that notes sizes: rows of one batch, and widths and weights over all batches."""
+
+    def __init__(self, run: Run) -> None:
+        self.rows: dict[str, int] = {}
+        self.widths: dict[str, tuple[int, int]] = {}
+        self.weights: dict[str, set[int]] = {}
+        self._known = run.lent.module_types
+
+    def __call__(self, operands: BackwardOperands) -> None:
+        layer, weight = operands.layer, operands.weight
+        shown = operands.x if operands.x is not None else weight
+        if layer not in self._known or shown is None:
+            return
+        self.rows[layer] = self.rows.get(layer, 0) + operands.dy.shape[0]
+        self.widths[layer] = (int(shown.shape[-1]), int(operands.dy.shape[-1]))
+        place = int(weight.storage_offset()) if isinstance(weight, Tensor) else 0
+        self.weights.setdefault(layer, set()).add(place)
+
+
+def measure_reference(run: Run, grouping: Grouping) -> None:
+    """Fill in losses, layers, and the variance of a batch's gradient.
+
+    Raises:
+        ValueError: no layer was seen, or all batches have the same gradient.
+    """
+    look, losses, squares, sketches = _Look(run), [], [], []
+    for at, batch in enumerate(run.batches):
+        look.rows.clear()
+        labels = Labels()
+        with observe_backward(look), labels:
+            losses.append(run.backward(at))
+        if not look.rows:
+            raise ValueError(
+                "no linear layer of this model was seen in its backward pass. A compiled model cannot be seen into: "
+                "pass the model inside; and loss_fn must call the model that it gets"
+            )
+        run.token_counts.append(tokens_of(batch, run.tokens, labels.tokens, look.rows, run.lent.module_types))
+        run.has_labels = labels.tokens > 0
+        square, sketch = run.square_and_sketch(run.gradients())
+        squares.append(square)
+        sketches.append(sketch)
+        run.progress.add(1, "high precision")
+    result = run.result
+    result.loss = sum(losses) / len(losses)
+    result.gradient_variance = batch_variance(squares, sketches)
+    if not result.gradient_variance > 0:
+        raise ValueError("all batches have the same gradient, so noise has no unit: pass batches of different data")
+    if not run.has_labels:
+        result.notes.append(
+            "loss_fn calls neither cross_entropy nor nll_loss of torch with labels, so fprop is measured with the "
+            "gradients of the data. Its numbers are too large for a model that does not fit the data well"
+        )
+    _note_layers(run, look, grouping)
+
+
+def _note_layers(run: Run, look: _Look, grouping: Grouping) -> None:
+    kinds, result = run.lent.module_types, run.result
+    seen = [layer for layer in kinds if layer in look.widths]
+    groups = {layer: group for group, layers in groups_of(seen, grouping).items() for layer in layers}
+    for layer in seen:
+        experts = len(look.weights[layer]) if kinds[layer] == "grouped_linear" else 1
+        result.layers[layer] = LayerInfo(
+            kinds[layer], *look.widths[layer], look.rows.get(layer, 0), experts, groups[layer]
+        )
+    result.left_out.update(run.lent.left_out)
+    never = [layer for layer in kinds if layer not in look.widths]
+    result.left_out.update(dict.fromkeys(never, "its backward pass did not run in these batches"))

@@ -1,0 +1,111 @@
+"""`Run`: what all parts of one measurement share: the model, the batches, and how losses and gradients are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..intervals import Estimate
+from ..progress import Progress
+from .adam import GradientWeights
+from .borrowed import BorrowedModel
+from .candidates import Candidate
+from .result import Effect, Sensitivity, Site
+from .sketch import Sketches
+from .tokens import TokenCount
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class Run:
+    """One measurement.
+
+    Attributes:
+        lent: the model.
+        batches: the batches.
+        tokens: how tokens of a batch are counted.
+        weights: how gradients are weighed.
+        sketches: makes the sketches.
+        token_counts: number of tokens of each batch.
+        has_labels: the loss is one for classes, whose labels can be drawn.
+        seed: seed of all random numbers.
+        result: the results so far.
+        progress: where progress is shown.
+    """
+
+    def __init__(
+        self,
+        lent: BorrowedModel,
+        batches: list[Any],
+        loss_fn: LossFunction,
+        tokens: TokenCount,
+        optimizer: torch.optim.Optimizer | None,
+        seed: int,
+        result: Sensitivity,
+        progress: Progress,
+    ) -> None:
+        self.lent, self.batches, self.tokens = lent, batches, tokens
+        self.result, self.progress = result, progress
+        self.weights = GradientWeights(optimizer, lent.trained.values())
+        self.sketches = Sketches()
+        self.token_counts: list[float] = []
+        self.has_labels = False
+        self.seed = seed
+        self._loss_fn = loss_fn
+
+    def backward(self, at: int) -> float:
+        """Compute the gradients of a batch, with the same random numbers each time, and return its loss.
+
+        Raises:
+            ValueError: the loss is not a finite number that depends on the parameters.
+        """
+        torch.manual_seed(self.seed + at)  # of dropout
+        self.lent.clear_gradients()
+        loss = self._loss_fn(self.lent.model, self.batches[at])
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(f"loss_fn must return one number that depends on the parameters, got {loss!r}")
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the loss of batch {at} is {value} in high precision, so nothing can be measured there: look at the "
+                "weights and at the batch"
+            )
+        loss.backward()
+        return value
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the trained parameters, weighed as the optimizer does, by name.
+
+        Raises:
+            ValueError: there are none.
+        """
+        found = {}
+        for name, parameter in self.lent.trained.items():
+            gradient = parameter.grad
+            root = None if gradient is None else self.weights.root(parameter)
+            if gradient is not None and root is not None:
+                found[name] = gradient.float() / root
+        if not found:
+            raise ValueError("no parameter of this model is trained, so there is no gradient to measure")
+        return found
+
+    def square_and_sketch(self, gradients: dict[str, Tensor]) -> tuple[float, Tensor]:
+        """The sum of squares of gradients, and their sketch."""
+        sketch = self.sketches.empty(next(iter(gradients.values())).device)
+        total = 0.0
+        for name, gradient in gradients.items():
+            total += float(gradient.double().square().sum())
+            self.sketches.add(sketch, name, gradient)
+        return total, sketch
+
+    def exact(self) -> Estimate:
+        """The effect of what is in high precision: none."""
+        return Estimate(0.0, 0.0, 0.0, len(self.batches))
+
+    def note(self, layer: str, gemm: str, candidate: Candidate, effect: Effect) -> None:
+        """Add an effect to the results."""
+        self.result.effects.setdefault(Site(layer, gemm), {})[candidate.label] = effect
