@@ -2,6 +2,7 @@
 
 from ..gpt import GPT, PRESETS, GPTConfig, Preset, Run, Text, Trainer, load_text
 from .compare import Comparison, compare
+from .sensitivity import Sensitivity, sensitivity
 from .verify import BranchError, Verification, verify
 
 __all__ = [
@@ -12,10 +13,12 @@ __all__ = [
     "GPTConfig",
     "Preset",
     "Run",
+    "Sensitivity",
     "Text",
     "Trainer",
     "Verification",
     "compare",
     "load_text",
+    "sensitivity",
     "verify",
 ]
