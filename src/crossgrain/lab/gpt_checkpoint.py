@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class GPTCheckpoint:
             model = GPT(self.config)
         model.load_state_dict(self._states["model"])
         optimizer = self._optimizer(model)
-        optimizer.load_state_dict(self._states["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(self._states["optimizer"]))  # torch would share the tensors
         return model, optimizer
 
     def batches(self, count: int, seed: int = 0) -> list[Batch]:

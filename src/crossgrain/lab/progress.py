@@ -28,14 +28,14 @@ class Progress:
     def __init__(self, title: str, on_progress: OnProgress | None = None) -> None:
         self.total = 1.0
         self._title, self._tell = title, on_progress
-        self._done = 0.0
+        self._done = self._part = 0.0
         self._begin = self._drawn = time.monotonic()
         self._draws = on_progress is None and sys.stderr.isatty()
 
     def add(self, amount: float, text: str) -> None:
         """So much more is done. ``text`` says of what."""
         self._done += amount
-        part = min(1.0, self._done / self.total)
+        part = self._part = max(self._part, min(1.0, self._done / self.total))  # never back, if the total has changed
         if self._tell is not None:
             self._tell(part, text)
         elif self._draws and time.monotonic() - self._drawn > _EVERY:

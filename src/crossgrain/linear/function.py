@@ -114,7 +114,8 @@ def _tell_observers(ctx: Any, saved: Restored, dy: Tensor) -> None:
     weight: Operand | None = saved.w if ctx.needs.dx else None
     if weight is None and ctx.call.weight_parts is None:  # dgrad does not run
         weight = ctx.weight
-    seen = observer.BackwardOperands(ctx.call.product or ctx.call.layer, saved.x.operand, weight, dy)
+    name, shown = ctx.call.product or ctx.call.layer, observer.shown
+    seen = observer.BackwardOperands(name, shown(saved.x.operand), shown(weight), dy)
     for tell in observer.observers:
         tell(seen)
 

@@ -24,7 +24,7 @@ class BackwardOperands(NamedTuple):
     Attributes:
         layer: name of the layer, as recipes know it.
         x: the input [M, K] as it was saved: in high precision, or as a plane; None if wgrad does not run.
-        weight: the weight [N, K] in the same way; None if it is not known here.
+        weight: the weight [N, K] in the same way, in high precision a view of its parameter; None if it is not known.
         dy: the gradient of the output [M, N].
     """
 
@@ -38,6 +38,11 @@ class BackwardOperands(NamedTuple):
         if self.x is None or self.weight is None:
             return None
         return _matrix(self.x), _matrix(self.weight), _matrix(self.dy)
+
+
+def shown(operand: Operand | None) -> Operand | None:
+    """An operand as observers get it: a plane in high precision is the tensor that it holds."""
+    return operand.data if isinstance(operand, Plane) and operand.format.is_identity else operand
 
 
 def _matrix(operand: Operand) -> Tensor:

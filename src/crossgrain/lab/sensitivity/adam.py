@@ -78,6 +78,6 @@ class GradientWeights:
             return None
         group = self._groups[id(parameter)]
         step = float(self._optimizer.state[parameter].get("step", group.get("step", 0)))  # type: ignore[union-attr]
-        beta = group.get("betas", (0.0, group.get("alpha", 0.0)))[1]
-        corrected = moment.float() / (1 - beta**step if step and beta else 1.0)  # a new tensor: the state stays
+        missing = group["betas"][1] ** step if step and "betas" in group else 0.0  # RMSprop corrects nothing
+        corrected = moment.float() / (1 - missing)  # a new tensor: the state stays
         return corrected.sqrt_().add_(float(group.get("eps", _EPS))).sqrt_()

@@ -18,14 +18,27 @@ from .run import Run
 from .sketch import common_part, inner_products, scaled
 
 
-def measure_dgrad(run: Run, candidate: Candidate) -> None:
-    """Measure noise and bias of dgrad, group by group."""
+def _groups(run: Run, candidate: Candidate) -> dict[str, list[str]]:
+    """The groups with the layers whose dgrad a candidate quantizes."""
     groups: dict[str, list[str]] = {}
     for layer, info in run.result.layers.items():
         if candidate.quantizes(layer, info.module_type, "dgrad"):
             groups.setdefault(info.group, []).append(layer)
-        else:
-            run.note(layer, "dgrad", candidate, Effect(noise=run.exact(), bias=run.exact()))
+    return groups
+
+
+def passes_of_dgrad(run: Run, candidate: Candidate) -> int:
+    """How many forward and backward passes a batch takes: one for each group, and one in high precision."""
+    groups = len(_groups(run, candidate))
+    return groups + 1 if groups else 0
+
+
+def measure_dgrad(run: Run, candidate: Candidate) -> None:
+    """Measure noise and bias of dgrad, group by group."""
+    groups = _groups(run, candidate)
+    measured = {layer for layers in groups.values() for layer in layers}
+    for layer in run.result.layers.keys() - measured:
+        run.note(layer, "dgrad", candidate, Effect(noise=run.exact(), bias=run.exact()))
     recipes = {group: _only_dgrad(run, candidate, layers) for group, layers in groups.items()}
     squares: dict[str, list[float]] = {group: [] for group in groups}
     sketches: dict[str, list[Tensor]] = {group: [] for group in groups}

@@ -16,8 +16,8 @@ from ...runtime.random_numbers import draws_by_layer
 from ..progress import OnProgress, Progress
 from .borrowed import borrowed
 from .candidates import Candidate, base_of, candidates_of
-from .dgrad import measure_dgrad
-from .groups import Grouping, groups_of
+from .dgrad import measure_dgrad, passes_of_dgrad
+from .groups import Grouping
 from .one_pass import UNITS, UNITS_OF_A_CANDIDATE, measure_in_one_pass
 from .reference import measure_reference
 from .result import Sensitivity, Site
@@ -112,14 +112,16 @@ def _measure_all(
     for layer, kind in layers.items():
         for candidate in chosen:
             candidate.quantizers(layer, kind)  # raises before anything has taken time
-    count, groups = len(run.batches), len(groups_of(layers, grouping))
-    run.progress.total = count * (1 + UNITS + len(chosen) * (UNITS_OF_A_CANDIDATE + 1 + groups))
+    run.progress.total = 10 * len(run.batches)  # until it is known what has to be measured
     measure_reference(run, grouping)
-    measure_in_one_pass(run, [one for one in chosen if not _take(known, run.result, one, ("fprop", "wgrad"))])
-    for candidate in chosen:
+    one_pass = [one for one in chosen if not _take(known, run.result, one, ("fprop", "wgrad"))]
+    dgrad = [one for one in chosen if not _take(known, run.result, one, ("dgrad",))]
+    units = 1 + (UNITS if one_pass else 0) + UNITS_OF_A_CANDIDATE * len(one_pass)
+    run.progress.total = len(run.batches) * (units + sum(passes_of_dgrad(run, one) for one in dgrad))
+    measure_in_one_pass(run, one_pass)
+    for candidate in dgrad:
         _save(run.result, path)
-        if not _take(known, run.result, candidate, ("dgrad",)):
-            measure_dgrad(run, candidate)
+        measure_dgrad(run, candidate)
 
 
 def _save(result: Sensitivity, path: str | os.PathLike[str] | None) -> None:

@@ -146,8 +146,9 @@ class Sensitivity:
         Raises:
             ValueError: the data is of another version, or is not such a result.
         """
-        if data.get("version") != VERSION:
-            raise ValueError(f"this is not a sensitivity of version {VERSION}: its version is {data.get('version')!r}")
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if version != VERSION:
+            raise ValueError(f"this is not a sensitivity of version {VERSION}: its version is {version!r}")
         try:
             return cls(
                 base=data["base"],
