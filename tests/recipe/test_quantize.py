@@ -36,6 +36,14 @@ def test_mistakes_are_pointed_out(text, message):
     assert isinstance(caught.value, RecipeSyntaxError) or "delayed" in text
 
 
+def test_a_format_of_a_recipe_is_a_quantizer():
+    quantizer = cg.recipe.quantizer_for("nvfp4(rht, sr)")
+    assert quantizer is not cg.recipe.quantizer_for("nvfp4(rht, sr)")
+    assert quantizer == cg.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True)
+    with pytest.raises(ValueError, match=r"^fp8\(e5m2, delayed\): a quantizer with delayed scaling needs a history"):
+        cg.recipe.quantizer_for("fp8(e5m2, delayed)")
+
+
 def test_recipes_may_be_mappings_and_in_capitals():
     same = cg.recipe.as_recipe("mxfp8; head: hp")
     assert cg.recipe.as_recipe({"preset": "MXFP8", "rules": {"head": "HP"}}) == same

@@ -8,6 +8,7 @@ from . import factories, zoo
 from .base import Recipe
 from .blockwise import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from .coerce import as_recipe
+from .compact import recipe_of_sites
 from .compatibility import check_weight_matches_recipe, warn_of_another_recipe
 from .context import (
     PrecisionContext,
@@ -37,6 +38,7 @@ from .params import FP8Format, MMParams, QParams
 from .per_tensor import DelayedScaling, Float8CurrentScaling
 from .phases import PhaseRule
 from .presets import PRESETS, SCHEDULES, preset_table
+from .quantize import quantizer_for
 from .requests import DelayedScalingRequest
 from .roles import QuantizerRole
 from .rules import Rule
@@ -128,7 +130,9 @@ __all__ = [
     "preset_table",
     "quantized_model_init",
     "quantizer_factory",
+    "quantizer_for",
     "read_extra_state",
+    "recipe_of_sites",
     "this_pass",
     "warn_of_another_recipe",
     "zoo",
