@@ -12,6 +12,7 @@ from .export import export
 from .formats import formats
 from .imports import import_modules
 from .plan import plan
+from .sensitivity import sensitivity
 from .train import train
 from .warmup import warmup
 
@@ -32,5 +33,5 @@ def before_every_command(modules: Modules = []) -> None:  # noqa: B006  # typer 
     import_modules(modules)
 
 
-for command in (compare, train, explain, plan, export, formats, warmup):
+for command in (compare, train, sensitivity, explain, plan, export, formats, warmup):
     app.command()(command)

@@ -10,7 +10,7 @@ from pathlib import Path
 from .output import fail
 
 
-def import_modules(names: Sequence[str]) -> None:
+def import_modules(names: Sequence[str], option: str = "--import") -> None:
     """Import each; what goes wrong ends the program, with the name of the module. The current directory counts."""
     here = str(Path.cwd())
     if names and here not in sys.path:
@@ -21,7 +21,7 @@ def import_modules(names: Sequence[str]) -> None:
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name == name
             reason = f"there is no such module in {here} or on Python's path" if missing else _told(error)
-            raise fail(f"--import {name}: {reason}", code=2) from error
+            raise fail(f"{option} {name}: {reason}", code=2) from error
 
 
 def _told(error: Exception) -> str:

@@ -14,6 +14,7 @@ from ..convert import convert
 from ..gpt.data import even_batch, load_text, random_batch
 from ..gpt.model import GPT, GPTConfig
 from ..recipe import GemmRecipe
+from .start import Start
 
 Batch = tuple[Tensor, Tensor]
 
@@ -97,6 +98,14 @@ class GPTCheckpoint:
                 yield _step(model, optimizer, self._batch(data))
 
         return run
+
+    def start(self, batches: int = 8, steps: int = 60) -> Start:
+        """This checkpoint as a start for the lab, with branches of some steps."""
+        model, optimizer = self.restored()
+        config = self.config
+        name = f"GPT of {config.layers} layers of {config.width}, after {self.steps} steps"
+        data, branch = self.batches(batches), self.branch(steps)
+        return Start(model, data, self.loss, optimizer, branch, include=self.include, steps=steps, name=name)
 
     def save(self, path: Path) -> None:
         """Write the states to a file."""

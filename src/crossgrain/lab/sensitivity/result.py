@@ -113,6 +113,11 @@ class Sensitivity:
         """
         return self.effects[Site(layer, gemm)][candidate]
 
+    def __str__(self) -> str:
+        from .text import table
+
+        return table(self)
+
     # ---- files -----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
