@@ -138,6 +138,19 @@ def test_fprop_predicts_the_measured_loss(measured):
     assert 0.5 < predicted / found < 2
 
 
+def test_first_and_second_order_are_the_change_of_the_loss_of_these_batches(measured):
+    model, _, s = measured
+    for layer in s.layers:
+        with torch.no_grad():
+            exact = [float(loss_fn(model, batch)) for batch in batches()]
+            cg.convert(model, only(layer, "fprop"), include="out")
+            found = [float(loss_fn(model, batch)) for batch in batches()]
+            cg.unconvert(model)
+        effect, change = s.effect(layer, "fprop", NEAREST), (sum(found) - sum(exact)) / 3
+        # Higher orders, and one draw of labels for each of 192 tokens, are left out.
+        assert effect.first.mean + effect.loss.mean == pytest.approx(change, rel=0.1, abs=0.5 * effect.loss.mean)
+
+
 def test_labels_of_the_data_are_used_and_said_if_the_loss_has_none():
     model = small()
 

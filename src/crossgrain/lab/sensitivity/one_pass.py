@@ -4,7 +4,9 @@ When the backward pass of a layer begins, its x, W and dy are known. From these 
 in other formats:
 
     fprop   the loss of token t changes by <dy_t, e_t>, where e is the error of y. To second order, the loss rises by
-            T/2 · Σ_t <dy_t, e_t>², for a loss that is the mean over T tokens, and labels that the model itself draws
+            T/2 · Σ_t <dy_t, e_t>², for a loss that is the mean over T tokens, and labels that the model itself draws.
+            The first order, Σ_t <dy_t, e_t> with the labels of the data, is what this rounding of the weights happens
+            to do at this checkpoint; training removes it in a few steps, so it is kept apart
     wgrad   the error of dW itself, with the labels of the data
 
 So there are two passes for each batch, whatever the number of sites and candidates is.
@@ -12,7 +14,6 @@ So there are two passes for each batch, whatever the number of sites and candida
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +40,8 @@ def measure_in_one_pass(run: Run, candidates: list[Candidate]) -> None:
     try:
         for at in range(len(run.batches) if candidates else 0):
             observer = OnePass(run, candidates)
-            for observer.gemm in ("fprop", "wgrad"):
-                drawn = observer.gemm == "fprop" and run.has_labels
-                with observe_backward(observer), Labels(run.seed + at) if drawn else nullcontext():
+            for observer.drawn in (True, False) if run.has_labels else (False,):
+                with observe_backward(observer), Labels(run.seed + at if observer.drawn else None):
                     run.backward(at)
             found.append(observer.found)
             for layer, reason in observer.unseen.items():
@@ -57,7 +57,10 @@ def measure_in_one_pass(run: Run, candidates: list[Candidate]) -> None:
 def _note(run: Run, candidate: Candidate, layer: str, kind: str, by_batch: list[BatchErrors]) -> None:
     losses = [tokens / 2 * each.squares for tokens, each in zip(run.token_counts, by_batch, strict=False)]
     quantizes = candidate.quantizes(layer, kind, "fprop")
-    run.note(layer, "fprop", candidate, Effect(loss=estimate(losses) if quantizes else run.exact()))
+    effect = Effect(run.exact(), first=run.exact())
+    if quantizes:
+        effect = Effect(estimate(losses), first=estimate([each.first for each in by_batch]))
+    run.note(layer, "fprop", candidate, effect)
     if not candidate.quantizes(layer, kind, "wgrad"):
         run.note(layer, "wgrad", candidate, Effect(noise=run.exact(), bias=run.exact()))
         return
@@ -74,12 +77,14 @@ class BatchErrors:
     """What one batch says about one candidate in one layer.
 
     Attributes:
-        squares: Σ_t <dy_t, e_t>² of fprop.
+        squares: Σ_t <dy_t, e_t>² of fprop, with drawn labels.
+        first: Σ_t <dy_t, e_t>, with the labels of the data.
         noise: the squared error of dW, weighed as the optimizer does.
         sketch: the sketch of that error.
     """
 
     squares: float = 0.0
+    first: float = 0.0
     noise: float = 0.0
     sketch: Tensor | None = None
 
@@ -95,13 +100,13 @@ class OnePass:
         candidates: the formats.
 
     Attributes:
-        gemm: the GEMM that this pass is for.
+        drawn: this pass has labels that the model has drawn.
         found: the errors by label of the candidate and layer.
         unseen: layers of which something could not be measured, and why.
     """
 
     def __init__(self, run: Run, candidates: list[Candidate]) -> None:
-        self.gemm = "fprop"
+        self.drawn = False
         self.found: dict[Place, BatchErrors] = {}
         self.unseen: dict[str, str] = {}
         self._run, self._candidates = run, candidates
@@ -112,26 +117,31 @@ class OnePass:
         kind = self._run.lent.module_types.get(layer)
         if kind is None or not operands.dy.shape[0]:
             return
-        wanted = [candidate for candidate in self._candidates if candidate.quantizes(layer, kind, self.gemm)]
-        matrices = operands.matrices() if wanted else None
-        if wanted and matrices is None:
-            self.unseen[layer] = "its weight consists of several parameters, and its input needs no gradient"
+        forward = [candidate for candidate in self._candidates if candidate.quantizes(layer, kind, "fprop")]
+        backward = [candidate for candidate in self._candidates if candidate.quantizes(layer, kind, "wgrad")]
+        backward = [] if self.drawn else backward  # gradients of drawn labels are not those of training
+        matrices = operands.matrices() if forward or backward else None
         if matrices is None:
-            return
-        root = self._root(layer, operands) if self.gemm == "wgrad" else None
-        if self.gemm == "wgrad" and root is None:
+            if forward or backward:
+                self.unseen[layer] = "its weight consists of several parameters, and its input needs no gradient"
             return
         x, weight, dy = matrices
         with torch.no_grad():
-            exact = x @ weight.T if self.gemm == "fprop" else dy.T @ x
-            for candidate in wanted:
-                read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
+            y = x @ weight.T if forward else None
+            for candidate in forward:
                 errors = self.found.setdefault((candidate.label, layer), BatchErrors())
-                if root is None:
-                    error = read.fprop().sub_(exact).mul_(dy)
-                    errors.squares += float(error.sum(1).double().square().sum())
-                else:
-                    self._note_wgrad(errors, layer, operands, read.wgrad().sub_(exact).div_(root))
+                read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
+                changes = read.fprop().sub_(y).mul_(dy).sum(1).double()
+                if self.drawn or not self._run.has_labels:
+                    errors.squares += float(changes.square().sum())
+                if not self.drawn:
+                    errors.first += float(changes.sum())
+            root = self._root(layer, operands) if backward else None
+            dw = None if root is None else dy.T @ x
+            for candidate in backward if root is not None else ():
+                errors = self.found.setdefault((candidate.label, layer), BatchErrors())
+                read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
+                self._note_wgrad(errors, layer, operands, read.wgrad().sub_(dw).div_(root))
 
     def _quantizers_of(self, candidate: Candidate, layer: str, kind: str) -> dict[str, Quantizer]:
         place = (candidate.label, layer)

@@ -2,7 +2,10 @@
 
 A *site* is one GEMM of one layer. Every effect is measured against high precision:
 
-    loss    fprop: how much the loss rises, in nats per token, if this GEMM alone is in the format
+    loss    fprop: how much the loss rises, in nats per token, if this GEMM alone is in the format: to second order,
+            which is what stays
+    first   fprop: the first order, which may also be below 0, and which training removes in a few steps. The loss of
+            these batches changes by the sum of both
     noise   dgrad and wgrad: the variance that the format adds to the gradient, as a share of the variance that the
             choice of the batch gives it, weighted as Adam weighs gradients
     bias    dgrad and wgrad: the square of what the format adds to the gradient on average, in the same unit
@@ -45,6 +48,7 @@ class Effect:
     loss: Estimate | None = None
     noise: Estimate | None = None
     bias: Estimate | None = None
+    first: Estimate | None = None
 
 
 @dataclass(frozen=True)
