@@ -5,6 +5,7 @@ print(crossgrain.plan("llama3-70b", "mxfp8-fwd-nvfp4-bwd", gpus=64, device="b200
 
 from .cost import plan
 from .devices import DEVICES, Device, device_of
+from .layer_estimate import LayerEstimate, gemm_seconds, layer_estimate
 from .models import MODELS, Transformer, model_names
 from .plane_bytes import Gathered, gathered_bytes
 from .result import Memory, Plan, Traffic, Work
@@ -14,6 +15,7 @@ __all__ = [
     "MODELS",
     "Device",
     "Gathered",
+    "LayerEstimate",
     "Memory",
     "Plan",
     "Traffic",
@@ -21,6 +23,8 @@ __all__ = [
     "Work",
     "device_of",
     "gathered_bytes",
+    "gemm_seconds",
+    "layer_estimate",
     "model_names",
     "plan",
 ]

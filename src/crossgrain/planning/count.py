@@ -7,23 +7,21 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..linear.padding import Sizes
 from ..planes import COLUMNWISE, ROWWISE
 from ..recipe import GemmRecipe
 from ..recipe.layer_formats import LayerFormats
-from .devices import KINDS
-from .layer_cost import Gemm, attention_cost, layer_cost, makes_late, padded_shapes
+from .layer_cost import Gemm, attention_cost, gathered_planes, layer_cost, makes_late
 from .network import Core, LinearLayer, Network, unit_of
 from .plane_bytes import (
     DTYPES,
     Gathered,
     buffer_bytes,
-    gathered_by_formats,
     master_bytes,
     moment_bytes,
     numbers_in_shards,
     planes_of,
 )
+from .price import price
 from .result import Memory, Traffic, Work
 from .setup import Setup
 
@@ -91,7 +89,7 @@ class Count:
     def _add_layer(self, layer: LinearLayer) -> None:
         setup, dtype, ranks = self.setup, self.setup.torch_dtype, self.setup.tensor_parallel
         recipe = GemmRecipe.load("hp") if self._stays(layer) else self.recipe
-        layer_formats = recipe.layer_formats(layer.name, layer.module_type)
+        layer_formats = recipe.layer_formats(layer.name, layer.module_type).without_reasons()  # once for equal layers
         outputs = layer.outputs // (ranks if layer.cut == "outputs" else 1)
         inputs = layer.inputs // (ranks if layer.cut == "inputs" else 1)
         apart = 1 if layer.cut else ranks  # a layer that is not divided gets a part of the tokens
@@ -148,20 +146,19 @@ class Count:
         return Gathered(size, size, size)
 
     def _gathered_planes(self, layer: LinearLayer, layer_formats: LayerFormats, shape: tuple[int, int]) -> Gathered:
-        override, setup = self.recipe.backward_override, self.setup
-        padded = shape
-        if setup.parameters != "quantized":  # a weight that is quantized before it is sent may be padded
-            padded = padded_shapes(layer_formats, override, Sizes(setup.tokens, shape[1], shape[0]))["weight"]
-        read = (ROWWISE, COLUMNWISE) if override is None else (ROWWISE,)
+        setup = self.setup
         try:
-            sizes = gathered_by_formats(
-                layer_formats, shape, setup.replicas, setup.torch_dtype, padded=padded, directions=read
+            return gathered_planes(
+                layer_formats,
+                self.recipe.backward_override,
+                shape,
+                setup.replicas,
+                setup.torch_dtype,
+                tokens=setup.tokens,
+                kept_quantized=setup.parameters == "quantized",
             )
         except ValueError as error:
             raise ValueError(f"{layer.name}: its weight cannot be kept quantized: {error}") from error
-        rows, late = sizes.forward, setup.parameters == "quantized" and makes_late(layer_formats, "weight")
-        # Backward decodes what forward read, or makes columns from it.
-        return sizes if override is None and not late else Gathered(rows, rows, rows)
 
     def _add_parameter(self, unit: str, shape: tuple[int, ...], quantized: bool) -> None:
         setup = self.setup
@@ -196,20 +193,15 @@ class Count:
     def _add_gemm(self, gemm: Gemm, copies: int, unit: str) -> None:
         setup = self.setup
         again = 1 + (setup.recompute and unit != "" and gemm.name in ("fprop", "attention forward"))
-        kind = gemm.kind
-        if kind not in KINDS and setup.device.rate(kind) is None:
-            self.without_rate[gemm.format] = kind
-            kind = "bf16"
-        elif not setup.device.multiplies(kind, gemm.scaling):
+        found = price(gemm, setup.device, setup.gemm_efficiency)
+        if found.missing is not None:
+            self.without_rate[gemm.format] = found.missing
+        elif found.decoded:
             self.decoded.add(gemm.format)
-            kind = "bf16"
-        rate = setup.device.rate(kind)
-        assert rate is not None
-        seconds = max(gemm.flops / (rate * 1e12 * setup.gemm_efficiency), gemm.bytes / (setup.device.bandwidth * 1e9))
         count = copies * again * setup.micro_batches
-        found = self.gemms[gemm.name, gemm.format, kind]
-        found[0] += gemm.flops * count
-        found[1] += seconds * count
+        total = self.gemms[gemm.name, gemm.format, found.kind]
+        total[0] += gemm.flops * count
+        total[1] += found.seconds * count
 
     # ---- results -------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ..recipe.base import BackwardOverride
 from ..recipe.format_spec import FormatSpec
 from ..recipe.layer_formats import LayerFormats
 from .devices import HIGH_PRECISION, KINDS, kind_of_element
-from .plane_bytes import buffer_bytes, plane_bytes, planes_of, quantizer_for
+from .plane_bytes import Gathered, buffer_bytes, gathered_by_formats, plane_bytes, planes_of, quantizer_for
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -129,6 +129,40 @@ def padded_shapes(chosen: LayerFormats, override: BackwardOverride, sizes: Sizes
     padding = padding_for(quantizer_for(chosen, "input"), quantizer_for(chosen, "weight"), gradient)
     m, k, n = padding.padded(sizes, backward=True)
     return {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
+
+
+def gathered_planes(
+    chosen: LayerFormats,
+    override: BackwardOverride,
+    shape: tuple[int, int],
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    kept_quantized: bool,
+) -> Gathered:
+    """Bytes of the planes of a weight, as FSDP gathers them for the passes that read them.
+
+    Args:
+        chosen: the formats of the layer.
+        override: ``backward_override`` of the recipe.
+        shape: shape of the weight.
+        ranks: number of ranks.
+        dtype: dtype of the weight in high precision.
+        tokens: number of rows of the input.
+        kept_quantized: the parameter itself is quantized.
+
+    Raises:
+        ValueError: the weight cannot be divided into blocks.
+    """
+    padded = shape
+    if not kept_quantized:  # a weight that is quantized before it is sent may be padded
+        padded = padded_shapes(chosen, override, Sizes(tokens, shape[1], shape[0]))["weight"]
+    read = (ROWWISE, COLUMNWISE) if override is None else (ROWWISE,)
+    sizes = gathered_by_formats(chosen, shape, ranks, dtype, padded=padded, directions=read)
+    if kept_quantized and makes_late(chosen, "weight"):  # backward makes columns from what forward read
+        return Gathered(sizes.forward, sizes.forward, sizes.forward)
+    return sizes
 
 
 def makes_late(chosen: LayerFormats, tensor: str) -> bool:

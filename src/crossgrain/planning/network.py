@@ -185,7 +185,9 @@ def _of_transformer(t: Transformer, name: str) -> Network:
         notes.append(
             f"Each token is sent to {t.active} of {t.experts} experts, and all experts get the same number of tokens."
         )
-    skeleton = _skeleton([(layer.name, layer.module_type) for layer in layers] + [(core.name, "dpa") for core in cores])
+    skeleton = skeleton_of(
+        [(layer.name, layer.module_type) for layer in layers] + [(core.name, "dpa") for core in cores]
+    )
     return Network(name, skeleton, layers, plain, cores, kept, t.context, t.width, notes)
 
 
@@ -220,7 +222,8 @@ class _Named(nn.Module):
         return [QuantizerRole(self.module_type, "qkv" if self.module_type == "dpa" else "input", self.name)]
 
 
-def _skeleton(names: Sequence[tuple[str, str]]) -> nn.Module:
+def skeleton_of(names: Sequence[tuple[str, str]]) -> nn.Module:
+    """A module without content that has layers with these names and types, which a recipe can be bound to."""
     model: Any = nn.Module()
     for name, module_type in names:
         *path, last = name.split(".")

@@ -140,17 +140,21 @@ def gathered_by_formats(
         ranks: number of ranks.
         dtype: dtype of the weight in high precision.
         padded: shape with padding, as it is quantized; by default ``shape``.
-        directions: directions that GEMMs read, whose blocks must not be divided between shards.
+        directions: directions that GEMMs read, whose blocks must not be divided between shards. With rows alone,
+            backward reads them too.
     """
     padded = shape if padded is None else padded
-    rows, columns = planes_of(chosen, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
-    one_serves_both = rows.data is columns.data or (rows.format == columns.format and rows.format.is_symmetric)
     windows = WeightLayout("weight", quantizer_for(chosen, "weight"), shape, padded, directions).windows(ranks)
 
     def sent(*planes: Plane) -> int:
         kinds = tuple(kind_of(plane) for plane in planes)
         return ranks * Shipment(padded, tuple(windows), kinds).bytes_per_rank()
 
+    if COLUMNWISE not in directions:
+        (rows,) = planes_of(chosen, "weight", padded, dtype, (ROWWISE,))
+        return Gathered(sent(rows), sent(rows), sent(rows))
+    rows, columns = planes_of(chosen, "weight", padded, dtype, (ROWWISE, COLUMNWISE))
+    one_serves_both = rows.data is columns.data or (rows.format == columns.format and rows.format.is_symmetric)
     return Gathered(sent(rows), sent(columns), sent(rows) if one_serves_both else sent(rows, columns))
 
 

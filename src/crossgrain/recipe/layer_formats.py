@@ -226,6 +226,12 @@ class LayerFormats:
             operands = GEMMS[gemm].items()
             check_operands(gemm, [(t, d, self._spec(gemm, t).stored_format(d)) for t, d in operands], layer)
 
+    def without_reasons(self) -> LayerFormats:
+        """The same formats and sources, without who decided them: equal for all layers that have the same."""
+        formats = tuple((place, Choice(choice.value, "")) for place, choice in self.formats)
+        sources = tuple((tensor, Choice(choice.value, "")) for tensor, choice in self.sources)
+        return LayerFormats(formats, sources, self.nonfinite and Choice(self.nonfinite.value, ""))
+
     def _spec(self, place: str, tensor: str) -> FormatSpec:
         spec = self.format(place, tensor).value
         assert isinstance(spec, FormatSpec)
