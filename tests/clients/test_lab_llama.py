@@ -1,4 +1,4 @@
-"""The lab on a Llama of transformers: predictions against the loss of the forward pass, and against converted layers."""
+"""The lab on a Llama of transformers: predictions against the loss of the forward pass, and converted layers."""
 
 import statistics
 

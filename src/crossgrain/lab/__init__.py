@@ -2,7 +2,9 @@
 
 from ..gpt import GPT, PRESETS, GPTConfig, Preset, Run, Text, Trainer, load_text
 from .compare import Comparison, compare
+from .report import write_report
 from .sensitivity import Sensitivity, sensitivity
+from .start import Start
 from .verify import BranchError, Verification, verify
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "Preset",
     "Run",
     "Sensitivity",
+    "Start",
     "Text",
     "Trainer",
     "Verification",
@@ -21,4 +24,5 @@ __all__ = [
     "load_text",
     "sensitivity",
     "verify",
+    "write_report",
 ]
