@@ -5,6 +5,7 @@
 #   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
+#   make test-report     reports in a real browser, which it installs (Debian's packages); screenshots in out/report
 #   make test-clients    the same library under Megatron-core, transformers, accelerate, Lightning and torchtitan
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients test-large lint fuzz demo bench clean
+.PHONY: setup test test-clients test-large test-report lint fuzz demo bench clean
 
 setup: $(STAMP)
 
@@ -48,6 +49,15 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 
 test-clients: $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/convert/test_hugging_face.py
+
+# The browser is that of the system. Where it is missing, Debian's packages are installed.
+test-report: $(STAMP)
+	@if ! command -v chromedriver || ! { command -v chromium || command -v chromium-browser || command -v google-chrome; }; then \
+		command -v apt-get || { echo "install Chromium and its chromedriver, then run this again"; exit 1; }; \
+		$$(test $$(id -u) = 0 || echo sudo) apt-get update && \
+		$$(test $$(id -u) = 0 || echo sudo) apt-get install -y chromium chromium-driver; \
+	fi
+	CROSSGRAIN_SCREENSHOTS=out/report OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/lab/report -rs
 
 # One process, because each test needs many gigabytes. One that does not fit is skipped, and says what it needs.
 test-large: $(STAMP)

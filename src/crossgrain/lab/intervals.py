@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .student import t_cdf, t_quantile
 
 LEVEL = 0.95  # of all intervals, unless another one is asked for
+_MOST_DECIMALS = 7  # smaller numbers are written with an exponent
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,26 @@ class Estimate:
         return self.low <= other.high and other.low <= self.high
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g}" if math.isinf(self.half_width) else f"{self.mean:.3g} ± {self.half_width:.2g}"
+        return with_spread(self.mean, self.half_width)
+
+
+def with_spread(mean: float, half_width: float, sign: str = "") -> str:
+    """A mean, and half of its interval, as text, with as many decimals as two digits of the latter have.
+
+    >>> with_spread(0.023, 0.00075)
+    '0.02300 ± 0.00075'
+
+    Args:
+        mean: the mean.
+        half_width: half of the interval; if it is infinite, the mean is shown alone.
+        sign: "+" to show the sign of a positive mean, too.
+    """
+    if math.isinf(half_width):
+        return f"{mean:{sign}.3g}"
+    decimals = max(0, 1 - math.floor(math.log10(half_width))) if half_width > 0 else _MOST_DECIMALS + 1
+    if decimals > _MOST_DECIMALS:
+        return f"{mean:{sign}.3g} ± {half_width:.2g}"
+    return f"{mean:{sign}.{decimals}f} ± {half_width:.{decimals}f}"
 
 
 def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:

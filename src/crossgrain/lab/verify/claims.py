@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..intervals import with_spread
 from .paired import DIVERGED, NOT_ABOVE, NOT_RESOLVED, Paired
 from .result import Row, Verification
 
@@ -72,7 +73,7 @@ def _verdict(found: Paired) -> str:
 
 def _per_hundred(found: Paired) -> str:
     assert found.growth is not None
-    return f"{100 * found.growth.mean:.2g} ± {100 * found.growth.half_width:.2g}"
+    return with_spread(100 * found.growth.mean, 100 * found.growth.half_width)
 
 
 def _about_control(label: str, result: Verification) -> list[str]:

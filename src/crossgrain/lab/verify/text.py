@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..intervals import with_spread
 from .claims import claims
 from .paired import DIVERGED, Paired
 from .result import Row, Verification
@@ -28,9 +29,7 @@ def growth_text(found: Paired) -> str:
     if found.growth is None:
         return ""
     mean, half = 100 * found.growth.mean, 100 * found.growth.half_width
-    if math.isinf(half):
-        return f"{mean:+.2g}"
-    return f"{mean:+.2g} ± {half:.2g}" + (" GROWS" if found.grows else "")
+    return with_spread(mean, half, "+") + (" GROWS" if found.grows else "")
 
 
 def verdict_text(row_verdict: str | None, found: Paired | None) -> str:
