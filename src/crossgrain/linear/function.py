@@ -23,7 +23,7 @@ from ..gemm.activations import compute_dtype, wide_dtype
 from ..quantizers.identity import IdentityQuantizer
 from ..runtime.derivatives import differentiable_once
 from ..runtime.failures import telling_others
-from . import observer  # its observers are looked up when a layer runs
+from . import observer, raised  # their functions are looked up when a layer runs
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
 from .operands import gradient_operands, input_operands, saved_input, saved_weight, weight_operands
 from .padding import padded_vector
@@ -40,6 +40,9 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
 
     x_rows, x_kept = input_operands(x, call, needs, sizes, padded)
     w_rows, w_kept = weight_operands(weight, call, needs, padded)
+    if raised.chooser is not None:
+        made = raised.ForwardOperands(x_rows, x_kept, w_rows, w_kept)
+        x_rows, x_kept, w_rows, w_kept = raised.in_forward(made, x, weight, call, padded)
     y = gemm(
         "fprop",
         x_rows,
@@ -71,7 +74,10 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         check_has_main_grad(ctx)
         if call.on_backward is not None:
             call.on_backward()
-    dy_rows, dy_columns, plain = gradient_operands(dy, ctx)
+    dy_made = gradient_operands(dy, ctx)
+    if raised.chooser is not None:
+        dy_made = raised.in_backward(dy_made, ctx)
+    dy_rows, dy_columns, plain = dy_made
     if observer.observers and (needs.dx or needs.dw):
         _tell_observers(ctx, saved, plain)
     if needs.db:
@@ -94,6 +100,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         def wgrad(dtype: torch.dtype, out: Tensor | None) -> Tensor:
             """Compute dW in ``dtype``, or add it to ``out``."""
             x = saved_input(saved.x, ctx)
+            if raised.chooser is not None:
+                x = raised.input_made_again(x, saved.x, ctx)
             made = gemm(
                 "wgrad",
                 dy_columns,

@@ -14,15 +14,16 @@ unlike in linear layers, the two operands of a GEMM may have formats that are sc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...linear.raised import is_raised
 from ...linear.saved_planes import BUFFERS_PER_OPERAND, Operand, buffers_and_note, restored_operand
-from ...planes import COLUMNWISE, ROWWISE, Direction
+from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
 from ...quantizers.base import Quantizer
 from ...recipe.base import BackwardOverride
 from ...runtime.derivatives import differentiable_once, entrances
@@ -107,9 +108,9 @@ class QuantizedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         by = call.quantizers
         groups = k.shape[1]
-        q_used = _Used(q, by.q, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dk)
-        k_used = _Used(k, by.k, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dq)
-        v_used = _Used(v, by.v, call, forward=COLUMNWISE, backward=ROWWISE, saved=needs.scores)
+        q_used = _Used("qkv", q, by.q, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dk)
+        k_used = _Used("qkv", k, by.k, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dq)
+        v_used = _Used("qkv", v, by.v, call, forward=COLUMNWISE, backward=ROWWISE, saved=needs.scores)
         scores = to_groups(q_used.forward, groups) @ k_used.forward.transpose(-1, -2)
         scores = to_heads(scores, q.shape) * call.scale
         s, sink_part = softmax(scores, allowed, sink)
@@ -119,10 +120,10 @@ class QuantizedAttention(torch.autograd.Function):
         if call.dropout > 0:
             keep = torch.rand_like(s) >= call.dropout
             p = s * keep / (1 - call.dropout)
-        p_used = _Used(p, by.s, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dv)
+        p_used = _Used("s", p, by.s, call, forward=ROWWISE, backward=COLUMNWISE, saved=needs.dv)
         o = to_heads(to_groups(p_used.forward, groups) @ v_used.forward, q.shape).to(q.dtype)
         if by.output is not None:
-            o = _rounded(o, by.output, call)
+            o = _rounded("o", o, by.output, call)
 
         operands = [used.saved for used in (q_used, k_used, v_used, p_used)]
         buffers, ctx.notes = zip(*(buffers_and_note(operand) for operand in operands), strict=True)
@@ -151,7 +152,7 @@ class QuantizedAttention(torch.autograd.Function):
         )
         if call.on_backward is not None:
             call.on_backward()
-        do_row, do_column = _gradient(do, by.do, call, rowwise=needs.scores, columnwise=needs.dv)
+        do_row, do_column = _gradient("do", do, by.do, call, rowwise=needs.scores, columnwise=needs.dv)
         dq = dk = dv = dsink = None
         if needs.dv:
             shape = torch.Size((*q_like[0][:3], k_like[0][2]))
@@ -166,7 +167,7 @@ class QuantizedAttention(torch.autograd.Function):
             if needs.dsink:
                 dsink = -(sink_part * mean).sum((0, 2), keepdim=True)
             if needs.dq or needs.dk:
-                ds_row, ds_column = _gradient(ds, by.dp, call, rowwise=needs.dq, columnwise=needs.dk)
+                ds_row, ds_column = _gradient("dp", ds, by.dp, call, rowwise=needs.dq, columnwise=needs.dk)
             if needs.dq:
                 k_column = decoded_heads(k, k_like[0])
                 dq = to_heads(to_groups(ds_row, groups) @ k_column, q_like[0]) * call.scale
@@ -182,6 +183,7 @@ class _Used:
 
     def __init__(
         self,
+        name: str,
         x: Tensor,
         quantizer: Quantizer,
         call: AttentionCall,
@@ -202,13 +204,22 @@ class _Used:
         )
         plane = made.plane(forward)
         assert plane is not None
+        if _is_raised(name, x, (plane, made.plane(backward)), call):
+            self.forward = x.to(torch.float32)
+            return
         self.forward = decoded_heads(plane, x.shape)
         if saved and call.backward_override != "high_precision":
             self.saved = plane if call.backward_override == "dequantized" else made.plane(backward)
 
 
+def _is_raised(name: str, x: Tensor, planes: Sequence[Plane | None], call: AttentionCall) -> bool:
+    """Whether a tensor is to stay in high precision, in both directions."""
+    quantized = [plane for plane in planes if plane is not None and not plane.format.is_identity]
+    return bool(quantized) and is_raised(call.quantizers.q.subject.layer, f"attention.{name}", quantized[0], x)
+
+
 def _gradient(
-    x: Tensor, quantizer: Quantizer, call: AttentionCall, *, rowwise: bool, columnwise: bool
+    name: str, x: Tensor, quantizer: Quantizer, call: AttentionCall, *, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
     """The values of a gradient for the GEMMs that read it rowwise, and for those that read it columnwise."""
     if call.calibrating:
@@ -219,24 +230,26 @@ def _gradient(
     made = quantized_heads(x, quantizer, rowwise=rowwise, columnwise=columnwise)
     row, column = (made.plane(direction) for direction in (ROWWISE, COLUMNWISE))
     nothing = x.new_empty(0)
+    if _is_raised(name, x, (row, column), call):
+        return x.to(torch.float32), x.to(torch.float32)
     return (
         nothing if row is None else decoded_heads(row, x.shape),
         nothing if column is None else decoded_heads(column, x.shape),
     )
 
 
-def _rounded(x: Tensor, quantizer: Quantizer, call: AttentionCall) -> Tensor:
+def _rounded(name: str, x: Tensor, quantizer: Quantizer, call: AttentionCall) -> Tensor:
     """Round ``x`` to the rowwise plane of its quantizer."""
     if call.calibrating:
         quantizer.calibrate(x)
         return x
     plane = quantized_heads(x, quantizer, rowwise=True, columnwise=False).plane(ROWWISE)
     assert plane is not None
-    return decoded_heads(plane, x.shape).to(x.dtype)
+    return x if _is_raised(name, x, (plane,), call) else decoded_heads(plane, x.shape).to(x.dtype)
 
 
 def _leaving(gradient: Tensor, call: AttentionCall) -> Tensor:
     by = call.quantizers
     if by.grad_input is None or call.backward_override is not None:
         return gradient
-    return _rounded(gradient, by.grad_input, call)
+    return _rounded("dqkv", gradient, by.grad_input, call)
