@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 
 import crossgrain as cg
 from crossgrain import CudaRNGStatesTracker
+from crossgrain.runtime.random_numbers import DrawRecord, draw_seed
 
 
 def test_forks_go_on_where_they_ended_and_leave_no_trace():
@@ -124,3 +125,54 @@ def test_draws_by_layer_end_with_their_context_also_after_an_error():
     with pytest.raises(ZeroDivisionError), cg.draws_by_layer(0), cg.draws_by_layer(1):
         raise ZeroDivisionError
     assert torch.equal(gradients(SR)[0][0][1], expected)
+
+
+# ---- recorded draws ------------------------------------------------------------------------------------------
+
+
+def recorded(recipe, context, recompute=False):
+    with context:
+        return gradients(recipe, recompute=recompute)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_recording_draws_changes_nothing():
+    record = DrawRecord()
+    (found, state), (plain, untouched) = recorded(SR, record.recording()), gradients(SR)
+    assert same(found, plain) and torch.equal(state, untouched)
+    assert record.count == 2 * 2  # of the gradient of each layer, in each of two steps
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recorded_draws_are_repeated_also_if_another_layer_draws_less(recompute):
+    # dy of both layers is cos(y), which depends on what fprop of both computes: only backward formats change.
+    without = f"{SR}; a: fprop: nvfp4, dgrad: hp, wgrad: hp"
+    record = DrawRecord()
+    found, state = recorded(SR, record.recording(), recompute)
+    again, after = recorded(SR, record.repeating(), recompute)
+    assert same(found, again) and torch.equal(state, after)
+    for (a1, b1), (a2, b2) in zip(found, recorded(without, record.repeating(), recompute)[0], strict=True):
+        assert torch.equal(b1, b2) and not torch.equal(a1, a2)
+    assert not torch.equal(found[1][1], gradients(without, recompute=recompute)[0][1][1])
+
+
+def test_a_recomputation_takes_the_repeated_seed_of_the_first_pass():
+    recipe = "fprop: nvfp4, fprop.input: nvfp4(sr), dgrad: nvfp4, wgrad: nvfp4, wgrad.input: nvfp4(sr)"
+    record = DrawRecord()
+    found = recorded(recipe, record.recording())[0]
+    assert same(found, recorded(recipe, record.repeating(), recompute=True)[0])
+
+
+def test_recorded_draws_that_run_out_are_drawn_as_usual():
+    record = DrawRecord()
+    with record.recording():
+        torch.manual_seed(0)
+        first = draw_seed("a")
+    with record.repeating():
+        torch.manual_seed(1)
+        drawn = [draw_seed("a"), draw_seed("a"), draw_seed("b")]
+    torch.manual_seed(1)
+    assert drawn == [first, *[draw_seed() for _ in range(3)][1:]]

@@ -110,9 +110,9 @@ _by_layer: LayerDraws | None = None  # not a context variable: backward may run 
 def draws_by_layer(seed: int) -> Iterator[None]:
     """Context manager: stochastic rounding draws its seeds by layer, tensor and call, not from torch's generator.
 
-    Changing the format of one layer then leaves the draws of all other layers as they were, so that two runs differ only
-    by what was changed. Forward and backward must both be inside; the calls of a layer are counted from the beginning of
-    the context. It applies to all threads of the process.
+    Changing the format of one layer then leaves the draws of all other layers as they were, so that two runs differ
+    only by what was changed. Forward and backward must both be inside; the calls of a layer are counted from the
+    beginning of the context. It applies to all threads of the process.
 
     Args:
         seed: another seed gives other draws everywhere.
@@ -125,16 +125,72 @@ def draws_by_layer(seed: int) -> Iterator[None]:
         _by_layer = outer
 
 
+class DrawRecord:
+    """Seeds that one run has drawn, by what was rounded and how often it was, for other runs to use again.
+
+    Attributes:
+        count: number of seeds that were recorded.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._seeds: dict[str, list[int]] = {}
+        self._used: Counter[str] | None = None  # None while seeds are recorded
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager: record the seeds that are drawn inside, in place of those recorded before."""
+        self.count, self._seeds = 0, {}
+        with self._active(None):
+            yield
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context manager: use the recorded seeds again. Where more are needed, they are drawn as usual.
+
+        Torch's generator still advances with each of them, so that dropout draws the same numbers as in the recorded
+        run. If another part of a model rounds more or less often than before, the seeds of all other parts stay.
+        """
+        with self._active(Counter()):
+            yield
+
+    @contextmanager
+    def _active(self, used: Counter[str] | None) -> Iterator[None]:
+        global _record
+        outer, _record, self._used = _record, self, used
+        try:
+            yield
+        finally:
+            _record = outer
+
+    def next(self, subject: str, drawn: int) -> int:
+        """The seed to use for a subject, if ``drawn`` was drawn for it just now."""
+        seeds = self._seeds.setdefault(subject, [])
+        if self._used is None:
+            self.count += 1
+            seeds.append(drawn)
+            return drawn
+        at = self._used[subject]
+        self._used[subject] += 1
+        return seeds[at] if at < len(seeds) else drawn
+
+
+_record: DrawRecord | None = None  # not a context variable, see above
+
+
 def draw_seed(subject: object = "") -> int:
-    """A seed of 64 random bits: from torch's default generator, or from `draws_by_layer`.
+    """A seed of 64 random bits: from torch's default generator, from `draws_by_layer`, or from a `DrawRecord`.
 
     A recomputation in backward gets the seed of the first pass.
 
     Args:
-        subject: what is rounded, such as "fc1, input"; only `draws_by_layer` uses it.
+        subject: what is rounded, such as "fc1, input"; `draws_by_layer` and `DrawRecord` use it.
     """
-    draws = _by_layer
-    return same_seed(_drawn_seed) if draws is None else same_value(_drawn_seed, lambda: draws.next(str(subject)))
+    draws, record = _by_layer, _record
+    if draws is not None:
+        return same_value(_drawn_seed, lambda: draws.next(str(subject)))
+    drawn = same_seed(_drawn_seed)
+    return drawn if record is None else same_value(DrawRecord, lambda: record.next(str(subject), drawn))
 
 
 def _drawn_seed() -> int:
