@@ -152,6 +152,27 @@ def test_compare_shows_a_table_and_says_where_the_picture_is(tmp_path, columns):
     assert [row["label"] for row in saved["rows"]] == names[-3:]
 
 
+def test_compare_shows_verdicts_and_no_errors_of_gemms(tmp_path):
+    shown = run("compare", "-r", "mxfp8", "--seeds", 2, "--tolerance", 1000, "--out", tmp_path)
+    assert "not above" in shown and "the tolerance of 1000" in " ".join(shown.split())
+    assert not {"fprop", "dgrad", "wgrad"} & set(shown.split())
+    row = json.loads((tmp_path / "compare.json").read_text())["rows"][1]
+    assert row["verdict"] == "not above the tolerance" and row["paired"]["gap"]["count"] == 2
+
+
+def test_a_run_that_diverges_is_named(tmp_path, monkeypatch):
+    step = training.Trainer._step
+
+    def diverging(self):
+        step(self)
+        if self.run.recipe is not None and self.run.seed == 1:
+            self.run.losses[-1] = float("nan")
+
+    monkeypatch.setattr(training.Trainer, "_step", diverging)
+    shown = " ".join(run("compare", "-r", "hp", "--seeds", 2, "--out", tmp_path).split())
+    assert "hp diverged" in shown and "hp diverged: seed 1 at step 1." in shown
+
+
 def test_compare_as_json(tmp_path):
     shown = run("compare", "-r", "hp", "--seeds", 1, "--out", tmp_path, "--json")
     assert json.loads(shown) == json.loads((tmp_path / "compare.json").read_text())

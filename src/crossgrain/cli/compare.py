@@ -12,11 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..gemm.operands import GEMMS
 from ..gpt.model import GPT
 from ..gpt.training import Run
-from ..lab.compare import BASELINE, Comparison
+from ..lab.compare import BASELINE, Comparison, Row
 from ..lab.compare import compare as run_comparison
+from ..lab.intervals import with_spread
+from ..lab.verify.text import verdict_text
 from ..recipe import RecipeSchedule
 from .output import AsJson, print_json, progress_bar
 from .recipes import labelled_schedules, mistakes_are_shown, split_recipes
@@ -26,7 +27,10 @@ Recipes = Annotated[
     list[str],
     typer.Option("--recipes", "-r", help="Presets or one-line recipes, separated by commas. May be repeated."),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds; results are means over them.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds. Intervals over two are very wide.")]
+Tolerance = Annotated[
+    float | None, typer.Option(min=1e-12, help="Largest gap to accept, in nats per byte: verdicts are about it.")
+]
 Out = Annotated[Path, typer.Option(help="Directory to write compare.json and compare.png to.")]
 
 
@@ -34,11 +38,12 @@ def compare(
     recipes: Recipes = ["mxfp8,mxfp8-fwd-nvfp4-bwd,nvfp4"],  # noqa: B006  # typer copies it
     size: Size = SizeName.tiny,  # type: ignore[attr-defined]
     steps: Steps = None,
-    seeds: Seeds = 2,
+    seeds: Seeds = 3,
+    tolerance: Tolerance = None,
     out: Out = Path("out"),
     as_json: AsJson = False,
 ) -> None:
-    """Train the same small GPT with several recipes and in fp32, and compare loss, errors, time and memory.
+    """Train the same small GPT with several recipes and in fp32, and compare loss, time and memory.
 
     Ctrl-C stops it and keeps the finished runs.
     """
@@ -56,7 +61,7 @@ def compare(
             text = f"{label}, seed {seed}: step {len(run.losses)}, loss {run.losses[-1]:.3f}"
             progress.update(task, advance=1, description=text)
 
-        result = run_comparison(preset, chosen, range(seeds), on_step)
+        result = run_comparison(preset, chosen, range(seeds), on_step, tolerance)
 
     saved = out / "compare.json"
     saved.write_text(json.dumps(result.to_dict(), indent=1))
@@ -85,12 +90,7 @@ def _show(result: Comparison, saved: Path, picture: Path | None) -> None:
     rows = result.rows()
     if rows:
         console.print(table(result))
-        console.print(
-            "gap: validation loss minus that of fp32 with the same seed, in nats per byte, ± its standard deviation "
-            "over seeds. fprop, dgrad, wgrad: relative error of y, dx and dW, measured in each layer separately. "
-            "time: of a step; bytes: kept for backward; both relative to fp32.",
-            style="dim",
-        )
+        console.print(_meaning(result), style="dim")
     for label, recipe in result.recipes.items():
         if label.startswith("recipe "):
             console.print(f"{label}: {recipe}", markup=False)
@@ -118,13 +118,31 @@ def table(result: Comparison) -> Table:
         title_style="bold",
     )
     shown.add_column("recipe", no_wrap=True)
-    for title in ("loss", "gap", *GEMMS, "time", "bytes"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    for title in ("loss", "gap", "verdict", "time", "bytes"):
+        shown.add_column(title, justify="left" if title == "verdict" else "right", no_wrap=True)
     for row in result.rows():
-        if row.label == BASELINE:
-            shown.add_row(row.label, f"{row.loss:.3f}", "", *("" for _ in GEMMS), "1.00", "1.00", end_section=True)
-            continue
-        gap = f"{row.gap:+.3f}" + ("" if math.isnan(row.spread) else f" ±{row.spread:.3f}")
-        errors = ("" if math.isnan(row.errors[gemm]) else f"{row.errors[gemm]:.3f}" for gemm in GEMMS)
-        shown.add_row(row.label, f"{row.loss:.3f}", gap, *errors, f"{row.time:.2f}", f"{row.saved:.2f}")
+        ratios = ("" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in (row.time, row.saved))
+        loss = "" if math.isnan(row.loss) else f"{row.loss:.3f}"
+        gap = "" if row.paired is None else with_spread(row.paired.gap.mean, row.paired.gap.half_width, "+")
+        shown.add_row(row.label, loss, gap, _verdict(row), *ratios, end_section=row.label == BASELINE)
     return shown
+
+
+def _verdict(row: Row) -> str:
+    text = verdict_text(row.verdict, row.paired).replace(" the tolerance", "").replace(" from 0", "")
+    return text + (", GROWS" if row.paired is not None and row.paired.grows else "")
+
+
+def _meaning(result: Comparison) -> str:
+    against = "0" if result.tolerance is None else f"the tolerance of {result.tolerance:g}"
+    text = (
+        "gap: validation loss minus that of fp32 with the same seed, in nats per byte, ± half of its 95 % interval "
+        f"over seeds. verdict: t-tests of the gap against {against}; 'not resolved' is not 'no gap'. GROWS: the gap "
+        "rises over the steps, so a longer run may have a larger one. time: of a step; bytes: kept for backward; both "
+        "relative to fp32."
+    )
+    for row in result.rows():
+        if row.diverged:
+            places = ", ".join(f"seed {seed} at step {step}" for seed, step in row.diverged.items())
+            text += f" {row.label} diverged: {places}."
+    return text

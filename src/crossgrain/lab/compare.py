@@ -1,4 +1,4 @@
-"""Train with several recipes and with fp32 on the same seeds and data, and compare loss, errors, time and memory."""
+"""Train with several recipes and with fp32 on the same seeds and data, and compare loss, time and memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from ..gemm.operands import GEMMS
-from ..gpt.data import even_batch, load_text
-from ..gpt.model import GPT
 from ..gpt.training import Preset, Run, Trainer
 from ..recipe import Recipe, RecipeSchedule
-from .gemm_errors import Errors, gemm_errors, mean_errors, tensors_of_layers
+from .verify.paired import DIVERGED, Paired, paired
+from .verify.result import finite
 
 BASELINE = "fp32"
 
@@ -24,15 +20,26 @@ OnStep = Callable[[str, int, Run], None]  # label, seed and the run so far
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one recipe. Ratios and the gap are relative to fp32. NaN means not known."""
+    """The results of one recipe. NaN means not known.
+
+    Attributes:
+        label: of the recipe.
+        loss: on validation text after the last step, mean over seeds.
+        paired: validation losses minus those of fp32 with the same seed: the gap after the last step with its interval,
+            tests, and growth. None for fp32, if a run diverged, or if no pair is finished.
+        verdict: of `Paired`, or `DIVERGED`; None for fp32, and without a tolerance.
+        diverged: for each seed whose run diverged, the step.
+        time: of a step, relative to fp32.
+        saved: bytes held for backward, relative to fp32.
+    """
 
     label: str
-    loss: float  # on validation text, mean over seeds
-    gap: float  # mean over seeds, each against fp32 with the same seed
-    spread: float  # standard deviation of the gap over seeds
-    errors: Errors  # by GEMM, mean over layers
+    loss: float
+    paired: Paired | None
+    verdict: str | None
+    diverged: dict[int, int]
     time: float
-    saved: float  # bytes held for backward
+    saved: float
 
 
 @dataclass
@@ -45,8 +52,8 @@ class Comparison:
     preset: Preset
     recipes: Mapping[str, Recipe | RecipeSchedule]  # by label
     seeds: Sequence[int]
+    tolerance: float | None = None
     runs: dict[str, list[Run]] = field(default_factory=dict)
-    errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by recipe and layer
     interrupted: bool = False
 
     @property
@@ -54,8 +61,15 @@ class Comparison:
         return [BASELINE, *self.recipes]
 
     def finished(self, label: str) -> dict[int, Run]:
-        """The runs of a recipe that were not interrupted, by seed."""
-        return {run.seed: run for run in self.runs.get(label, []) if not run.interrupted}
+        """The runs of a recipe that were not interrupted and did not diverge, by seed."""
+        return {run.seed: run for run in self._done(label) if diverged_at(run) is None}
+
+    def diverged(self, label: str) -> dict[int, int]:
+        """For each seed whose run of a recipe diverged, the step."""
+        return {run.seed: step for run in self._done(label) if (step := diverged_at(run)) is not None}
+
+    def _done(self, label: str) -> list[Run]:
+        return [run for run in self.runs.get(label, []) if not run.interrupted]
 
     def gaps(self, label: str) -> dict[int, list[tuple[int, float]]]:
         """Validation loss minus that of fp32 with the same seed, by seed: a list of (step, difference)."""
@@ -70,33 +84,40 @@ class Comparison:
         }
 
     def rows(self) -> list[Row]:
-        """One row for each recipe with at least one finished run."""
-        return [self._row(label) for label in self.labels if self.finished(label)]
+        """One row for each recipe with at least one run that was not interrupted."""
+        return [self._row(label) for label in self.labels if self._done(label)]
 
     def _row(self, label: str) -> Row:
         runs, baseline = list(self.finished(label).values()), list(self.finished(BASELINE).values())
-        gaps = [gaps[-1][1] for gaps in self.gaps(label).values()]
-        errors = mean_errors(self.errors[label]) if label in self.errors else dict.fromkeys(GEMMS, math.nan)
+        diverged, gaps = self.diverged(label), self.gaps(label)
+        found = None
+        if label != BASELINE and gaps and not diverged:  # the gap of the seeds that are left would be too small
+            found = paired(
+                {seed: [gap for _, gap in points] for seed, points in gaps.items()},
+                last=1,
+                positions=[step for step, _ in next(iter(gaps.values()))],
+                tolerance=self.tolerance,
+            )
         return Row(
             label=label,
-            loss=statistics.mean(run.validation_loss for run in runs),
-            gap=statistics.mean(gaps) if gaps else math.nan,
-            spread=statistics.stdev(gaps) if len(gaps) > 1 else math.nan,
-            errors=dict.fromkeys(GEMMS, 0.0) if label == BASELINE else errors,
+            loss=statistics.mean(run.validation_loss for run in runs) if runs and not diverged else math.nan,
+            paired=found,
+            verdict=DIVERGED if diverged else None if found is None else found.verdict,
+            diverged=diverged,
             time=_median_ratio([run.seconds_per_step for run in runs], [run.seconds_per_step for run in baseline]),
             saved=_median_ratio([run.saved_bytes for run in runs], [run.saved_bytes for run in baseline]),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """All results as plain data for JSON. Values that are not known are None."""
-        everything: dict[str, Any] = _without_nan(
+        everything: dict[str, Any] = finite(
             {
                 "preset": asdict(self.preset),
                 "seeds": list(self.seeds),
                 "recipes": {label: str(recipe) for label, recipe in self.recipes.items()},
+                "tolerance": self.tolerance,
                 "interrupted": self.interrupted,
                 "rows": [asdict(row) for row in self.rows()],
-                "errors": self.errors,
                 "runs": {label: [asdict(run) for run in runs] for label, runs in self.runs.items()},
             }
         )
@@ -108,17 +129,19 @@ def compare(
     recipes: Mapping[str, Recipe | RecipeSchedule],
     seeds: Sequence[int],
     on_step: OnStep | None = None,
+    tolerance: float | None = None,
 ) -> Comparison:
     """Train with fp32 and with every recipe, once per seed. Ctrl-C ends it early and keeps the finished runs.
 
     Args:
         preset: size of the model, and how to train it.
-        recipes: the recipes and schedules, by the label to show them under. Errors of GEMMs, and bytes held for
-            backward, are those of the first phase of a schedule.
+        recipes: the recipes and schedules, by the label to show them under. Bytes held for backward are those of the
+            first phase of a schedule.
         seeds: the seeds; each gives every recipe the same initial weights and the same data.
         on_step: called after each step with the label, the seed and the run so far.
+        tolerance: the largest gap that would be accepted, in nats per byte. With it there are verdicts.
     """
-    result = Comparison(preset, recipes, seeds)
+    result = Comparison(preset, recipes, seeds, tolerance)
     try:
         for seed in seeds:  # seed by seed: early on there is something to compare
             for label in result.labels:
@@ -127,10 +150,6 @@ def compare(
                 trainer.train(_told(on_step, label, seed))
                 if trainer.run.interrupted:
                     raise KeyboardInterrupt
-                if label == BASELINE and seed == seeds[0]:
-                    exact = trainer.model
-                elif seed == seeds[0]:
-                    result.errors[label] = _errors(exact, recipes[label], preset)
     except KeyboardInterrupt:
         result.interrupted = True
         for run in (runs[-1] for runs in result.runs.values()):
@@ -138,26 +157,16 @@ def compare(
     return result
 
 
+def diverged_at(run: Run) -> int | None:
+    """The first step of a run whose loss, or whose validation loss, is not finite; None if all are."""
+    steps = [step for step, loss in enumerate(run.losses, 1) if not math.isfinite(loss)]
+    steps += [step for step, loss in run.validation if not math.isfinite(loss)]
+    return min(steps, default=None)
+
+
 def _told(on_step: OnStep | None, label: str, seed: int) -> Callable[[Run], None]:
     return lambda run: None if on_step is None else on_step(label, seed, run)
 
 
-def _errors(model: GPT, recipe: Recipe | RecipeSchedule, preset: Preset) -> dict[str, Errors]:
-    if isinstance(recipe, RecipeSchedule):
-        recipe = recipe.recipe_at(0, preset.steps)
-    torch.manual_seed(0)
-    batch = even_batch(load_text().validation, preset.batch, preset.model.context)
-    return gemm_errors(model, recipe, tensors_of_layers(model, *batch))
-
-
 def _median_ratio(some: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(some) / statistics.median(others) if some and others else math.nan
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinities by None: JSON does not have them."""
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

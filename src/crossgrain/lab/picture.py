@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from .compare import BASELINE, Comparison
+from .intervals import Estimate, estimate, with_spread
 
 _COLOURS = ("#c8553d", "#3b6fb6", "#4c8c4a", "#8c5fa8", "#c49a2a", "#3f9c9c", "#b3587f", "#7a7a52")
 _FP32 = "#222222"
@@ -26,7 +27,8 @@ Curve = Sequence[tuple[int, float]]
 def draw(comparison: Comparison, path: Path) -> None:
     """Draw a comparison to a PNG file.
 
-    Lines are means over seeds. Bands reach from the lowest to the highest seed.
+    Lines are means over seeds. Bands reach from the lowest to the highest seed. Gaps at the end have 95 % intervals
+    over seeds.
     """
     figure, (losses, gaps) = plt.subplots(
         2, 1, figsize=(9, 7.6), sharex=True, height_ratios=(3, 2), layout="constrained"
@@ -41,7 +43,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         curves = list(comparison.gaps(label).values())
         if curves and label != BASELINE:
             _draw(gaps, curves, style, label)
-            ends.append((statistics.mean(curve[-1][1] for curve in curves), label, colour))
+            ends.append((estimate([curve[-1][1] for curve in curves]), label, colour))
     gaps.axhline(0, color=_FP32, linewidth=1.5)
     _dress(comparison, losses, gaps)
     _label_ends(gaps, ends, comparison.preset.steps)
@@ -62,19 +64,19 @@ def _draw(axes: Axes, curves: Sequence[Curve], style: dict[str, Any], label: str
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.13, linewidth=0)
 
 
-def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], steps: int) -> None:
-    """Write names beside the last points, moved apart where they would overlap."""
+def _label_ends(axes: Axes, ends: list[tuple[Estimate, str, str]], steps: int) -> None:
+    """Write names and gaps beside the last points, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     distance = 0.075 * (high - low)
     place = -float("inf")
-    for value, label, colour in sorted(ends):
-        place = max(value, place + distance)
+    for gap, label, colour in sorted(ends, key=lambda end: end[0].mean):
+        place = max(gap.mean, place + distance)
         axes.annotate(
-            f"{label}  {value:+.3f}",
-            (steps, value),
+            f"{label}  {with_spread(gap.mean, gap.half_width, '+')}",
+            (steps, gap.mean),
             (1.02, place),
             textcoords=axes.get_yaxis_transform(),
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)},
             color=colour,
             va="center",
             fontsize=9,
