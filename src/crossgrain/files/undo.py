@@ -1,4 +1,4 @@
-"""Restore modules and optimizers when loading into them fails, so that a load takes effect completely or not at all.
+"""Restore modules and optimizers, so that a load takes effect completely or not at all, and a step can be repeated.
 
 Torch loads a state dict tensor by tensor. When it finds one that does not fit, others have been written already. So
 the present state is copied first, which needs memory for one more copy while the load runs. If the load fails, the
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..nn.state_dicts import Histories
 from ..ops.op import FusedOperation
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid_tensor import HybridQuantizedTensorStorage
+from ..recipe.extra_state import is_empty
 from ..tensor import QuantizedTensorStorage
 from .random_state import get_random_state, set_random_state
 
@@ -35,7 +37,7 @@ def all_or_nothing(*objects: Any) -> Iterator[None]:
     Args:
         *objects: modules, optimizers, and anything else with ``state_dict`` and ``load_state_dict``.
     """
-    restores = [_restore(value) for value in objects]
+    restores = [remembered(value) for value in objects]
     restores.append(partial(set_random_state, get_random_state()))
     try:
         yield
@@ -46,19 +48,29 @@ def all_or_nothing(*objects: Any) -> Iterator[None]:
         raise
 
 
-def _restore(value: Any) -> Restore:
+def remembered(value: Any) -> Restore:
+    """Copy the state of an object, and return a function that restores it. It can be called any number of times.
+
+    Args:
+        value: a module, an optimizer, or anything else with ``state_dict`` and ``load_state_dict``. Gradients are not
+            part of a module's state; histories of delayed scaling are.
+    """
     if isinstance(value, nn.Module):
         return _restore_module(value)
     if isinstance(value, Optimizer):
         return _restore_optimizer(value)
     before = copy.deepcopy(value.state_dict())
-    return lambda: value.load_state_dict(before)
+    return lambda: value.load_state_dict(copy.deepcopy(before))
 
 
 def _restore_optimizer(optimizer: Optimizer) -> Restore:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    before = copy.deepcopy(optimizer.__getstate__(), {id(param): param for param in params})
-    return lambda: optimizer.__setstate__(before)
+
+    def copied(state: Any) -> Any:
+        return copy.deepcopy(state, {id(param): param for param in params})
+
+    before = copied(optimizer.__getstate__())
+    return lambda: optimizer.__setstate__(copied(before))
 
 
 def _restore_module(model: nn.Module) -> Restore:
@@ -72,6 +84,7 @@ def _restore_module(model: nn.Module) -> Restore:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             restores.append(_restore_extra_state(module))
 
+    @torch.no_grad()
     def restore() -> None:
         for each in [*restores, *contents.values()]:
             each()
@@ -98,7 +111,13 @@ def _restore_slot(module: nn.Module, name: str, tensor: Tensor | None) -> Restor
 
 def _restore_extra_state(module: nn.Module) -> Restore:
     before = copy.deepcopy(module.get_extra_state())
-    return lambda: module.set_extra_state(before)
+
+    def restore() -> None:
+        module.set_extra_state(copy.deepcopy(before))
+        if isinstance(module, Histories) and is_empty(before):
+            module.reset_fp8_meta_tensors()  # there were no histories: those that there are now begin again
+
+    return restore
 
 
 def _restore_tensor(tensor: Any) -> Restore:
