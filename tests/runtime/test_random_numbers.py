@@ -176,3 +176,11 @@ def test_recorded_draws_that_run_out_are_drawn_as_usual():
         drawn = [draw_seed("a"), draw_seed("a"), draw_seed("b")]
     torch.manual_seed(1)
     assert drawn == [first, *[draw_seed() for _ in range(3)][1:]]
+
+
+def test_variants_of_recorded_draws_differ_and_leave_torchs_generator_as_it_was():
+    record = DrawRecord()
+    found, state = recorded(SR, record.recording())
+    (one, after), (again, _), (other, _) = (recorded(SR, record.repeating(variant)) for variant in (1, 1, 2))
+    assert same(one, again) and torch.equal(state, after)
+    assert not same(one, found) and not same(one, other)

@@ -100,7 +100,12 @@ class LayerDraws:
         """The next seed for a subject."""
         text = f"{self._seed}:{self._drawn[subject]}:{subject}"
         self._drawn[subject] += 1
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        return _hashed(text)
+
+
+def _hashed(text: str) -> int:
+    """A seed of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 _by_layer: LayerDraws | None = None  # not a context variable: backward may run in threads of autograd
@@ -136,6 +141,7 @@ class DrawRecord:
         self.count = 0
         self._seeds: dict[str, list[int]] = {}
         self._used: Counter[str] | None = None  # None while seeds are recorded
+        self._variant = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -145,19 +151,22 @@ class DrawRecord:
             yield
 
     @contextmanager
-    def repeating(self) -> Iterator[None]:
+    def repeating(self, variant: int = 0) -> Iterator[None]:
         """Context manager: use the recorded seeds again. Where more are needed, they are drawn as usual.
 
         Torch's generator still advances with each of them, so that dropout draws the same numbers as in the recorded
         run. If another part of a model rounds more or less often than before, the seeds of all other parts stay.
+
+        Args:
+            variant: any other number than 0 gives other seeds for the rounding, and still the same dropout.
         """
-        with self._active(Counter()):
+        with self._active(Counter(), variant):
             yield
 
     @contextmanager
-    def _active(self, used: Counter[str] | None) -> Iterator[None]:
+    def _active(self, used: Counter[str] | None, variant: int = 0) -> Iterator[None]:
         global _record
-        outer, _record, self._used = _record, self, used
+        outer, _record, self._used, self._variant = _record, self, used, variant
         try:
             yield
         finally:
@@ -172,7 +181,8 @@ class DrawRecord:
             return drawn
         at = self._used[subject]
         self._used[subject] += 1
-        return seeds[at] if at < len(seeds) else drawn
+        seed = seeds[at] if at < len(seeds) else drawn
+        return seed if self._variant == 0 else _hashed(f"{self._variant}:{seed}")
 
 
 _record: DrawRecord | None = None  # not a context variable, see above
