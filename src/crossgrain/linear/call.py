@@ -19,6 +19,7 @@ from ..recipe.base import BackwardOverride
 from .gathered_weight import GatheredWeight
 from .padding import NO_PADDING, Padding, Sizes
 from .parallel import TensorParallel
+from .probe import Probe
 
 
 class Needs(NamedTuple):
@@ -64,6 +65,7 @@ class LinearCall:
         wide_gradient: the same for dx; set before backward.
         layer: name of the layer, for messages.
         product: name of the layer in recipes, if ``layer`` has several products.
+        probe: somebody who looks into this call.
     """
 
     dtype: torch.dtype
@@ -90,6 +92,7 @@ class LinearCall:
     wide_gradient: bool = False
     layer: str = "Linear"
     product: str = ""
+    probe: Probe | None = None
 
     @property
     def quantizes_backward(self) -> bool:

@@ -27,6 +27,7 @@ from . import observer, raised  # their functions are looked up when a layer run
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
 from .operands import gradient_operands, input_operands, saved_input, saved_weight, weight_operands
 from .padding import padded_vector
+from .probe import probed_gradient
 from .saved_planes import Operand, Restored, Saved, restored, save
 from .weight_gradient import check_has_main_grad, delivered_weight_gradient
 
@@ -43,6 +44,8 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     if raised.chooser is not None:
         made = raised.ForwardOperands(x_rows, x_kept, w_rows, w_kept)
         x_rows, x_kept, w_rows, w_kept = raised.in_forward(made, x, weight, call, padded)
+    if call.probe is not None:
+        call.probe.forward(x, weight, (x_rows, x_kept and x_kept.operand), (w_rows, w_kept))
     y = gemm(
         "fprop",
         x_rows,
@@ -57,6 +60,8 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
         save(ctx, Saved(x_kept, w_kept, x, weight, bias, sizes, padded), call, needs)
     if padded != sizes:
         y = y[: sizes.m, : sizes.n].contiguous()
+    if call.probe is not None:
+        y = call.probe.result("fprop", y)
     shape: tuple[int, ...] = (*x.shape[:-1], sizes.n)
     if parallel is not None:
         y, shape = parallel.output(y, bias, x.shape, call.dtype, call.layer)
@@ -80,6 +85,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     dy_rows, dy_columns, plain = dy_made
     if observer.observers and (needs.dx or needs.dw):
         _tell_observers(ctx, saved, plain)
+    if call.probe is not None and (needs.dx or needs.dw):
+        call.probe.backward(plain, dy_rows, dy_columns)
     if needs.db:
         db = plain.sum(0, dtype=torch.float64 if plain.dtype == torch.float64 else torch.float32).to(ctx.bias_dtype)
 
@@ -89,6 +96,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         scale = call.gradient_scale
         dx = gemm("dgrad", dy_rows, w, out_dtype=dtype, alpha=scale, allow_mixed=call.allow_mixed)
         dx = dx[: sizes.m, : sizes.k]
+        if call.probe is not None:
+            dx = call.probe.result("dgrad", dx)
         if call.parallel is not None and call.parallel.sums_input_gradient:
             dx = call.parallel.sum(dx, call.layer)
         dx = dx.reshape(ctx.x_shape)
@@ -114,7 +123,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
             )
             return made if padded == sizes else made[: sizes.n, : sizes.k]
 
-        dw = delivered_weight_gradient(wgrad, (dy_columns, saved.x.operand), ctx)
+        compute = wgrad if call.probe is None else probed_gradient(wgrad, call.probe)
+        dw = delivered_weight_gradient(compute, (dy_columns, saved.x.operand), ctx)
     return dx, dw, db
 
 

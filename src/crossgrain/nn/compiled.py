@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..linear import probe
 from ..linear.call import LinearCall, Needs
 from ..linear.function import forward, gradients
 from ..linear.traced import empty_forward
@@ -52,9 +53,17 @@ class Traced:
         """Describe the call of linear layer ``index``."""
         built = self.layer._build_quantizers(self.recipe)
         with torch.enable_grad():  # operators run without; whether there is a backward pass is not for the call to say
-            return self.layer._linear_call(
+            call = self.layer._linear_call(
                 index, x, weight, ForwardPass(self.recipe, built, False, dtype, None, nullcontext())
             )
+        if probe.attach is not None:
+            probe.attach(self.layer, index, weight, call)
+            if call.probe is not None:
+                raise RuntimeError(
+                    f"{self.layer.layer} is part of a compiled graph, in which nobody can look into it: compile the "
+                    "model again"
+                )
+        return call
 
 
 class Context:

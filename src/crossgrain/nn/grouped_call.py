@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..linear import probe
 from ..linear.grouped_function import Groups, grouped_linear
 from ..linear.grouped_input import hollow_rows
 from ..tensor import QuantizedTensor
@@ -44,4 +45,7 @@ def grouped_call(
         )
         for index, part, weight in zip(indices, rows.split(groups.sizes), groups.weights, strict=True)
     ]
+    if probe.attach is not None:
+        for index, weight, call in zip(indices, groups.weights, groups.calls, strict=True):
+            probe.attach(module, index, weight, call)
     return grouped_linear(x, groups)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..linear import probe  # whether somebody looks into layers is asked when they run
 from ..linear.call import LinearCall, activation_dtype, check_gradient_quantizer
 from ..linear.function import linear
 from ..linear.gathered_weight import GatheredWeight
@@ -321,6 +322,11 @@ class LinearModule(QuantizedModule):
             made.append(LinearDetails(x, weight, grad_output, padding, repeats(weight), product))
         return made
 
+    def linear_roles(self) -> list[QuantizerRole | None]:
+        """The role of the input of each linear layer, which has the name of the layer."""
+        roles = self._roles("forward")
+        return [roles[at.input] for at in self._linear_slots()]
+
     # ---- running -------------------------------------------------------------------------------
 
     def _forward_pass(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
@@ -356,6 +362,8 @@ class LinearModule(QuantizedModule):
         if isinstance(this, TracedPass):
             return traced_linear(x, weight, bias, this, index)
         call = self._linear_call(index, x, weight, this, parameters)
+        if probe.attach is not None:
+            probe.attach(self, index, weight, call)
         if quantized_output or quantized_grad_input:
             if this.recipe is None:
                 raise RuntimeError(f"{self.layer}: fp8_output and fp8_grad need a recipe, but none is active")
@@ -369,7 +377,7 @@ class LinearModule(QuantizedModule):
         """Whether the linear layers can be operators in a compiled graph; options with side effects break graphs."""
         recipe = self._recipe_in_force()
         effects = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
-        if self.tp_size > 1 or effects or self.primary_weights_in_fp8:
+        if self.tp_size > 1 or effects or self.primary_weights_in_fp8 or probe.attach is not None:
             return False
         if recipe is None or self._only_calibrates():
             return recipe is None
