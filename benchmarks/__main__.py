@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, groups, inference, kernels, linear, others, products, small
+from . import chart, gpt, groups, inference, kernels, linear, others, products, sensitivity, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "groups", "products", "inference", "linear", "gpt", "others")
+PARTS = ("kernels", "small", "groups", "products", "inference", "linear", "gpt", "sensitivity", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -105,6 +105,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         tokens = f"{gpt.BATCH * config.context} tokens, width {config.width}, {config.layers} layers"
         title = f"GPT forward + backward, {tokens}, multiples of fp32 (target)"
         print_table(title, ("recipe", "time", "saved by linear layers"), gpt.rows(seconds, report["gpt"]))
+    if "sensitivity" in options.parts:
+        config = sensitivity.QUICK_CONFIG if options.quick else sensitivity.CONFIG
+        report["sensitivity"] = sensitivity.run(config, options.only, options.repeats)
+        title = f"Sensitivity of a GPT of {config.layers} layers of {config.width}, multiples of forward + backward"
+        head = ("candidate", "fprop and wgrad, all sites", "dgrad, one group", "peak memory, training = 1")
+        print_table(title, head, sensitivity.rows(report["sensitivity"]))
     if compare:
         print("\n" + "\n".join(report.get("notes", [others.HOW_TO_INSTALL])))
     return report

@@ -170,3 +170,10 @@ def test_the_counts_are_printed_with_the_walk(capsys):
     printed = capsys.readouterr().out
     assert "Python calls of one Linear" in printed
     assert "forward  linear/function.py" in printed and "gradients  linear/function.py" in printed
+
+
+def test_sensitivity(quick):
+    printed, report = quick("sensitivity", "--only", "mxfp8")
+    (timing,) = report["sensitivity"]
+    assert timing["candidate"] == "mxfp8" and timing["one_pass"] > 0 and timing["dgrad"] > 0
+    assert "fprop and wgrad, all sites" in printed

@@ -45,7 +45,7 @@ def measure_dgrad(run: Run, candidate: Candidate) -> None:
     try:
         for at in range(len(run.batches) if groups else 0):
             run.backward(at)
-            exact = run.gradients()
+            exact = run.take_gradients()
             run.progress.add(1, f"{candidate.label}: dgrad")
             for group, layers in groups.items():
                 square, sketch = _error_of_group(run, at, layers, recipes[group], exact)
@@ -76,8 +76,7 @@ def _error_of_group(
         run.backward(at)
     finally:
         run.lent.bind(layers, HIGH_PRECISION)
-    errors = {name: gradient.sub_(exact[name]) for name, gradient in run.gradients().items()}
-    return run.square_and_sketch(errors)
+    return run.square_and_sketch(run.take_gradients(), minus=exact)
 
 
 def _note(run: Run, candidate: Candidate, layers: list[str], squares: list[float], sketches: list[Tensor]) -> None:

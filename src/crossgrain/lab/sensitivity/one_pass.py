@@ -127,7 +127,7 @@ class OnePass:
             return
         x, weight, dy = matrices
         with torch.no_grad():
-            y = x @ weight.T if forward else None
+            y = x @ weight.T if forward else x
             for candidate in forward:
                 errors = self.found.setdefault((candidate.label, layer), BatchErrors())
                 read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
@@ -137,8 +137,10 @@ class OnePass:
                 if not self.drawn:
                     errors.first += float(changes.sum())
             root = self._root(layer, operands) if backward else None
-            dw = None if root is None else dy.T @ x
-            for candidate in backward if root is not None else ():
+            if root is None:
+                return
+            dw = dy.T @ x
+            for candidate in backward:
                 errors = self.found.setdefault((candidate.label, layer), BatchErrors())
                 read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
                 self._note_wgrad(errors, layer, operands, read.wgrad().sub_(dw).div_(root))

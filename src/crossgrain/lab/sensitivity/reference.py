@@ -52,7 +52,7 @@ def measure_reference(run: Run, grouping: Grouping) -> None:
             )
         run.token_counts.append(tokens_of(batch, run.tokens, labels.tokens, look.rows, run.lent.module_types))
         run.has_labels = labels.tokens > 0
-        square, sketch = run.square_and_sketch(run.gradients())
+        square, sketch = run.square_and_sketch(run.take_gradients())
         squares.append(square)
         sketches.append(sketch)
         run.progress.add(1, "high precision")

@@ -77,29 +77,39 @@ class Run:
         loss.backward()
         return value
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the trained parameters, weighed as the optimizer does, by name.
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the trained parameters by name, taken away from the parameters: nothing is copied.
 
         Raises:
             ValueError: there are none.
         """
-        found = {}
-        for name, parameter in self.lent.trained.items():
-            gradient = parameter.grad
-            root = None if gradient is None else self.weights.root(parameter)
-            if gradient is not None and root is not None:
-                found[name] = gradient.float() / root
+        found = {name: own.grad for name, own in self.lent.trained.items() if own.grad is not None}
+        self.lent.clear_gradients()
         if not found:
             raise ValueError("no parameter of this model is trained, so there is no gradient to measure")
         return found
 
-    def square_and_sketch(self, gradients: dict[str, Tensor]) -> tuple[float, Tensor]:
-        """The sum of squares of gradients, and their sketch."""
+    def square_and_sketch(
+        self, gradients: dict[str, Tensor], minus: dict[str, Tensor] | None = None
+    ) -> tuple[float, Tensor]:
+        """The sum of squares of gradients, weighed as the optimizer does, and their sketch.
+
+        Args:
+            gradients: by name of the parameter. They are used up, one after the other, so that memory stays small.
+            minus: other gradients to subtract first.
+        """
         sketch = self.sketches.empty(next(iter(gradients.values())).device)
         total = 0.0
-        for name, gradient in gradients.items():
-            total += float(gradient.double().square().sum())
-            self.sketches.add(sketch, name, gradient)
+        while gradients:
+            name, gradient = gradients.popitem()
+            root = self.weights.root(self.lent.trained[name])
+            if root is None:
+                continue
+            other = None if minus is None else minus.get(name)
+            weighed = gradient.float() if other is None else gradient.float() - other
+            weighed = weighed / root
+            total += float(weighed.square().sum(dtype=torch.float64))
+            self.sketches.add(sketch, name, weighed)
         return total, sketch
 
     def exact(self) -> Estimate:
