@@ -2,6 +2,7 @@
 
 from ..gpt import GPT, PRESETS, GPTConfig, Preset, Run, Text, Trainer, load_text
 from .compare import Comparison, compare
+from .inspect import Inspection, Inspector, JsonlWriter, TensorBoardWriter, WandbWriter, read_inspection
 from .report import write_report
 from .sensitivity import Sensitivity, sensitivity
 from .start import Start
@@ -13,15 +14,21 @@ __all__ = [
     "BranchError",
     "Comparison",
     "GPTConfig",
+    "Inspection",
+    "Inspector",
+    "JsonlWriter",
     "Preset",
     "Run",
     "Sensitivity",
     "Start",
+    "TensorBoardWriter",
     "Text",
     "Trainer",
     "Verification",
+    "WandbWriter",
     "compare",
     "load_text",
+    "read_inspection",
     "sensitivity",
     "verify",
     "write_report",

@@ -23,7 +23,7 @@ def decode_operand(plane: Plane) -> Tensor:
     values = element_values(unpack(plane.operand_codes(), fmt.element.bits), fmt.element)
     if plane.data.numel() == 0:
         return values
-    factor = _decode_factor(plane)
+    factor = decode_factors(plane)
     rows = 1 if fmt.layout.replicated else fmt.block_rows
     block = (rows, fmt.block_length) if fmt.block else plane.operand_shape
     return values * spread(factor, block, plane.operand_shape)
@@ -41,7 +41,8 @@ def decode(plane: Plane, dtype: torch.dtype) -> Tensor:
     return operand.to(dtype).contiguous()
 
 
-def _decode_factor(plane: Plane) -> Tensor:
+def decode_factors(plane: Plane) -> Tensor:
+    """The fp32 numbers by which the codes of blocks are multiplied, in the shape of `Plane.operand_scales`."""
     stored, rule = plane.operand_scales(), plane.format.scale_rule
     if rule == "fp32":
         return stored

@@ -1,0 +1,117 @@
+"""Passes over operands: sums over blocks, sums of errors, the rotation. In plain torch, and compiled for the CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...formats import HADAMARD_SIZE
+from ...kernels.reference.blocks import blocked
+from ...kernels.reference.hadamard import rotate, signs
+from .compiled import add, compiled, rotation, sums
+
+
+class BlockSums(NamedTuple):
+    """What is summed over an operand [R, C] that is divided into blocks.
+
+    Attributes:
+        noise: for each block, the sum of the squares of the errors.
+        power: for each block, the sum of the squares of the numbers.
+        against: the sum of error times number.
+        nonzero: how many numbers are not zero.
+        lost: how many of them decode to zero.
+        cut: how many magnitudes are above the bound of their block.
+    """
+
+    noise: Tensor
+    power: Tensor
+    against: float
+    nonzero: int
+    lost: int
+    cut: int
+
+
+def block_sums(numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor, block: tuple[int, int]) -> BlockSums:
+    """Compute the sums.
+
+    Args:
+        numbers: the operand.
+        rounded: the operand as it was rounded, for the last three sums.
+        decoded: what it decodes to.
+        bounds: the largest magnitude of each block that is not cut off; one number for all blocks is [1, 1]. Where it
+            is zero, nothing is cut off.
+        block: (rows, length) of a block. The last blocks may be smaller.
+    """
+    compiled = can_compile(numbers)
+    return (compiled_sums if compiled else plain_sums)(numbers, rounded, decoded, bounds, block)
+
+
+def plain_sums(numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor, block: tuple[int, int]) -> BlockSums:
+    """`block_sums` in torch, for any device."""
+    error = decoded - numbers
+    there = rounded != 0
+    beyond = blocked(rounded.abs(), block) > torch.where(bounds > 0, bounds, math.inf)[:, None, :, None]
+    return BlockSums(
+        blocked(error.square(), block).sum(dim=(1, 3)),
+        blocked(numbers.square(), block).sum(dim=(1, 3)),
+        float((error * numbers).sum(1).sum(dtype=torch.float64)),
+        int(torch.count_nonzero(there)),
+        int(torch.count_nonzero(there & (decoded == 0))),
+        int(torch.count_nonzero(beyond)),
+    )
+
+
+def compiled_sums(
+    numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor, block: tuple[int, int]
+) -> BlockSums:
+    """`block_sums` in one pass over memory, on the CPU."""
+    (rows, columns), (high, long) = numbers.shape, block
+    noise = torch.empty(-(-rows // high), -(-columns // long))
+    power = torch.empty_like(noise)
+    found = compiled(sums)(
+        *(part.contiguous().numpy() for part in (numbers, rounded, decoded, bounds)),
+        high,
+        long,
+        noise.numpy(),
+        power.numpy(),
+    )
+    return BlockSums(noise, power, *found)
+
+
+# ---- draws -----------------------------------------------------------------------------------------------
+
+
+def add_error(total: Tensor, decoded: Tensor, numbers: Tensor) -> float:
+    """Add ``decoded - numbers`` to ``total``, and return the sum of its squares."""
+    if can_compile(numbers):
+        return float(compiled(add)(total.numpy(), decoded.contiguous().numpy(), numbers.numpy()))
+    error = decoded - numbers
+    total += error
+    return sum_of_squares(error)
+
+
+def sum_of_squares(matrix: Tensor) -> float:
+    """The sum of all squares."""
+    return float(matrix.square().sum(1).sum(dtype=torch.float64))
+
+
+# ---- the rotation ----------------------------------------------------------------------------------------
+
+
+def rotated(operand: Tensor, sign_mask: int) -> Tensor:
+    """`rotate` of the reference, bit for bit, in one pass over memory on the CPU."""
+    if not can_compile(operand):
+        return rotate(operand, sign_mask)
+    groups = operand.contiguous().view(-1, HADAMARD_SIZE)
+    out = torch.empty_like(groups)
+    compiled(rotation)(groups.numpy(), signs(sign_mask).numpy(), out.numpy())
+    return out.view(operand.shape)
+
+
+def can_compile(tensor: Tensor) -> bool:
+    """Whether the compiled passes serve a tensor: on the CPU, unless the reference backend is chosen."""
+    return tensor.device.type == "cpu" and kernels.get_backend("cpu") == "cpu"

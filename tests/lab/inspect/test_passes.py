@@ -1,0 +1,63 @@
+"""The compiled passes give what plain torch gives."""
+
+import pytest
+import torch
+
+from crossgrain.kernels.choice import using_backend
+from crossgrain.kernels.reference.hadamard import rotate
+from crossgrain.lab.inspect.passes import add_error, block_sums, compiled_sums, plain_sums, rotated
+
+
+def operands(rows=70, columns=100):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator)
+    x[3], x[:, 5] = 0.0, 0.0
+    decoded = x + 0.1 * torch.randn(rows, columns, generator=generator)
+    decoded[x.abs() < 0.2] = 0.0
+    return x, decoded
+
+
+@pytest.mark.parametrize("block", [(1, 16), (1, 32), (16, 16), (128, 128), (1, 7)])
+def test_sums_over_blocks(block):
+    x, decoded = operands()
+    grid = (-(-70 // block[0]), -(-100 // block[1]))
+    bounds = torch.rand(grid, generator=torch.Generator().manual_seed(1)) * 3
+    bounds[0, 0] = 0.0
+    found, expected = (sums(x, x.bfloat16().float(), decoded, bounds, block) for sums in (compiled_sums, plain_sums))
+    torch.testing.assert_close(found.noise, expected.noise, rtol=1e-5, atol=1e-6)  # added in another order
+    torch.testing.assert_close(found.power, expected.power, rtol=1e-5, atol=1e-6)
+    assert found.against == pytest.approx(expected.against, rel=1e-5)
+    assert found[3:] == expected[3:] and found.lost > 0 and (found.cut > 0 or block[0] == 128)
+
+
+def test_one_bound_serves_all_blocks():
+    x, decoded = operands()
+    bound = torch.tensor([[1.5]])
+    found, expected = (sums(x, x, decoded, bound, (1, 32)) for sums in (compiled_sums, plain_sums))
+    assert found.cut == expected.cut == int((x.abs() > 1.5).sum())
+
+
+def test_the_rotation_has_the_bits_of_the_reference():
+    x = torch.randn(33, 64, generator=torch.Generator().manual_seed(2))
+    for mask in (0xD7E8, 0):
+        assert torch.equal(rotated(x, mask), rotate(x, mask))
+
+
+def test_errors_are_added():
+    x, decoded = operands()
+    for backend in ("cpu", "reference"):
+        with using_backend(backend):
+            total = torch.ones_like(x)
+            squares = add_error(total, decoded, x)
+        assert torch.equal(total, 1 + (decoded - x))
+        assert squares == pytest.approx((decoded - x).double().square().sum().item(), rel=1e-6)
+
+
+def test_the_reference_backend_uses_no_compiled_pass(monkeypatch):
+    from crossgrain.lab.inspect import passes
+
+    monkeypatch.setattr(passes, "compiled", None)
+    x, decoded = operands()
+    with using_backend("reference"):
+        block_sums(x, x, decoded, torch.tensor([[1.5]]), (1, 32))
+        rotated(x[:, :96], 0)
