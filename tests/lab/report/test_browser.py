@@ -204,14 +204,11 @@ def test_blocks_of_a_large_model_are_closed_and_can_be_opened(browser, reports):
 
 
 def test_paper_shows_the_whole_recipe_and_no_controls(page, tmp_path):
+    parts = ("#recipe-printed", "#recipe", "#slider", "#copy")
+    visible = "return [...arguments].map(part => document.querySelector(part).checkVisibility())"
+    assert page.run(visible, *parts) == [False, True, True, True]
     page.devtools("Emulation.setEmulatedMedia", media="print")
-    visible = "return document.querySelector(arguments[0]).checkVisibility()"
-    assert [page.run(visible, one) for one in ("#recipe-printed", "#recipe", "#slider", "#copy")] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert page.run(visible, *parts) == [True, False, False, False]
     assert page.run(
         "return document.getElementById('recipe-printed').textContent === document.getElementById('recipe').value"
     )

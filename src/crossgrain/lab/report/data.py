@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...gemm.operands import GEMMS
-from ...recipe import GemmRecipe
 from ..sensitivity import Effect, Sensitivity, Site
 from ..verify import Verification
 from ..verify.claims import MAY_NOT, claims
 from ..verify.text import growth_text, verdict_text
+from .choices import BASE, Meaning, code_of
 from .distributions import Distribution
 from .numbers import Pieces, short, thinned, triple, without_none
 
@@ -120,21 +120,8 @@ def _point(sensitivity: Sensitivity, point: Any) -> dict[str, Any]:
         "saving": short(fields["saving"]),
         "predicted": triple(fields["predicted"]),
         "recipe": str(fields["recipe"]),
-        "chosen": _chosen(sensitivity, fields["chosen"]),
+        "chosen": code_of(sensitivity, fields["chosen"]),
     }
-
-
-def _chosen(sensitivity: Sensitivity, chosen: Mapping[Any, str]) -> str:
-    """One character for each GEMM of each layer: "." for the base, else "a", "b", ... for the candidates."""
-    layers, labels = list(sensitivity.layers), list(sensitivity.candidates)
-    places = {Site(layer, gemm): number for number, (layer, gemm) in enumerate((a, b) for a in layers for b in GEMMS)}
-    found = ["."] * len(places)
-    for site, label in chosen.items():
-        number = site if isinstance(site, int) else places.get(Site(*site), -1)
-        if not 0 <= number < len(found) or label not in labels:
-            raise ValueError(f"a point of the frontier chooses {label!r} for {site}, which was not measured")
-        found[number] = chr(ord("a") + labels.index(label))
-    return "".join(found)
 
 
 # ---- verified recipes ------------------------------------------------------------------------------------------------
@@ -143,19 +130,20 @@ def _chosen(sensitivity: Sensitivity, chosen: Mapping[Any, str]) -> str:
 def _verified(
     verification: Verification, points: Sequence[Mapping[str, Any]], sensitivity: Sensitivity, pieces: Pieces
 ) -> dict[str, Any]:
-    places = {_canonical(point["recipe"]): number for number, point in enumerate(points)}
-    base = _canonical(sensitivity.base)
+    meaning, base = Meaning(sensitivity), BASE * len(sensitivity.layers) * len(GEMMS)
+    places = {point["chosen"]: number for number, point in reversed(list(enumerate(points)))}
     rows = []
     for row in verification.rows():
         text = verification.baseline_recipe if row.label == verification.baseline else verification.recipes[row.label]
-        found, place = row.paired, None if text is None else places.get(text)
+        found, code = row.paired, None if text is None else meaning.code_of(text)
+        place = None if code is None else places.get(code)
         rows.append(
             without_none(
                 {
                     "label": row.label,
                     "recipe": None if text is None else pieces.numbers_of(text),
                     "point": place,
-                    "saving": points[place]["saving"] if place is not None else 0 if text == base else None,
+                    "saving": points[place]["saving"] if place is not None else 0 if code == base else None,
                     "loss": None if row.diverged else short(row.loss),
                     "gap": None if found is None else triple(found.gap),
                     "seeds": None if found is None else [short(gap) for gap in found.by_seed.values()],
@@ -180,11 +168,6 @@ def _verified(
             "at": [step + 1 for step in thinned(verification.steps, _MOST_STEPS)],
         }
     )
-
-
-def _canonical(text: str) -> str:
-    """The text that a recipe writes itself as: verified recipes are found on the frontier by it."""
-    return str(GemmRecipe.load(text))
 
 
 def _curve(verification: Verification, label: str) -> list[Any]:
