@@ -11,7 +11,9 @@ from .explain import explain
 from .export import export
 from .formats import formats
 from .imports import import_modules
+from .inspect import inspect
 from .plan import plan
+from .replay import replay
 from .sensitivity import sensitivity
 from .train import train
 from .warmup import warmup
@@ -33,5 +35,5 @@ def before_every_command(modules: Modules = []) -> None:  # noqa: B006  # typer 
     import_modules(modules)
 
 
-for command in (compare, train, sensitivity, explain, plan, export, formats, warmup):
+for command in (compare, train, inspect, sensitivity, replay, explain, plan, export, formats, warmup):
     app.command()(command)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["nonfinite", "saturation", "error"]
+Kind = Literal["nonfinite", "saturation", "error", "block_error"]
 _HISTORY = 32  # looks that the usual value is the median of
 _FEWEST = 3  # looks before something can be unusual
 _SATURATION = 1e-3  # a smaller share is not worth a word
@@ -27,8 +27,9 @@ class BadStep:
         group: the group of a grouped layer; None without groups.
         tensor: "input", "weight" or "grad_output".
         direction: "rowwise" or "columnwise".
-        kind: "nonfinite", "saturation" or "error".
-        value: number of NaNs and infinities, share of numbers that were cut off, or relative error.
+        kind: "nonfinite", "saturation", "error" or "block_error".
+        value: number of NaNs and infinities, share of numbers that were cut off, relative error, or the relative error
+            that 90 % of the blocks do not exceed.
         usual: the median of the looks before; None if there were too few.
     """
 
@@ -53,6 +54,7 @@ class BadStep:
             "nonfinite": f"{self.value:.0f} numbers are NaN or infinite",
             "saturation": f"{self.value:.2%} of the numbers were cut off{_usually(self.usual, '.2%')}",
             "error": f"relative error {self.value:.3f}{_usually(self.usual, '.3f')}",
+            "block_error": f"relative error of the blocks {self.value:.3f} (90 %){_usually(self.usual, '.3f')}",
         }[self.kind]
         before = f"The look before was at step {self.looked_before}."
         return f"{where}: {what}. {'It was the first look.' if self.looked_before is None else before}"
@@ -66,9 +68,9 @@ class BadStepWatch:
     """Looks for the first bad step in records, in the order in which planes were made.
 
     A record is bad if its tensor or plane has NaNs or infinities; if more than 0.1 % of its numbers saturate, and four
-    times as many as usual; or if its relative error is twice the usual one. What is usual is the median of up to 32
-    looks before, and known after three. Saturation without a usual value is bad from 0.1 % on only where the scale was
-    given from outside, as by delayed scaling; other formats have their usual share.
+    times as many as usual; or if its relative error, or that of most blocks, is twice the usual one. What is usual is
+    the median of up to 32 looks before, and known after three. Saturation without a usual value is bad from 0.1 % on
+    only where the scale was given from outside, as by delayed scaling; other formats have their usual share.
 
     Attributes:
         first: what was found; None if nothing was.
@@ -76,8 +78,7 @@ class BadStepWatch:
 
     def __init__(self) -> None:
         self.first: BadStep | None = None
-        self._errors: dict[tuple[Any, ...], deque[float]] = {}
-        self._saturation: dict[tuple[Any, ...], deque[float]] = {}
+        self._history: dict[tuple[Any, ...], deque[float]] = {}
         self._last: int | None = None
         self._before: int | None = None
 
@@ -91,31 +92,39 @@ class BadStepWatch:
         if record["step"] != self._last:
             self._before, self._last = self._last, record["step"]
         key = tuple(record[name] for name in ("layer", "group", "tensor", "direction"))
-        errors = self._errors.setdefault(key, deque(maxlen=_HISTORY))
-        saturation = self._saturation.setdefault(key, deque(maxlen=_HISTORY))
-        found = self._problem(record, _usual(errors), _usual(saturation))
+        values: dict[Kind, float | None] = {
+            "saturation": record["saturation"],
+            "error": record["relative_error"],
+            "block_error": record["block_error"].get("90%"),
+        }
+        histories = {kind: self._history.setdefault((*key, kind), deque(maxlen=_HISTORY)) for kind in values}
+        usual = {kind: _usual(history) for kind, history in histories.items()}
+        found = _problem(record, values, usual)
         if found is not None:
             layer, group, tensor, direction = key
             self.first = BadStep(record["step"], self._before, layer, group, tensor, direction, *found)
             return
-        if record["relative_error"] is not None:
-            errors.append(record["relative_error"])
-        saturation.append(record["saturation"])
+        for kind, value in values.items():
+            if value is not None:
+                histories[kind].append(value)
 
-    @staticmethod
-    def _problem(
-        record: Mapping[str, Any], error: float | None, saturation: float | None
-    ) -> tuple[Kind, float, float | None] | None:
-        nonfinite = record["nan"] + record["inf"]
-        if nonfinite or record["nonfinite"]:
-            return "nonfinite", float(nonfinite) or record["nonfinite"] * _numbers(record), None
-        cut = record["saturation"]
-        given = "given scale" in record["format"]
-        if cut > _SATURATION and (given if saturation is None else cut > _MORE_SATURATION * saturation):
-            return "saturation", cut, saturation
-        if error and record["relative_error"] and record["relative_error"] > _MORE_ERROR * error:
-            return "error", record["relative_error"], error
-        return None
+
+def _problem(
+    record: Mapping[str, Any], values: Mapping[Kind, float | None], usual: Mapping[Kind, float | None]
+) -> tuple[Kind, float, float | None] | None:
+    nonfinite = record["nan"] + record["inf"]
+    if nonfinite or record["nonfinite"]:
+        return "nonfinite", float(nonfinite) or record["nonfinite"] * _numbers(record), None
+    cut, usually_cut = record["saturation"], usual["saturation"]
+    given = "given scale" in record["format"]
+    if cut > _SATURATION and (given if usually_cut is None else cut > _MORE_SATURATION * usually_cut):
+        return "saturation", cut, usually_cut
+    errors: tuple[Kind, ...] = ("error", "block_error")
+    for kind in errors:
+        value, before = values[kind], usual[kind]
+        if value and before and value > _MORE_ERROR * before:
+            return kind, value, before
+    return None
 
 
 def _numbers(record: Mapping[str, Any]) -> int:
