@@ -2,10 +2,12 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from crossgrain.lab import write_report
+from crossgrain.lab.intervals import Estimate
 from crossgrain.lab.report.numbers import short
 from crossgrain.lab.sensitivity import Site
 from crossgrain.lab.verify import BranchRun
@@ -126,3 +128,10 @@ def test_distributions_of_other_layers_are_refused(changed, message, tmp_path):
     one = samples.distributions(samples.SMALL)[0]
     with pytest.raises(ValueError, match=message):
         write_report(tmp_path / "r.html", samples.sensitivity(), distributions=[{**one, **changed}])
+
+
+def test_points_may_be_objects_with_estimates(written):
+    result = samples.sensitivity()
+    mapping = samples.frontier(result, 3)[1]
+    point = SimpleNamespace(**{**mapping, "predicted": Estimate(*mapping["predicted"], 8)})
+    assert written(sensitivity=result, frontier=[point]).data == written(sensitivity=result, frontier=[mapping]).data

@@ -110,8 +110,11 @@ def _points(sensitivity: Sensitivity, given: Sequence[Any]) -> list[dict[str, An
 
 
 def _point(sensitivity: Sensitivity, point: Any) -> dict[str, Any]:
-    fields = point if isinstance(point, Mapping) else vars(point)
-    missing = [name for name in ("saving", "predicted", "recipe", "chosen") if name not in fields]
+    names = ("saving", "predicted", "recipe", "chosen")
+    fields: Mapping[str, Any] = (
+        point if isinstance(point, Mapping) else {name: getattr(point, name, None) for name in names}
+    )
+    missing = [name for name in names if fields.get(name) is None]
     if missing:
         raise ValueError(
             f"a point of the frontier needs saving, predicted, recipe and chosen; there is no {missing[0]}"

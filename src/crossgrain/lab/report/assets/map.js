@@ -12,10 +12,15 @@ const scales = Object.fromEntries(Object.keys(QUANTITIES).map((quantity) => {
   const superscript = [...String(power)].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("");
   const name = quantity === "loss" ? (power ? `10⁻${superscript} ${unit}` : unit) : power === 2 ? `% ${unit}` : `10⁻⁶ ${unit}`;
   const factor = 10 ** power;
-  return [quantity, { top, factor, name, decimals: top * factor >= 100 ? 1 : top * factor >= 1 ? 2 : 3 }];
+  return [quantity, { top, factor, name }];
 }));
 
-const scaled = (value, scale) => minus((value * scale.factor).toFixed(scale.decimals).replace(/^-(0\.?0*)$/, "$1"));
+// Mean and half of the interval in the unit of a scale, as in `aligned`, but with at most four decimals.
+function scaled(triple, scale) {
+  const mean = triple[0] * scale.factor, width = half(triple) === null ? null : half(triple) * scale.factor;
+  const decimals = Math.max(0, Math.min(4, width > 0 ? 1 - Math.floor(Math.log10(width)) : 4));
+  return [mean, width].map((value) => (value === null ? "?" : minus(value.toFixed(decimals).replace(/^-(0\.?0*)$/, "$1"))));
+}
 const shade = (value, scale) => (scale.top ? Math.sqrt(Math.min(1, Math.max(0, value) / scale.top)) : 0).toFixed(3);
 
 const cells = []; // by site: {button, layer, gemm, ...}
@@ -86,11 +91,10 @@ function choiceAt(site) {
 const isMoved = (candidate) => candidate !== null && data.candidates[candidate].label !== data.base;
 
 function fill(box, triple, gemm, extra) {
-  const quantity = quantityOf(gemm), scale = scales[quantity], width = triple && half(triple);
+  const quantity = quantityOf(gemm), scale = scales[quantity], [mean, width] = triple ? scaled(triple, scale) : [];
   box.className = `cell hue-${quantity}${extra.class || ""}${triple ? "" : " empty"}${triple && contains(triple, 0) ? " unclear" : ""}`;
   box.style.setProperty("--t", triple ? shade(triple[0], scale) : 0);
-  box.replaceChildren(...(triple ? [el("span", { class: "mean", text: scaled(triple[0], scale) }),
-    el("span", { class: "half", text: width === null ? "± ?" : `± ${scaled(width, scale)}` })] : [el("span", { text: "–" })]),
+  box.replaceChildren(...(triple ? [el("span", { class: "mean", text: mean }), el("span", { class: "half", text: `± ${width}` })] : [el("span", { text: "–" })]),
     ...(extra.mark ? [el("span", { class: "mark", "aria-hidden": "true", text: extra.mark })] : []));
 }
 
@@ -143,7 +147,7 @@ function paintLegend() {
   const marks = data.candidates.map((candidate, i) => [candidate, i]).filter(([, i]) => isMoved(i) && used.has(String.fromCharCode(97 + i)));
   byId("legend").replaceChildren(
     ...shown.map((quantity) => el("span", { class: `scale hue-${quantity}` }, `${QUANTITIES[quantity].name}: 0`, el("span", { class: "ramp" }),
-      scales[quantity].name.startsWith("10") ? `${scaled(scales[quantity].top, scales[quantity])} · ${scales[quantity].name}` : `${scaled(scales[quantity].top, scales[quantity])} ${scales[quantity].name}`)),
+      `${number(scales[quantity].top * scales[quantity].factor)} ${scales[quantity].name.startsWith("10") ? "· " : ""}${scales[quantity].name}`)),
     ...marks.map(([candidate, i]) => el("span", { class: "scale" }, `${SHAPES[i % SHAPES.length]} and a frame: moves to ${candidate.label} at this budget`)),
     ...(blocks.length ? [el("span", { class: "scale", text: "A closed block shows its largest layer, and how many move." })] : []),
     el("span", { class: "scale" }, el("span", { class: "dotted", text: "dotted" }), "the interval contains 0"));

@@ -39,14 +39,10 @@ function drawGaps() {
   const [low, high] = range(rows.flatMap((row) => row.curve), known(tolerance) ? [tolerance] : []);
   const widest = Math.max(40, ...rows.map((row) => row.label.length * 7 + 16));
   const drawing = chart(byId("gaps-chart"), {
-    title: `Gap to ${baseline} by step`, x: [1, at.at(-1)], y: [low, high], xLabel: "step", yLabel: "gap, nats per token", right: Math.min(170, widest),
+    title: `Gap to ${baseline} by step`, x: [1, at.at(-1)], y: [low, high], xLabel: "step", yLabel: "gap, nats per token", right: Math.min(170, widest, Math.max(60, 0.28 * byId("gaps-chart").clientWidth)),
     summary: rows.map((row) => `${row.label}: ${number(row.curve[0][0])} at the begin, ${interval(row.curve.at(-1))} at the end${row.grows ? ", grows" : ""}`).join("; ") || "nothing is shown" });
   const inside = clipped(drawing, svg("g", {}));
   drawing.root.append(inside);
-  if (known(tolerance)) {
-    drawing.root.append(svg("line", { class: "tolerance", x1: drawing.left, x2: drawing.width - drawing.right, y1: drawing.Y(tolerance), y2: drawing.Y(tolerance) }),
-      svg("text", { class: "tolerance-text", x: drawing.left + 6, y: drawing.Y(tolerance) - 5, text: "tolerance" }));
-  }
   const places = apart(rows.map((row) => drawing.Y(row.curve.at(-1)[0])), 15, drawing.top + 8, drawing.height - drawing.bottom);
   rows.forEach((row, i) => {
     inside.append(...[band(drawing, at, row.curve, colourOf(row))].filter(Boolean), curve(drawing, at, row.curve, colourOf(row), dashOf(row)));
@@ -54,4 +50,8 @@ function drawGaps() {
     const text = row.label.length > longest ? `${row.label.slice(0, longest - 1)}…` : row.label;
     drawing.root.append(svg("text", { class: "name", "--c": colourOf(row), x: drawing.width - drawing.right + 8, y: places[i] + 4, text }));
   });
+  if (known(tolerance)) {
+    drawing.root.append(svg("line", { class: "tolerance", x1: drawing.left, x2: drawing.width - drawing.right, y1: drawing.Y(tolerance), y2: drawing.Y(tolerance) }),
+      svg("text", { class: "tolerance-text", x: drawing.left + 6, y: drawing.Y(tolerance) - 5, text: "tolerance" }));
+  }
 }
