@@ -1,6 +1,6 @@
-"""`CrossgrainPrecision`, a precision plugin for Lightning's `Trainer`.
+"""`CrossgrainPrecision`, a precision plugin for Lightning's `Trainer`, and `InspectorCallback`.
 
-    trainer = Trainer(plugins=CrossgrainPrecision("mxfp8", skip="head"))
+    trainer = Trainer(plugins=CrossgrainPrecision("mxfp8", skip="head"), callbacks=InspectorCallback("stats.jsonl"))
     trainer.fit(module, data)
 
 The package is `lightning` or `pytorch_lightning`: the one that the program has imported first.
@@ -17,14 +17,19 @@ from torch import nn
 
 from ..convert import ConvertReport, convert
 from ..files.random_state import get_random_state, set_random_state
+from ..lab.inspect import Inspector
+from ..lab.inspect.inspector import Where
 from ..recipe import Recipe, as_recipe
 from .conversion import Choices, Conversion
+from .inspection import InspectedTraining
 from .needs import not_installed
 
 try:
     if "lightning.pytorch" in sys.modules:
+        from lightning.pytorch.callbacks import Callback
         from lightning.pytorch.plugins.precision import Precision
     else:
+        from pytorch_lightning.callbacks import Callback
         from pytorch_lightning.plugins.precision import Precision
 except ImportError as error:
     raise not_installed("pytorch_lightning", "lightning", error) from error
@@ -123,3 +128,46 @@ class CrossgrainPrecision(Precision):
 
 def _has_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+class InspectorCallback(Callback):
+    """Looks at all tensors that a module quantizes, every few optimizer steps of a Lightning `Trainer`.
+
+    Steps are counted as ``trainer.global_step`` counts them, also after a resumption. Validation is not looked at.
+
+    Args:
+        to: where to write, as for `crossgrain.lab.Inspector`.
+        **options: further arguments of the Inspector: ``every``, ``what_if``, ``rows``, ``draws``, ``layers``.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    def __init__(self, to: Where = None, **options: Any) -> None:
+        super().__init__()
+        self._training = InspectedTraining(to, options)
+        self._steps = 0
+
+    @property
+    def inspector(self) -> Inspector | None:
+        """The Inspector of the run, with its report; None before training begins."""
+        return self._training.inspector
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to look. Lightning calls this."""
+        self._steps = trainer.global_step
+        self._training.begin(pl_module, self._steps)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """End a step, unless gradients are only accumulated. Lightning calls this."""
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self._training.end_step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the run. Lightning calls this."""
+        self._training.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End a run that fails. Lightning calls this."""
+        self._training.end(failed=True)

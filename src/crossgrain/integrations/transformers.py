@@ -3,7 +3,8 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[CrossgrainCallback("nvfp4", skip="first 2 blocks")])
     trainer.train()
 
-`convert_from` converts a model like the one whose `save_pretrained` wrote a directory.
+`InspectorCallback` looks at what it quantizes. `convert_from` converts a model like the one whose `save_pretrained`
+wrote a directory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from torch import nn
 
 from ..convert import ConvertReport, ScheduledConversion, convert
 from ..files.random_state import get_random_state, set_random_state
+from ..lab.inspect import Inspector
+from ..lab.inspect.inspector import Where
 from ..recipe import Recipe, RecipeSchedule
 from .conversion import FILE, Choices, Conversion, read_recipe
+from .inspection import InspectedTraining
 from .needs import not_installed
 from .wrappers import is_bound_to, is_converted, unwrapped, why_too_late
 
@@ -30,7 +34,7 @@ except ImportError as error:
 from .pretrained import convert_from, load_original_names, save_with_pretrained
 from .saturation import Saturation
 
-__all__ = ["CrossgrainCallback", "convert_from"]
+__all__ = ["CrossgrainCallback", "InspectorCallback", "convert_from"]
 
 # So many steps that every phase that is a number of steps is a small part of them.
 _MANY_STEPS = 10**12
@@ -224,3 +228,36 @@ class CrossgrainCallback(TrainerCallback, ExportableState):
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
+
+
+class InspectorCallback(TrainerCallback):
+    """Looks at all tensors that a model quantizes, every few optimizer steps of a `transformers.Trainer`.
+
+    >>> callbacks=[CrossgrainCallback("nvfp4"), InspectorCallback("stats.jsonl", every=500, what_if=["mxfp8"])]
+
+    Steps are those of the Trainer, also after a resumption. Evaluation is not looked at.
+
+    Args:
+        to: where to write, as for `crossgrain.lab.Inspector`.
+        **options: further arguments of the Inspector: ``every``, ``what_if``, ``rows``, ``draws``, ``layers``.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    def __init__(self, to: Where = None, **options: Any) -> None:
+        self._training = InspectedTraining(to, options)
+
+    @property
+    def inspector(self) -> Inspector | None:
+        """The Inspector of the run, with its report; None before training begins."""
+        return self._training.inspector
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._training.begin(model, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training.end_step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training.end()

@@ -237,8 +237,8 @@ class Inspector:
             raise
         finally:
             with self._lock:
-                began = self._found or self._left_out or not self._latest.looks
-                if began or not closing:  # else it is a step after the last
+                began = self._found or not self._latest.looks
+                if began or not closing:  # else it is a step after the last, perhaps with a validation
                     self._write_look(failed)
 
     def _write_look(self, failed: bool) -> None:
