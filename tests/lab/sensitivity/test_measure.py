@@ -76,7 +76,7 @@ def test_all_sites_are_there_with_base_and_candidates(measured):
     assert all(set(effects) == {"mxfp8", NEAREST} for effects in s.effects.values())
     assert s.batches == 3 and not s.notes and not s.left_out and not s.interrupted
     assert s.layers["up"].inputs == 32 and s.layers["up"].outputs == 64 and s.layers["up"].tokens == 64
-    assert s.loss == pytest.approx(sum(float(loss_fn(measured[0], b)) for b in batches()) / 3)
+    assert s.loss == pytest.approx(sum(loss_fn(measured[0], b).item() for b in batches()) / 3)
 
 
 @pytest.mark.parametrize("layer", ["up", "down", "out"])
@@ -333,3 +333,44 @@ def test_a_loss_that_does_not_call_the_model_is_said():
             base="hp",
             candidates=["mxfp8"],
         )
+
+
+@pytest.mark.parametrize("compiled", ["whole", "part"])
+def test_a_compiled_model_is_refused(compiled):
+    model = small()
+    if compiled == "whole":
+        model = torch.compile(model)
+    else:
+        model.up = torch.compile(model.up)
+    with pytest.raises(ValueError, match="is compiled, and a compiled graph cannot be seen into"):
+        sensitivity(model, batches(), loss_fn, base="hp", candidates=["mxfp8"])
+
+
+def test_weights_that_are_kept_quantized_are_measured_as_they_are_and_it_is_said():
+    with cg.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(nn.Embedding(16, 32), cg.Linear(32, 64, name="1"), nn.ReLU(), cg.Linear(64, 32, name="3"))
+    s = sensitivity(model, batches(), loss_fn, base="hp", candidates=[NEAREST], include="3")
+    assert set(s.layers) == {"1", "3"} and any("kept quantized are decoded" in note for note in s.notes)
+    assert all(s.effect(layer, "wgrad", NEAREST).noise.mean > 0 for layer in s.layers)
+    assert all(s.effect(layer, "dgrad", NEAREST).noise.mean > 0 for layer in s.layers)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.table, self.rest = nn.Embedding(16, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        self.how = how
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.rest(x) if self.how is None else torch.utils.checkpoint.checkpoint(self.rest, x, **self.how)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_have_the_same_numbers(reentrant):
+    found = []
+    for how in (None, {"use_reentrant": reentrant}):
+        torch.manual_seed(0)
+        options = {"base": "hp", "candidates": ["nvfp4(sr)"], "include": "rest.2"}
+        found.append(sensitivity(Recomputed(how), batches(), loss_fn, **options))
+    assert numbers(found[0]) == numbers(found[1])

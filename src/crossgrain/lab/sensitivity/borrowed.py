@@ -20,7 +20,7 @@ from ...recipe import GemmRecipe
 from ...recipe.binding import check_names, layers_of
 from ...tensor import QuantizedTensor
 
-HIGH_PRECISION = GemmRecipe.load("all: hp")
+HIGH_PRECISION = GemmRecipe.load("all: hp, allow_mixed: true")  # weights that are kept quantized are decoded
 
 
 @dataclass
@@ -92,8 +92,9 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
         include: layers to measure that stay in high precision by default, as in `convert`.
 
     Raises:
-        ValueError: the model has no linear layer, or a layer is not named by its path.
+        ValueError: the model has no linear layer or is compiled, or a layer is not named by its path.
     """
+    _refuse_compiled(model)
     with _restoring(model), torch.random.fork_rng(devices=[]):
         norms = any(isinstance(module, ConvertedNorm) for module in model.modules())
         with warnings.catch_warnings(record=True) as caught:
@@ -109,7 +110,19 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
                 parameter.requires_grad_(True)
         left = {name: why for name, why in report.left.items() if name in types or name in report.unasked}
         notes = [str(warning.message) for warning in caught]
+        if any(isinstance(own, QuantizedTensor) for own in model.parameters()):
+            notes.append("weights that are kept quantized are decoded, and their decoded numbers are measured")
         yield BorrowedModel(model, measured, left, trained, notes, _owners(model, measured))
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+            where = f"{path} of this model" if path else "this model"
+            raise ValueError(
+                f"{where} is compiled, and a compiled graph cannot be seen into. Pass the model that was compiled: its "
+                "attribute _orig_mod"
+            )
 
 
 def _owners(model: nn.Module, layers: dict[str, str]) -> dict[str, nn.Module]:

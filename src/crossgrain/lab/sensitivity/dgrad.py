@@ -65,7 +65,7 @@ def _only_dgrad(run: Run, candidate: Candidate, layers: list[str]) -> GemmRecipe
         formats = candidate.layer_formats(layer, run.result.layers[layer].module_type)
         settings = {f"dgrad.{tensor}": formats.format("dgrad", tensor).value for tensor in GEMMS["dgrad"]}
         rules.append((layer, settings))
-    return GemmRecipe("hp", "hp", "hp", rules=rules, allow_mixed=candidate.recipe.allow_mixed)
+    return GemmRecipe("hp", "hp", "hp", rules=rules, allow_mixed=True)
 
 
 def _error_of_group(

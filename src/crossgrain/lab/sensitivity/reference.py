@@ -47,8 +47,8 @@ def measure_reference(run: Run, grouping: Grouping) -> None:
             losses.append(run.backward(at))
         if not look.rows:
             raise ValueError(
-                "no linear layer of this model was seen in its backward pass. A compiled model cannot be seen into: "
-                "pass the model inside; and loss_fn must call the model that it gets"
+                "no linear layer of this model was seen in its backward pass. loss_fn must call the model that it "
+                "gets, and layers in float64, and layers inside of a compiled function, are not seen"
             )
         run.token_counts.append(tokens_of(batch, run.tokens, labels.tokens, look.rows, run.lent.module_types))
         run.has_labels = labels.tokens > 0
