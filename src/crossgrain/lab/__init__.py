@@ -3,6 +3,7 @@
 from ..gpt import GPT, PRESETS, GPTConfig, Preset, Run, Text, Trainer, load_text
 from .compare import Comparison, compare
 from .inspect import Inspection, Inspector, JsonlWriter, TensorBoardWriter, WandbWriter, read_inspection
+from .replay import Replay, ReplayError, ReplayStep, replay
 from .report import write_report
 from .sensitivity import Sensitivity, sensitivity
 from .start import Start
@@ -18,6 +19,9 @@ __all__ = [
     "Inspector",
     "JsonlWriter",
     "Preset",
+    "Replay",
+    "ReplayError",
+    "ReplayStep",
     "Run",
     "Sensitivity",
     "Start",
@@ -29,6 +33,7 @@ __all__ = [
     "compare",
     "load_text",
     "read_inspection",
+    "replay",
     "sensitivity",
     "verify",
     "write_report",
