@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ..files import latest_checkpoint
 from ..gpt.training import Run, Trainer
-from .output import AsJson, print_json, progress_bar
+from .output import AsJson, fail, print_json, progress_bar
 from .recipes import RecipeText, load_schedule, mistakes_are_shown
 from .sizes import Size, SizeName, Steps, preset_of
+
+Save = Annotated[
+    Path | None, typer.Option("--save", metavar="DIR", help="Save checkpoints there, for crossgrain replay.")
+]
+SaveEvery = Annotated[int | None, typer.Option(min=1, help="Save every so many steps; default: ten times.")]
 
 
 def train(
@@ -19,6 +26,8 @@ def train(
     size: Size = SizeName.tiny,  # type: ignore[attr-defined]
     steps: Steps = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights, the data and stochastic rounding.")] = 0,
+    save: Save = None,
+    save_every: SaveEvery = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a small byte-level GPT with a recipe, and print its validation loss.
@@ -26,7 +35,12 @@ def train(
     Ctrl-C stops it and prints the results so far.
     """
     preset, loaded = preset_of(size, steps), load_schedule(recipe)
+    every = save_every or max(1, preset.steps // 10)
+    if save_every is not None and save is None:
+        raise fail("--save-every needs --save, the directory for the checkpoints", code=2)
     with mistakes_are_shown():
+        if save is not None and latest_checkpoint(save) is not None:
+            raise fail(f"--save {save}: there are checkpoints of another run. Choose another directory", code=2)
         trainer = Trainer(preset, loaded, seed)
     console = Console(highlight=False)
     if not as_json:
@@ -38,6 +52,9 @@ def train(
 
         def on_step(run: Run) -> None:
             done = len(run.losses)
+            if save is not None and (done % every == 0 or done == preset.steps):
+                with mistakes_are_shown():
+                    trainer.save(save)
             progress.update(task, completed=done, description=f"loss {run.losses[-1]:.3f}")
             if not as_json and run.validation and run.validation[-1][0] == done:
                 console.print(f"{done:5d} {run.losses[-1]:10.4f} {run.validation[-1][1]:12.4f}")

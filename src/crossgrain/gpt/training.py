@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..convert import ScheduledConversion, convert
+from ..files import Checkpoint, load_checkpoint, save_checkpoint
+from ..files.random_state import get_random_state, set_random_state
 from ..recipe import Recipe, RecipeSchedule
 from .data import even_batch, load_text, random_batch
 from .model import GPT, GPTConfig
 
+_EXTRA = "crossgrain_gpt"  # in checkpoints
 _UNTIMED = 3  # steps in which kernels are compiled and caches fill
 
 
@@ -73,6 +79,7 @@ class Trainer:
 
     Attributes:
         model: the GPT.
+        optimizer: its optimizer.
         run: the results so far.
     """
 
@@ -87,15 +94,17 @@ class Trainer:
         elif recipe is not None:
             convert(self.model, recipe)
         self._data = torch.Generator().manual_seed(seed)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95))
+        self._random_state: dict[str, Any] | None = None  # where a run that was saved goes on
         self._validation_data = even_batch(load_text().validation, preset.validation_batch, preset.model.context)
 
     def train(self, on_step: Callable[[Run], None] | None = None) -> Run:
         """Run all steps, and call ``on_step`` after each. Ctrl-C ends it early and keeps the results so far."""
         run = self.run
         try:
-            run.saved_bytes = saved_bytes(self.model, *self._batch_without_trace())
-            with _random_numbers(run.seed):  # stochastic rounding draws them
+            if self._random_state is None:
+                run.saved_bytes = saved_bytes(self.model, *self._batch_without_trace())
+            with self._random_numbers():
                 self._steps(on_step)
         except KeyboardInterrupt:
             run.interrupted = True
@@ -114,6 +123,87 @@ class Trainer:
             if on_step is not None:
                 on_step(run)
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, root: str | os.PathLike[str]) -> Path:
+        """Save a checkpoint to ``root/step-<steps done>``; see `crossgrain.files.save_checkpoint`."""
+        run = self.run
+        contents = {
+            "preset": asdict(self.preset),
+            "schedule": None if self._schedule is None else str(self._schedule.schedule),
+            "seed": run.seed,
+            "losses": run.losses,
+            "validation": [list(pair) for pair in run.validation],
+            "saved_bytes": run.saved_bytes,
+            "data": self._data.get_state(),
+        }
+        return save_checkpoint(root, len(run.losses), extras={_EXTRA: contents}, **self._objects())
+
+    @classmethod
+    def resumed(cls, path: str | os.PathLike[str]) -> Trainer:
+        """A trainer that goes on, bit for bit, where `save` has saved one.
+
+        Args:
+            path: a checkpoint, or a directory of checkpoints, of which the latest is loaded.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            DamagedFileError: a file of the checkpoint is missing, truncated or modified.
+            ValueError: it is not a checkpoint of this GPT.
+        """
+        found = load_checkpoint(path, random_state=False)
+        contents = _contents(found)
+        preset = Preset(**{**contents["preset"], "model": GPTConfig(**contents["preset"]["model"])})
+        schedule = contents["schedule"]
+        recipe = found.recipe() if schedule is None else RecipeSchedule.load(schedule)
+        trainer = cls(preset, recipe, contents["seed"])
+        before = get_random_state()
+        try:
+            load_checkpoint(found.path, **trainer._objects())
+            trainer._random_state = get_random_state()
+        finally:
+            set_random_state(before)
+        trainer._data.set_state(contents["data"])
+        run = trainer.run
+        run.losses, run.saved_bytes = list(contents["losses"]), contents["saved_bytes"]
+        run.validation = [(step, loss) for step, loss in contents["validation"]]
+        return trainer
+
+    def train_to(self, steps: int) -> None:
+        """Do steps until so many are done, without validation, and stay there.
+
+        Raises:
+            ValueError: more steps are done already.
+        """
+        if steps < len(self.run.losses):
+            raise ValueError(f"{len(self.run.losses)} steps are done already, which is more than {steps}")
+        with self._random_numbers():
+            while len(self.run.losses) < steps:
+                self._step()
+            self._random_state = get_random_state()
+
+    @property
+    def random_state(self) -> dict[str, Any]:
+        """The states of the random number generators before the next step."""
+        with self._random_numbers():
+            return get_random_state()
+
+    def _objects(self) -> dict[str, Any]:
+        objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        return objects if self._schedule is None else {**objects, "schedule": self._schedule}
+
+    @contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        """Use the random numbers of this run, which stochastic rounding draws, inside the block."""
+        before = get_random_state()
+        try:
+            with _random_numbers(self.run.seed):
+                if self._random_state is not None:
+                    set_random_state(self._random_state)
+                yield
+        finally:
+            set_random_state(before)
+
     @torch.no_grad()
     def validate(self) -> float:
         """Loss on the validation text, in nats per byte. Does not change the training."""
@@ -124,16 +214,24 @@ class Trainer:
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        self._set_learning_rate()
-        loss = self.model.loss(*self._batch())
-        self._optimizer.zero_grad()
+        loss = self.model.loss(*self.next_batch())
+        self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
+        self.update()
         if self._schedule is not None:
             self._schedule.step()
         self.run.losses.append(loss.item())
         self.run.step_seconds.append(time.perf_counter() - begin)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The batch of the next step. Each call goes on in the data."""
+        return random_batch(load_text().train, self.preset.batch, self.preset.model.context, self._data)
+
+    def update(self) -> None:
+        """Clip the gradients and update the weights, at the learning rate of the next step."""
+        self._set_learning_rate()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
 
     def _set_learning_rate(self) -> None:
         """Increase it over the first tenth of the steps, then decrease it to a tenth along a cosine."""
@@ -141,17 +239,30 @@ class Trainer:
         warmup = max(1, steps // 10)
         up = min(1.0, (step + 1) / warmup)
         down = 0.55 + 0.45 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.preset.learning_rate * up * down
-
-    def _batch(self) -> tuple[Tensor, Tensor]:
-        return random_batch(load_text().train, self.preset.batch, self.preset.model.context, self._data)
 
     def _batch_without_trace(self) -> tuple[Tensor, Tensor]:
         state = self._data.get_state()
-        batch = self._batch()
+        batch = self.next_batch()
         self._data.set_state(state)
         return batch
+
+
+def losses_in(path: str | os.PathLike[str]) -> list[float]:
+    """The losses of all steps before a checkpoint of `Trainer.save`.
+
+    Raises:
+        ValueError: it is not a checkpoint of this GPT.
+    """
+    return list(_contents(load_checkpoint(path, random_state=False))["losses"])
+
+
+def _contents(found: Checkpoint) -> dict[str, Any]:
+    contents: dict[str, Any] | None = found.extras.get(_EXTRA)
+    if contents is None:
+        raise ValueError(f"{found.path} was not saved by crossgrain train: it is no checkpoint of its small GPT")
+    return contents
 
 
 @contextmanager
