@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, groups, inference, kernels, linear, others, products, sensitivity, small
+from . import chart, gpt, groups, inference, inspect, kernels, linear, others, products, sensitivity, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "groups", "products", "inference", "linear", "gpt", "sensitivity", "others")
+PARTS = ("kernels", "small", "groups", "products", "inference", "linear", "gpt", "inspect", "sensitivity", "others")
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -105,6 +105,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         tokens = f"{gpt.BATCH * config.context} tokens, width {config.width}, {config.layers} layers"
         title = f"GPT forward + backward, {tokens}, multiples of fp32 (target)"
         print_table(title, ("recipe", "time", "saved by linear layers"), gpt.rows(seconds, report["gpt"]))
+    if "inspect" in options.parts:
+        report["inspect"] = inspect.run(options.quick, options.only, options.repeats)
+        title = "lab.Inspector on a GPT, CPU time: a look in steps, and its share at every=100; a step between looks"
+        head = ("size", "recipe", "what ifs", "step", "look, steps", "share", "step between")
+        print_table(title, head, inspect.rows(report["inspect"]))
     if "sensitivity" in options.parts:
         config = sensitivity.QUICK_CONFIG if options.quick else sensitivity.CONFIG
         report["sensitivity"] = sensitivity.run(config, options.only, options.repeats)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import calls, groups, linear, others, products, small
+from benchmarks import calls, groups, inspect, linear, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times, one_thread
 from crossgrain.formats import formats
@@ -129,6 +129,14 @@ def test_what_another_library_cannot_do_is_a_note():
     works = others._working({"a": len, "b": convert}, lambda what: what([]), notes)
     assert works == {"a": len}
     assert notes == ["torchao, convert: not on this machine: RuntimeError: needs a GPU"]
+
+
+def test_what_an_inspector_costs(quick):
+    printed, report = quick("inspect")
+    cases = {(timing["recipe"], timing["what_if"]) for timing in report["inspect"]}
+    assert cases == {(recipe, count) for recipe in inspect.RECIPES for count in (0, 2)}
+    assert all(timing["step_seconds"] > 0 and timing["idle"] > 0 for timing in report["inspect"])
+    assert "share" in printed
 
 
 def test_slow_jobs_are_repeated_less_often():

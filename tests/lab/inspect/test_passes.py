@@ -5,7 +5,14 @@ import torch
 
 from crossgrain.kernels.choice import using_backend
 from crossgrain.kernels.reference.hadamard import rotate
-from crossgrain.lab.inspect.passes import add_error, block_sums, compiled_sums, plain_sums, rotated
+from crossgrain.lab.inspect.passes import (
+    add_error,
+    block_sums,
+    compiled_sums,
+    count_exponents,
+    plain_sums,
+    rotated,
+)
 
 
 def operands(rows=70, columns=100):
@@ -35,6 +42,16 @@ def test_one_bound_serves_all_blocks():
     bound = torch.tensor([[1.5]])
     found, expected = (sums(x, x, decoded, bound, (1, 32)) for sums in (compiled_sums, plain_sums))
     assert found.cut == expected.cut == int((x.abs() > 1.5).sum())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_scales_are_counted_by_exponent(backend):
+    factors = torch.tensor([[1.0, 1.5, 2.0, 0.0, 2.0**-149], [float("nan"), float("inf"), 0.0, 3.0, 2.0**-126]])
+    power = torch.ones(2, 5, dtype=torch.float64)
+    power[0, 0] = 0
+    with using_backend(backend):
+        counts, there, zero = count_exponents(factors, power)
+    assert counts == {-149: 1, -126: 1, 0: 1, 1: 2} and (there, zero) == (9, 2)
 
 
 def test_the_rotation_has_the_bits_of_the_reference():

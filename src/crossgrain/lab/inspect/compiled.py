@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -21,36 +22,55 @@ def compiled(function: Any) -> Any:
 
 
 def sums(numbers, rounded, decoded, bounds, high, long, noise, power):
-    """See `passes.block_sums`. ``noise`` and ``power`` are written."""
+    """See `passes.block_sums`. ``noise`` and ``power``, which are zero, are written."""
     rows, columns = numbers.shape
     one_bound = bounds.shape[0] == 1 and bounds.shape[1] == 1
+    one, zero = np.float32(1), np.float32(0)  # also for counting: float32 vectorizes
     against, nonzero, lost, cut = 0.0, 0, 0, 0
-    for i in range(noise.shape[0]):
+    for r in range(rows):
+        i = r // high
+        product, here, gone = zero, zero, zero
+        for c in range(columns):
+            number, value = numbers[r, c], decoded[r, c]
+            product += (value - number) * number
+            there = one if rounded[r, c] != 0 else zero
+            here += there
+            gone += there if value == 0 else zero
+        against += product
+        nonzero += int(here)
+        lost += int(gone)
         for j in range(noise.shape[1]):
+            first, last = j * long, min(columns, (j + 1) * long)
             bound = bounds[0, 0] if one_bound else bounds[i, j]
             bound = bound if bound > 0 else np.float32(np.inf)
-            of_noise, of_power = 0.0, 0.0
-            for r in range(i * high, min(rows, (i + 1) * high)):
-                # Sums of a row in fp32, which vectorizes, and sums of rows in fp64.
-                row_noise, row_power, row_product = np.float32(0), np.float32(0), np.float32(0)
-                here, gone, beyond = np.int32(0), np.int32(0), np.int32(0)
-                for c in range(j * long, min(columns, (j + 1) * long)):
-                    number, value, rounded_number = numbers[r, c], decoded[r, c], rounded[r, c]
-                    error = value - number
-                    row_noise += error * error
-                    row_power += number * number
-                    row_product += error * number
-                    here += np.int32(rounded_number != 0)
-                    gone += np.int32((value == 0) & (rounded_number != 0))
-                    beyond += np.int32(abs(rounded_number) > bound)
-                of_noise += row_noise
-                of_power += row_power
-                against += row_product
-                nonzero += here
-                lost += gone
-                cut += beyond
-            noise[i, j], power[i, j] = of_noise, of_power
+            x, y, z = numbers[r, first:last], rounded[r, first:last], decoded[r, first:last]
+            row_noise, row_power, beyond = zero, zero, zero
+            for c in range(last - first):
+                error = z[c] - x[c]
+                row_noise += error * error
+                row_power += x[c] * x[c]
+                beyond += one if abs(y[c]) > bound else zero
+            noise[i, j] += row_noise
+            power[i, j] += row_power
+            cut += int(beyond)
     return against, nonzero, lost, cut
+
+
+def exponents(factors, power, counts):
+    """Count positive scales by exponent, those of blocks without ``power`` aside; return all, and how many are zero.
+
+    ``counts`` has a place for each exponent from -149 on, and is written.
+    """
+    there, zero = 0, 0
+    for i in range(len(factors)):
+        if power[i] > 0:
+            there += 1
+            factor = factors[i]
+            if factor == 0:
+                zero += 1
+            elif 0 < factor < np.inf:
+                counts[math.frexp(factor)[1] - 1 + 149] += 1
+    return there, zero
 
 
 def add(total, decoded, numbers):

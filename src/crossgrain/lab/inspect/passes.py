@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from ... import kernels
 from ...formats import HADAMARD_SIZE
 from ...kernels.reference.blocks import blocked
 from ...kernels.reference.hadamard import rotate, signs
-from .compiled import add, compiled, rotation, sums
+from .compiled import add, compiled, exponents, rotation, sums
 
 
 class BlockSums(NamedTuple):
@@ -56,8 +57,8 @@ def plain_sums(numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor
     there = rounded != 0
     beyond = blocked(rounded.abs(), block) > torch.where(bounds > 0, bounds, math.inf)[:, None, :, None]
     return BlockSums(
-        blocked(error.square(), block).sum(dim=(1, 3)),
-        blocked(numbers.square(), block).sum(dim=(1, 3)),
+        blocked(error.square(), block).sum(dim=(1, 3), dtype=torch.float64),
+        blocked(numbers.square(), block).sum(dim=(1, 3), dtype=torch.float64),
         float((error * numbers).sum(1).sum(dtype=torch.float64)),
         int(torch.count_nonzero(there)),
         int(torch.count_nonzero(there & (decoded == 0))),
@@ -70,8 +71,7 @@ def compiled_sums(
 ) -> BlockSums:
     """`block_sums` in one pass over memory, on the CPU."""
     (rows, columns), (high, long) = numbers.shape, block
-    noise = torch.empty(-(-rows // high), -(-columns // long))
-    power = torch.empty_like(noise)
+    noise, power = torch.zeros((2, -(-rows // high), -(-columns // long)), dtype=torch.float64)
     found = compiled(sums)(
         *(part.contiguous().numpy() for part in (numbers, rounded, decoded, bounds)),
         high,
@@ -80,6 +80,30 @@ def compiled_sums(
         power.numpy(),
     )
     return BlockSums(noise, power, *found)
+
+
+# ---- scales ----------------------------------------------------------------------------------------------
+
+LOWEST = -149  # the exponent of the smallest float32 number
+
+
+def count_exponents(factors: Tensor, power: Tensor) -> tuple[dict[int, int], int, int]:
+    """Count positive scales by exponent. Blocks whose ``power`` is zero do not count.
+
+    Returns:
+        The counts; the number of all scales that count; and how many of them are zero.
+    """
+    factors, power = factors.reshape(-1), power.reshape(-1)
+    if can_compile(factors):
+        counts = np.zeros(128 - LOWEST, dtype=np.int64)
+        there, zero = compiled(exponents)(factors.contiguous().numpy(), power.contiguous().numpy(), counts)
+    else:
+        chosen = factors[power > 0]
+        there, zero = len(chosen), int((chosen == 0).sum())
+        found = torch.frexp(chosen[(chosen > 0) & chosen.isfinite()]).exponent - 1 - LOWEST
+        counts = torch.bincount(found.long()).cpu().numpy()
+    places = np.flatnonzero(counts)
+    return {int(at) + LOWEST: int(counts[at]) for at in places}, there, zero
 
 
 # ---- draws -----------------------------------------------------------------------------------------------

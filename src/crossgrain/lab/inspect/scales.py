@@ -16,6 +16,7 @@ from ...kernels.reference.decode import decode_factors
 from ...kernels.reference.elements import element_values
 from ...kernels.reference.scaling import e8m0_value
 from ...planes import Plane
+from .passes import count_exponents
 
 _TOLERANCE = 1 + 2.0**-20  # of scales and amaxes that were rounded in fp32
 
@@ -85,16 +86,7 @@ def scale_statistics(factors: Tensor, power: Tensor | None) -> ScaleStatistics:
         factors: the scales.
         power: zero for each block that is all zero, and does not count; None for a scale of the whole tensor.
     """
-    numbers = factors.reshape(-1).cpu().numpy()
-    if power is not None:
-        numbers = numbers[power.reshape(-1).cpu().numpy() > 0]
-    if not len(numbers):
-        return ScaleStatistics(None, None, {}, 0.0)
-    zero = float(np.count_nonzero(numbers == 0)) / len(numbers)
-    exponents = np.frexp(numbers[(numbers > 0) & (numbers < np.inf)])[1] - 1
-    if not len(exponents):
-        return ScaleStatistics(None, None, {}, zero)
-    lowest = int(exponents.min())
-    counts = np.bincount(exponents - lowest).tolist()
-    histogram = {lowest + at: count for at, count in enumerate(counts) if count}
-    return ScaleStatistics(lowest, lowest + len(counts) - 1, histogram, zero)
+    power = torch.ones_like(factors, dtype=torch.float64) if power is None else power
+    histogram, there, zero = count_exponents(factors, power)
+    share = zero / max(1, there)
+    return ScaleStatistics(min(histogram, default=None), max(histogram, default=None), histogram, share)

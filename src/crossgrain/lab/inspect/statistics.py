@@ -183,12 +183,12 @@ def plane_statistics(operand: Operand, plane: Plane, encoding: Encoding) -> Plan
     factors = None if fmt.element is None else block_factors(plane)
     bounds = torch.full((1, 1), math.inf) if factors is None else bounds_of(factors, encoding, operand.unit)
     sums = block_sums(operand.numbers, operand.rounded, decoded, bounds, block)
-    noise, nonfinite = float(sums.noise.sum(dtype=torch.float64)), 0.0
+    noise, nonfinite = float(sums.noise.sum()), 0.0
     if not math.isfinite(noise):  # NaNs or infinities, which have no part in the errors
         nonfinite = _share(~decoded.isfinite())
         sums = _sums_of_finite(operand, decoded, bounds, block)
-        noise = float(sums.noise.sum(dtype=torch.float64))
-    power = float(sums.power.sum(dtype=torch.float64))
+        noise = float(sums.noise.sum())
+    power = float(sums.power.sum())
     relative = math.sqrt(noise / power) if power else None
     scales = ScaleStatistics(None, None, {}, 0.0)
     if factors is not None and power:
@@ -227,7 +227,7 @@ def _quantiles(sums: BlockSums) -> dict[str, float]:
     count = int(np.count_nonzero(there))
     if not count:
         return {}
-    errors = noise / np.where(there, power, np.float32(1))
+    errors = noise / np.where(there, power, 1.0)
     errors[~there] = np.inf  # they come last
     errors.sort()
     places = {f"{q:.0%}": math.ceil(q * count) - 1 for q in QUANTILES}
