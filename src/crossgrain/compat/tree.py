@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 
 from .facade import Facade
@@ -13,6 +14,13 @@ from .names import TREE
 
 PACKAGE = __name__.rpartition(".")[0]
 ROOTS = ("transformer_engine", "transformer_engine_torch")
+_DIRECTORY = Path(__file__).parent
+FILES = {
+    "transformer_engine": _DIRECTORY / "__init__.py",
+    "transformer_engine.debug": _DIRECTORY / "debug" / "__init__.py",
+    "transformer_engine.debug.features": _DIRECTORY / "debug" / "features" / "__init__.py",
+}
+"""Files beside which scripts look for others: ``Path(transformer_engine.__file__).parent / "debug" / "features"``."""
 
 
 def build() -> dict[str, ModuleType]:
@@ -42,6 +50,8 @@ def _made(name: str, modules: Mapping[str, ModuleType]) -> ModuleType:
     module = Facade(f"{PACKAGE}.{name}", entry, f"{name}, served by crossgrain.")
     spec = importlib.machinery.ModuleSpec(module.__name__, loader=None, is_package=True)
     vars(module).update(__spec__=spec, __path__=[], __package__=module.__name__)
+    if name in FILES:
+        vars(module)["__file__"] = str(FILES[name])
     return module
 
 

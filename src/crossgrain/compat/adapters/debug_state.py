@@ -1,4 +1,4 @@
-"""The state of debug features. crossgrain has none; this exists for clients that reset it."""
+"""The state of debug features, for clients that read or reset it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import ClassVar
 
 
 class TEDebugState:
-    """Counts layers and steps of debug features."""
+    """Whether debug features are active, and how they count and reduce.
+
+    Attributes:
+        layer_count: number of the next layer without a name.
+        layers_initialized: has no effect; for clients that clear it.
+        debug_enabled: whether debug features are active; None if nobody has asked.
+        weight_tensor_tp_group_reduce: statistics of weights are merged over the ranks that share a layer.
+    """
 
     layer_count = 1
     layers_initialized: ClassVar[dict[str, bool]] = {}
@@ -15,7 +22,8 @@ class TEDebugState:
 
     @classmethod
     def initialize(cls) -> None:
-        cls.debug_enabled = False
+        """Note that debug features are not active, unless ``nvdlfw_inspect`` was initialized. Layers do not ask."""
+        cls.debug_enabled = bool(cls.debug_enabled)
 
     @classmethod
     def _reset(cls) -> None:
@@ -33,7 +41,7 @@ class TEDebugState:
 
     @classmethod
     def set_weight_tensor_tp_group_reduce(cls, enabled: bool) -> None:
-        """Set whether statistics of weights are reduced over tensor-parallel ranks; there are none here."""
+        """Set whether statistics of weights are merged over the ranks that share a layer."""
         cls.weight_tensor_tp_group_reduce = enabled
 
 

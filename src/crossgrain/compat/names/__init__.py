@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import ATTENTION
+from .debug import DEBUG
 from .distributed import DISTRIBUTED
 from .entries import Entry
 from .extension import EXTENSION
@@ -21,4 +22,5 @@ TREE: dict[str, Entry] = {
     **OPS,
     **DISTRIBUTED,
     **EXTENSION,
+    **DEBUG,
 }

@@ -79,7 +79,4 @@ TOP: dict[str, Entry] = {
     "transformer_engine.pytorch.newton_schulz": all_need_cuda("newton_schulz", "CusolverMpCtx"),
     "transformer_engine.pytorch.jit": these("crossgrain.compat.adapters.capture", "no_torch_dynamo"),
     "transformer_engine.pytorch._extra_state": "crossgrain.recipe.pickled_state",
-    "transformer_engine.debug": {},
-    "transformer_engine.debug.pytorch": {},
-    "transformer_engine.debug.pytorch.debug_state": "crossgrain.compat.adapters.debug_state",
 }
