@@ -1,6 +1,6 @@
 # Every target sets up what it needs, in .venv, on a machine with nothing but Python and make.
 #
-#   make test    lint, types, tests      make demo    a small GPT by several recipes, against fp32
+#   make test    lint, types, tests      make demo    recipes on a small GPT, and a search
 #   make lint    lint and types only     make bench   times of kernels and layers
 #   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
@@ -71,6 +71,7 @@ fuzz: $(STAMP)
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/crossgrain compare --size tiny --out out
+	OMP_NUM_THREADS=1 $(BIN)/crossgrain search --size tiny --minutes 1 --out out
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --json out/benchmarks.json --chart out/benchmarks.png
