@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import torch
 
 from ..recipe import GemmRecipe
+from ..recipe.base import BackwardOverride
+from ..recipe.layer_formats import LayerFormats
 from ..recipe.syntax import did_you_mean
 from .devices import Device, device_of
 from .layer_cost import gathered_planes, layer_cost
@@ -90,25 +96,46 @@ def layer_estimate(
             raise ValueError(f"{name} must be at least 1, got {size}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype cannot be {dtype!r}{did_you_mean(dtype, DTYPES)}")
-    recipe, gpu = GemmRecipe.load(recipe), device_of(device)
-    chosen, override = recipe.layer_formats(layer, module_type).without_reasons(), recipe.backward_override
-    rows = math.ceil(tokens / experts)
-    cost = layer_cost(chosen, override, rows, inputs, outputs, DTYPES[dtype], weight_is_quantized)
-    prices = {gemm.name: price(gemm, gpu, gemm_efficiency) for gemm in cost.gemms}
-    gathered = gathered_planes(
-        chosen, override, (outputs, inputs), ranks, DTYPES[dtype], tokens=rows, kept_quantized=weight_is_quantized
+    recipe = GemmRecipe.load(recipe)
+    return _estimate(
+        recipe.layer_formats(layer, module_type).without_reasons(),
+        recipe.backward_override,
+        (tokens, inputs, outputs),
+        device_of(device),
+        DTYPES[dtype],
+        experts,
+        ranks,
+        weight_is_quantized,
+        gemm_efficiency,
     )
+
+
+@lru_cache(maxsize=4096)
+def _estimate(
+    chosen: LayerFormats,
+    override: BackwardOverride,
+    sizes: tuple[int, int, int],
+    device: Device,
+    dtype: torch.dtype,
+    experts: int,
+    ranks: int,
+    weight_is_quantized: bool,
+    efficiency: float,
+) -> LayerEstimate:
+    """The estimate of all layers with equal formats and sizes."""
+    tokens, inputs, outputs = sizes
+    rows = math.ceil(tokens / experts)
+    cost = layer_cost(chosen, override, rows, inputs, outputs, dtype, weight_is_quantized)
+    prices = {gemm.name: price(gemm, device, efficiency) for gemm in cost.gemms}
+    gathered = gathered_planes(
+        chosen, override, (outputs, inputs), ranks, dtype, tokens=rows, kept_quantized=weight_is_quantized
+    )
+    work = {
+        gemm.name: Work(gemm.name, gemm.format, own.kind, gemm.flops * experts, own.seconds * experts)
+        for gemm, own in zip(cost.gemms, prices.values(), strict=True)
+    }
     return LayerEstimate(
-        gemms={
-            gemm.name: Work(
-                gemm.name,
-                gemm.format,
-                prices[gemm.name].kind,
-                gemm.flops * experts,
-                prices[gemm.name].seconds * experts,
-            )
-            for gemm in cost.gemms
-        },
+        gemms=MappingProxyType(work),
         saved_input=cost.saved_input * experts,
         saved_weight=cost.saved_weight * experts,
         gathered=Gathered(*(size * experts for size in gathered)),

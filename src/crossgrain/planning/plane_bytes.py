@@ -35,7 +35,10 @@ def quantizer_for(chosen: LayerFormats, tensor: str) -> Quantizer:
 
     Delayed scaling is replaced by current scaling, which stores the same bytes.
     """
-    formats = tuple((place, Choice(choice.value.without(["delayed"]), choice.why)) for place, choice in chosen.formats)
+    formats = tuple(
+        (place, choice if choice.value.delayed is None else Choice(choice.value.without(["delayed"]), choice.why))
+        for place, choice in chosen.formats
+    )
     sources = tuple((name, Choice(choice.value.removesuffix("_late"), choice.why)) for name, choice in chosen.sources)
     quantizer = replace(chosen, formats=formats, sources=sources).quantizer(tensor)
     assert isinstance(quantizer, Quantizer)

@@ -22,11 +22,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...files.durable import whole_file
 from ...gemm.operands import GEMMS
 from ..intervals import Estimate
+
+if TYPE_CHECKING:
+    from ..search import Found
 
 VERSION = 1
 
@@ -116,6 +119,16 @@ class Sensitivity:
             KeyError: it was not measured.
         """
         return self.effects[Site(layer, gemm)][candidate]
+
+    def search(self, **target: Any) -> Found:
+        """Choose a candidate for each GEMM of each layer: ``s.search(saving=0.8)``. See `crossgrain.lab.search`.
+
+        Args:
+            **target: arguments of `crossgrain.lab.search`.
+        """
+        from ..search import search
+
+        return search(self, **target)
 
     def __str__(self) -> str:
         from .text import table
