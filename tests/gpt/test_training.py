@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from crossgrain.files import save_checkpoint
 from crossgrain.gpt import PRESETS, GPTConfig, Preset, Trainer
 from crossgrain.gpt.model import GPT
-from crossgrain.gpt.training import saved_bytes
+from crossgrain.gpt.training import losses_in, saved_bytes
 from crossgrain.recipe import GemmRecipe, RecipeSchedule, as_recipe
 
 SHORT = Preset(
@@ -86,3 +87,40 @@ def test_a_schedule_is_followed() -> None:
     plain = Trainer(SHORT, GemmRecipe.load("mxfp8"), seed=0).train()
     assert [a == b for a, b in zip(switched.losses, plain.losses, strict=True)] == [True, True, False, False]
     assert switched.recipe == str(schedule)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4", "fp8-delayed", "nvfp4; from step 3: mxfp8"])
+def test_a_run_that_was_saved_goes_on_bit_for_bit(recipe, tmp_path):
+    loaded = recipe and (RecipeSchedule.load(recipe) if ";" in recipe else as_recipe(recipe))
+    whole = Trainer(SHORT, loaded, seed=1)
+    run = whole.train(lambda run: whole.save(tmp_path) if len(run.losses) == 2 else None)
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    resumed = Trainer.resumed(tmp_path)
+    assert resumed.run.losses == run.losses[:2] == losses_in(tmp_path) and resumed.run.recipe == run.recipe
+    again = resumed.train()
+    assert again.losses == run.losses and again.validation == run.validation
+    assert again.saved_bytes == run.saved_bytes
+    assert same(parameters(whole), parameters(resumed))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_can_be_brought_to_a_step(tmp_path):
+    whole = Trainer(SHORT, as_recipe("nvfp4"), seed=1)
+    run = whole.train(lambda run: whole.save(tmp_path) if len(run.losses) == 1 else None)
+    trainer = Trainer.resumed(tmp_path)
+    trainer.train_to(3)
+    assert trainer.run.losses == run.losses[:3]
+    assert trainer.train().losses == run.losses
+    with pytest.raises(ValueError, match="4 steps are done already, which is more than 2"):
+        trainer.train_to(2)
+
+
+def test_checkpoints_of_others_are_refused(tmp_path):
+    save_checkpoint(tmp_path, 1, model=torch.nn.Linear(2, 2))
+    for load in (Trainer.resumed, losses_in):
+        with pytest.raises(ValueError, match="was not saved by crossgrain train"):
+            load(tmp_path)

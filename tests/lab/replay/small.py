@@ -66,6 +66,7 @@ def trained(recipe, steps=3, **options):
 
 
 DELAYED_DGRAD = "fprop: mxfp8, dgrad: fp8(delayed(history=4)), wgrad: mxfp8"
+DELAYED_AND_RANDOM = f"{DELAYED_DGRAD}, wgrad.grad_output: mxint8(sr), allow_mixed: true"
 
 
 def with_stale_scale(*layers, recipe=DELAYED_DGRAD, states=("scaling_bwd",), **options):

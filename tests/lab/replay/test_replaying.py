@@ -13,6 +13,7 @@ from crossgrain.nn import GroupedLinear, Linear
 from crossgrain.recipe import DelayedScaling, GemmRecipe
 
 from .small import (
+    DELAYED_AND_RANDOM,
     DELAYED_DGRAD,
     Roots,
     Small,
@@ -51,7 +52,7 @@ def test_a_stale_scale_of_a_gradient_is_named():
     model, optimizer, batch = with_stale_scale("blocks.1.down")
     result = replay(model, [batch], loss_fn, optimizer=optimizer)
     culprit = site("blocks.1.down: dgrad.grad_output")
-    assert result.verdict == "one operand" and result.culprits == [culprit], str(result)
+    assert result.verdict == "one operand" and result.culprits == [culprit] and result.complete, str(result)
     assert result.measure == "gradient"  # forward is as it should be
     rounding = result.roundings[culprit]
     assert rounding.cut_off == rounding.numbers and rounding.largest > 1000 * rounding.largest_after
@@ -73,9 +74,9 @@ def test_a_loss_that_jumps_is_what_is_explained():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_makes_no_difference(use_reentrant):
-    results, recipe = [], f"{DELAYED_DGRAD}, wgrad.grad_output: mxfp6_e2m3(sr)"
+    results = []
     for recompute in (None, use_reentrant):
-        model, _, batch = with_stale_scale("blocks.1.down", recipe=recipe)
+        model, _, batch = with_stale_scale("blocks.1.down", recipe=DELAYED_AND_RANDOM)
         model.recompute = recompute
         results.append(replay(model, [batch], loss_fn))
     plain, recomputed = results
@@ -140,7 +141,7 @@ def test_formats_that_round_nothing_make_no_difference():
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Dropout(0.5))
     with torch.no_grad():
         model[0].weight.fill_(0.5)
-    cg.convert(model, "mxfp8, dgrad: nvfp4(sr)", include=["0"])
+    cg.convert(model, "mxfp8, dgrad: mxint8(sr)", include=["0"])
     result = replay(model, [torch.ones(32, 32, requires_grad=True)], lambda model, x: model(x).sum())
     assert result.verdict == "no difference" and result.low.distance == 0
     assert "There is no difference to explain: the gradient is that of high precision" in str(result)
@@ -307,6 +308,15 @@ def test_a_limit_of_runs_is_kept_and_said():
     assert result.runs <= 10 and result.verdict == "unfinished"
     assert "NOT FINISHED: the limit of 10 runs ended the search" in str(result)
     assert result.kinds["dgrad.grad_output"] > 0.8
+
+
+def test_a_culprit_that_is_found_before_the_limit_is_said_to_be_not_all():
+    model, _, batch = with_stale_scale("blocks.1.down", "blocks.2.up")
+    result = replay(model, [batch], loss_fn, runs=15)
+    assert result.verdict == "one operand" and not result.complete
+    shown = str(result)
+    assert "One operand makes 75 % of the difference in the gradient: dy of blocks.1.down" in shown
+    assert "NOT FINISHED: the limit of 15 runs ended the search, and other operands may make a part" in shown
 
 
 def test_ctrl_c_keeps_what_is_known():

@@ -1,6 +1,7 @@
 """Runs of a step: the same bits each time, and nothing is left behind."""
 
 import copy
+import math
 import random
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import crossgrain as cg
 from crossgrain.files.random_state import get_random_state
 from crossgrain.lab import ReplayError, replay
 
-from .small import loss_fn, trained, with_stale_scale
+from .small import DELAYED_AND_RANDOM, Roots, Small, loss_fn, mean_loss, ones_but_one, trained, with_stale_scale
 
 
 def everything(model, optimizer):
@@ -72,7 +74,7 @@ def test_a_replay_leaves_no_trace(fails):
 def test_training_goes_on_as_if_nothing_had_been():
     losses = []
     for replays in (False, True):
-        model, optimizer, batch = trained("fprop: mxfp8, dgrad: fp8(delayed(history=4)), wgrad: nvfp4(sr)", dropout=0.1)
+        model, optimizer, batch = trained(DELAYED_AND_RANDOM, dropout=0.1)
         torch.manual_seed(3)
         if replays:
             replay(model, [batch], loss_fn, optimizer=optimizer, runs=8)
@@ -88,7 +90,7 @@ def test_training_goes_on_as_if_nothing_had_been():
 
 
 def test_the_step_that_is_repeated_is_the_next_one():
-    model, optimizer, batch = trained("fprop: mxfp8, dgrad: fp8(delayed(history=4)), wgrad: nvfp4(sr)", dropout=0.1)
+    model, optimizer, batch = trained(DELAYED_AND_RANDOM, dropout=0.1)
     torch.manual_seed(3)
     state = get_random_state()
     torch.rand(5)  # later, the generator is elsewhere
@@ -98,6 +100,31 @@ def test_the_step_that_is_repeated_is_the_next_one():
     loss.backward()
     norm = sum(own.grad.double().square().sum() for own in model.parameters()).sqrt()
     assert result.low.loss == loss.item() and result.low.gradient_norm == float(norm)
+
+
+def test_the_loss_after_the_update_is_that_of_the_updated_weights_in_high_precision():
+    model, optimizer, batch = with_stale_scale("blocks.1.down")
+    result = replay(model, [batch], loss_fn, optimizer=optimizer, runs=8)
+    loss_fn(model, batch).backward()
+    optimizer.step()
+    updated = Small()
+    updated.load_state_dict({name: value for name, value in model.state_dict().items() if "_extra" not in name})
+    expected = loss_fn(updated, batch).item()
+    assert result.low.loss_after == pytest.approx(expected, rel=1e-6)  # other orders of summation
+    assert abs(result.low.loss_after - loss_fn(model, batch).item()) > 1e-4
+
+
+def test_an_update_is_not_made_with_gradients_that_are_not_finite():
+    model = Roots("a")
+    cg.convert(model, "fprop: nvfp4, dgrad: hp, wgrad: hp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def update():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.step()
+
+    result = replay(model, [ones_but_one()], mean_loss, optimizer=optimizer, update=update)
+    assert math.isnan(result.low.loss_after) and math.isfinite(result.high.loss_after)
 
 
 def test_a_fresh_model_with_histories_can_be_repeated():

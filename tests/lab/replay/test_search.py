@@ -49,6 +49,16 @@ def test_an_operand_that_explains_more_than_half_is_named():
     assert not found.culprits
 
 
+def test_more_operands_are_named_only_if_they_explain_more():
+    first, second = Site("blocks.41", KINDS[2]), Site("blocks.5", KINDS[0])
+
+    def explained(raised):
+        return 0.62 if {first, second} <= raised else 0.6 * (first in raised) + 0.3 * (second in raised)
+
+    found, _ = found_by(explained)
+    assert found.culprits == [first] and found.single[second] == 0.3
+
+
 def test_several_causes_each_of_which_is_enough_are_found():
     """Raising one of them changes nothing."""
     bad = {Site("blocks.5", KINDS[0]), Site("blocks.6", KINDS[0]), Site("blocks.60", KINDS[2])}
@@ -76,6 +86,13 @@ def test_a_sum_of_many_parts_has_no_culprits():
     assert not found.culprits and found.complete and runs < 40
     examined = {site for members, _ in found.groups for site in members} | set(found.single)
     assert examined == set(SITES)  # what was not raised alone was raised in a group
+
+
+def test_what_explains_more_than_half_is_kept_by_a_search_that_is_ended():
+    rest = {(kind, at): 0.2 / 32 for kind in (0, 1) for at in range(32)}
+    for most in (15, 20):
+        found, _ = found_by(parts(of={(2, 41): 0.6, **rest}), most)
+        assert not found.complete and found.culprits == [Site("blocks.41", "dgrad.grad_output")]
 
 
 @pytest.mark.parametrize("most", range(15))

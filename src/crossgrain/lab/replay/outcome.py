@@ -25,7 +25,7 @@ class Outcome:
         distance: the norm of their difference to the gradients in high precision; None if that was not measured.
         cosine: the cosine of the angle between both; None as well.
         loss_after: the loss of the same batch after the update, in high precision; None without an optimizer.
-        nonfinite: how many numbers of all these are NaN or infinite.
+        nonfinite: how many numbers of the loss and the gradients are NaN or infinite.
         error: why the run ended early, if layers refuse NaNs and infinities.
     """
 

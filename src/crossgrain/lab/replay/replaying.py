@@ -127,10 +127,11 @@ class _Replaying:
 
     def _explain(self, measure: str) -> None:
         result = self._result
-        if result.high.nonfinite:
+        result.measure = _chosen_measure(measure, result)
+        after = result.high.loss_after if result.measure == "loss after the update" else None
+        if result.high.nonfinite or (after is not None and not math.isfinite(after)):
             result.verdict = "not precision"
             return
-        result.measure = _chosen_measure(measure, result)
         whole = difference(result.measure, result.low, result.high)
         if whole <= _smallest_difference(result.measure, result.high):
             result.verdict = "no difference"
@@ -158,7 +159,7 @@ class _Replaying:
             (Operand(*site, formats[site], share) for site, share in found.single.items()), key=lambda one: -one.share
         )
         result.kinds, result.groups = found.kinds, sorted(found.groups, key=lambda group: -group[1])
-        result.culprits, result.share = found.culprits, found.share
+        result.culprits, result.share, result.complete = found.culprits, found.share, found.complete
         result.verdict = "spread" if found.complete else "unfinished"
         if result.culprits:
             result.verdict = "one operand" if len(result.culprits) == 1 else "several operands"
@@ -187,11 +188,8 @@ def _chosen_measure(measure: str, result: Replay) -> str:
         return measure
     if low.nonfinite:
         return "nonfinite"
-    for name, own, other in (
-        ("loss", low.loss, high.loss),
-        ("loss after the update", low.loss_after, high.loss_after),
-    ):
-        if own is not None and other is not None and abs(own - other) > _A_SPIKE * abs(other):
+    for name, value in (("loss", high.loss), ("loss after the update", high.loss_after)):
+        if value is not None and difference(name, low, high) > _A_SPIKE * abs(value):
             return name
     return "gradient"
 

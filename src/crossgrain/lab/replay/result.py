@@ -57,6 +57,7 @@ class Replay:
         runs: number of runs of the step.
         budget: the most runs that were allowed.
         notes: what else should be known.
+        complete: the search for operands came to its end: neither the number of runs nor Ctrl-C ended it.
         interrupted: Ctrl-C ended it.
     """
 
@@ -79,6 +80,7 @@ class Replay:
     runs: int = 0
     budget: int = 0
     notes: list[str] = field(default_factory=list)
+    complete: bool = False
     interrupted: bool = False
 
     @property
@@ -125,5 +127,6 @@ class Replay:
             "runs": self.runs,
             "budget": self.budget,
             "notes": self.notes,
+            "complete": self.complete,
             "interrupted": self.interrupted,
         }

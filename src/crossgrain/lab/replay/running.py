@@ -176,9 +176,6 @@ class Runs:
 
     def _outcome(self, loss: float, gradients: dict[str, Tensor], loss_after: float | None, error: str) -> Outcome:
         bad = count_nonfinite(gradients) + (not math.isfinite(loss))
-        bad += loss_after is not None and not math.isfinite(loss_after)
-        if error:
-            bad = max(bad, 1)
         made = Outcome(loss, norm(gradients), None, None, loss_after, bad, error)
         return made if self.high is None else self.compared(Made(made, gradients)).outcome
 

@@ -81,8 +81,8 @@ def _verdict(result: Replay) -> list[str]:
     measure = "NaNs and infinities" if result.measure == "nonfinite" else result.measure
     if result.verdict == "not precision":
         return [
-            f"High precision has NaNs or infinities as well ({result.high.nonfinite} numbers), so the formats of this "
-            "step did not make them. Look at the batch, and at the weights: replay an earlier checkpoint."
+            f"High precision has NaNs or infinities as well ({max(1, result.high.nonfinite)} numbers), so the formats "
+            "of this step did not make them. Look at the batch, and at the weights: replay an earlier checkpoint."
         ]
     if result.verdict == "no difference":
         same = f"the {measure} is that of high precision, up to the order of sums in fp32"
@@ -104,8 +104,7 @@ def _none_found(result: Replay, measure: str) -> list[str]:
     if best is not None:
         largest = f" The largest part is that of {best.layer}, {best.operand}: {percent(best.share)}."
     if result.verdict == "unfinished":
-        why = "Ctrl-C" if result.interrupted else f"the limit of {result.budget} runs"
-        return [f"NOT FINISHED: {why} ended the search before it was known what makes the difference.{largest}"]
+        return [f"NOT FINISHED: {_end(result)} before it was known what makes the difference.{largest}"]
     lines = [f"No few operands make the difference in the {measure}: it is the sum of many parts.{largest}"]
     kind = max(result.kinds, key=lambda kind: result.kinds[kind])
     lines.append(f"By kind, the largest part is that of {kind} in all layers: {percent(result.kinds[kind])}.")
@@ -124,6 +123,8 @@ def _culprits(result: Replay, measure: str) -> list[str]:
     if result.alone is not None:
         line += f"; if only {they_are} quantized, {percent(result.alone)} of it is there"
     lines.append(f"{line}.")
+    if not result.complete:
+        lines.append(f"NOT FINISHED: {_end(result)}, and other operands may make a part of it, too.")
     if result.other_draws:
         lines.append(f"It is not chance: with other draws of stochastic rounding, {_other_draws(result)} is there.")
     for site in result.culprits:
@@ -133,6 +134,10 @@ def _culprits(result: Replay, measure: str) -> list[str]:
         alone = "; ".join(f"{site}: hp" for site in result.culprits)
         lines.append(f"or, if the operands of a GEMM may differ (allow_mixed: true): {alone}")
     return lines
+
+
+def _end(result: Replay) -> str:
+    return f"{'Ctrl-C' if result.interrupted else f'the limit of {result.budget} runs'} ended the search"
 
 
 def _other_draws(result: Replay) -> str:
