@@ -14,6 +14,7 @@ from .imports import import_modules
 from .inspect import inspect
 from .plan import plan
 from .replay import replay
+from .search import search
 from .sensitivity import sensitivity
 from .train import train
 from .warmup import warmup
@@ -35,5 +36,5 @@ def before_every_command(modules: Modules = []) -> None:  # noqa: B006  # typer 
     import_modules(modules)
 
 
-for command in (compare, train, inspect, sensitivity, replay, explain, plan, export, formats, warmup):
+for command in (compare, train, inspect, sensitivity, search, replay, explain, plan, export, formats, warmup):
     app.command()(command)

@@ -5,8 +5,10 @@ from .compare import Comparison, compare
 from .inspect import Inspection, Inspector, JsonlWriter, TensorBoardWriter, WandbWriter, read_inspection
 from .replay import Replay, ReplayError, ReplayStep, replay
 from .report import write_report
-from .sensitivity import Sensitivity, sensitivity
+from .search import Found, frontier, search
+from .sensitivity import Sensitivity, calibrate, sensitivity
 from .start import Start
+from .study import Study, study
 from .verify import BranchError, Verification, verify
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "PRESETS",
     "BranchError",
     "Comparison",
+    "Found",
     "GPTConfig",
     "Inspection",
     "Inspector",
@@ -25,16 +28,21 @@ __all__ = [
     "Run",
     "Sensitivity",
     "Start",
+    "Study",
     "TensorBoardWriter",
     "Text",
     "Trainer",
     "Verification",
     "WandbWriter",
+    "calibrate",
     "compare",
+    "frontier",
     "load_text",
     "read_inspection",
     "replay",
+    "search",
     "sensitivity",
+    "study",
     "verify",
     "write_report",
 ]
