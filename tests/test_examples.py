@@ -138,3 +138,9 @@ def test_mixture_of_experts_has_an_expert_without_tokens(monkeypatch, capsys):
     printed = run("examples/moe.py", "--steps", "2", monkeypatch=monkeypatch, capsys=capsys)
     assert len(re.findall(r"step \d: loss 0\.\d{6}\n", printed)) == 2
     assert re.search(r"first rank: \[\d+, 0, ", printed)
+
+
+def test_the_lab_is_compared_with_the_truth(tmp_path, monkeypatch, capsys):
+    arguments = ("--layers", "1", "--steps", "2", "--parts", "forward", "--out", tmp_path)
+    printed = run("examples/lab_truth.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert '"pearson"' in printed and (tmp_path / "1x2" / "truth.json").exists()
