@@ -37,6 +37,7 @@ PARTS = ("forward", "fprop", "dgrad", "search")
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--layers", type=int, default=2)
+    arguments.add_argument("--width", type=int, default=128)
     arguments.add_argument("--steps", type=int, default=1500, help="training steps before the measurement")
     arguments.add_argument("--branch", type=int, default=60, help="steps of a branch")
     arguments.add_argument("--seeds", type=int, default=3)
@@ -44,10 +45,10 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("out/truth"))
     chosen = arguments.parse_args()
     torch.set_num_threads(1)
-    out = chosen.out / f"{chosen.layers}x{chosen.steps}"
+    out = chosen.out / f"{chosen.layers}x{chosen.width}x{chosen.steps}"
     out.mkdir(parents=True, exist_ok=True)
 
-    start = trained(chosen.layers, chosen.steps, out)
+    start = trained(chosen.layers, chosen.width, chosen.steps, out)
     model, optimizer = start.restored()
     s = sensitivity(
         model,
@@ -67,8 +68,8 @@ def main() -> None:
     (out / "truth.json").write_text(json.dumps(found, indent=1))
 
 
-def trained(layers: int, steps: int, out: Path) -> GPTCheckpoint:
-    start = GPTCheckpoint(GPTConfig(layers, 128, 4, 128), batch=8, learning_rate=2e-3, include=("head",))
+def trained(layers: int, width: int, steps: int, out: Path) -> GPTCheckpoint:
+    start = GPTCheckpoint(GPTConfig(layers, width, 4, width), batch=8, learning_rate=2e-3, include=("head",))
     path = out / "checkpoint.pt"
     if path.exists():
         start.load(path)

@@ -141,6 +141,6 @@ def test_mixture_of_experts_has_an_expert_without_tokens(monkeypatch, capsys):
 
 
 def test_the_lab_is_compared_with_the_truth(tmp_path, monkeypatch, capsys):
-    arguments = ("--layers", "1", "--steps", "2", "--parts", "forward", "--out", tmp_path)
+    arguments = ("--layers", "1", "--width", "32", "--steps", "2", "--parts", "forward", "--out", tmp_path)
     printed = run("examples/lab_truth.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    assert '"pearson"' in printed and (tmp_path / "1x2" / "truth.json").exists()
+    assert '"pearson"' in printed and (tmp_path / "1x32x2" / "truth.json").exists()
