@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import crossgrain as cg
-from crossgrain.linear.raised import KEPT_QUANTIZED, raising
+from crossgrain.linear.raised import ARRIVES_QUANTIZED, KEPT_QUANTIZED, raising
 from crossgrain.nn import DotProductAttention, GroupedLinear, LayerNormMLP, Linear
 from crossgrain.recipe import DelayedScaling, GemmRecipe
 
@@ -133,6 +133,21 @@ def test_a_weight_that_is_kept_quantized_has_no_original():
     step(layer, torch.randn(32, 64), choose, recipe="mxfp8")
     unknown = {name: reason for name, (is_unknown, reason) in seen.items() if is_unknown}
     assert unknown == {"fprop.weight": KEPT_QUANTIZED, "dgrad.weight": KEPT_QUANTIZED}
+
+
+def test_rows_that_arrive_quantized_have_no_original():
+    seen = {}
+
+    def choose(operand):
+        seen[operand.name] = operand.reason
+        return True
+
+    torch.manual_seed(0)
+    layer, x = GroupedLinear(2, 32, 32, name="experts"), cg.quantize(torch.randn(64, 32), "mxfp8", columnwise=False)
+    recipe = "mxfp8, input.source: dequantized"
+    with raising(choose), cg.autocast(recipe=recipe):
+        layer(x, [32, 32]).square().mean().backward()
+    assert seen["fprop.input"] == seen["wgrad.input"] == ARRIVES_QUANTIZED and seen["fprop.weight"] == ""
 
 
 def test_the_products_of_one_module_are_layers_of_their_own():
