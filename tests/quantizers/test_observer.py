@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import crossgrain as cg
@@ -258,6 +259,15 @@ def test_several_observers_see_the_same_and_do_not_see_what_others_quantize():
     with observe(quantizes), observe(other.append):
         cg.quantize(x, "mxfp8")
     assert len(one) == len(other) == 1 and one[0] is other[0]
+
+
+def test_planes_without_memory_are_not_shown():
+    def quantize():
+        cg.IdentityQuantizer()(torch.randn(32, 32, device="meta"))
+        with FakeTensorMode():
+            cg.IdentityQuantizer()(torch.randn(32, 32))
+
+    assert seen(quantize) == []
 
 
 def test_other_threads_are_seen():

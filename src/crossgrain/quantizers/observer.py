@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formats.encoding import Encoding
 from ..kernels import Target
@@ -120,8 +121,9 @@ def observe(callback: Callable[[PlanesMade], None], name: str | None = None) -> 
     """Context manager: call a function whenever planes are made, in any thread of the process.
 
     The function is called after the planes are complete and NaNs and infinities were dealt with. It may be called by
-    several threads at once. Planes that it makes itself are not reported. If it raises, it is not called again, and the
-    error is raised when the context ends: raised at once, it could leave a tensor half written.
+    several threads at once. Planes that it makes itself, and planes without memory (of the meta device, or while a
+    graph is traced), are not reported. If it raises, it is not called again, and the error is raised when the context
+    ends: raised at once, it could leave a tensor half written.
 
     Args:
         callback: the function.
@@ -169,6 +171,8 @@ def tell(
         complete: all codes were written.
     """
     if getattr(_telling, "busy", False):  # an observer makes planes of its own
+        return
+    if source.is_meta or isinstance(source, FakeTensor):
         return
     event = PlanesMade(
         subject,

@@ -318,6 +318,18 @@ def test_a_hybrid_what_if_makes_columns_from_decoded_rows():
     assert record["relative_error"] == pytest.approx(error, rel=1e-6)
 
 
+def test_columns_of_decoded_rows_have_no_what_if_because_they_are_not_the_tensor():
+    model, tokens = net("all: nvfp4, weight.source: dequantized")
+    step(model, tokens)
+    columns = model.fc1.quantizers["scaling_fwd"][1].columnwise_quantizer
+
+    def make_columns():
+        columns.make_planes(torch.randn(96, 64), rowwise=False, columnwise=True)
+
+    found = looked(model, make_columns, what_if="mxfp8", layers="fc1")
+    assert [(record["what_if"], record["source"]) for record in found] == [(None, "decoded rows")]
+
+
 # ---- steps ---------------------------------------------------------------------------------------------------
 
 

@@ -28,19 +28,20 @@ def operands(rows=70, columns=100):
 def test_sums_over_blocks(block):
     x, decoded = operands()
     grid = (-(-70 // block[0]), -(-100 // block[1]))
-    bounds = torch.rand(grid, generator=torch.Generator().manual_seed(1)) * 3
-    bounds[0, 0] = 0.0
-    found, expected = (sums(x, x.bfloat16().float(), decoded, bounds, block) for sums in (compiled_sums, plain_sums))
+    factors = torch.rand(grid, generator=torch.Generator().manual_seed(1))
+    factors[0, 0] = 0.0
+    rounded = x.bfloat16().float()
+    found, expected = (sums(x, rounded, decoded, factors, 3.0, block) for sums in (compiled_sums, plain_sums))
     torch.testing.assert_close(found.noise, expected.noise, rtol=1e-5, atol=1e-6)  # added in another order
     torch.testing.assert_close(found.power, expected.power, rtol=1e-5, atol=1e-6)
     assert found.against == pytest.approx(expected.against, rel=1e-5)
     assert found[3:] == expected[3:] and found.lost > 0 and (found.cut > 0 or block[0] == 128)
 
 
-def test_one_bound_serves_all_blocks():
+def test_one_scale_serves_all_blocks():
     x, decoded = operands()
-    bound = torch.tensor([[1.5]])
-    found, expected = (sums(x, x, decoded, bound, (1, 32)) for sums in (compiled_sums, plain_sums))
+    factor = torch.tensor([[0.5]])
+    found, expected = (sums(x, x, decoded, factor, 3.0, (1, 32)) for sums in (compiled_sums, plain_sums))
     assert found.cut == expected.cut == int((x.abs() > 1.5).sum())
 
 
@@ -76,5 +77,5 @@ def test_the_reference_backend_uses_no_compiled_pass(monkeypatch):
     monkeypatch.setattr(passes, "compiled", None)
     x, decoded = operands()
     with using_backend("reference"):
-        block_sums(x, x, decoded, torch.tensor([[1.5]]), (1, 32))
+        block_sums(x, x, decoded, torch.tensor([[1.5]]), 1.0, (1, 32))
         rotated(x[:, :96], 0)

@@ -21,10 +21,11 @@ def compiled(function: Any) -> Any:
     return cached_on_disk(numba.njit(nogil=True, **options)(function))
 
 
-def sums(numbers, rounded, decoded, bounds, high, long, noise, power):
+def sums(numbers, rounded, decoded, factors, limit, high, long, noise, power):
     """See `passes.block_sums`. ``noise`` and ``power``, which are zero, are written."""
     rows, columns = numbers.shape
-    one_bound = bounds.shape[0] == 1 and bounds.shape[1] == 1
+    one_factor = factors.shape[0] == 1 and factors.shape[1] == 1
+    limit = np.float32(limit)
     one, zero = np.float32(1), np.float32(0)  # also for counting: float32 vectorizes
     against, nonzero, lost, cut = 0.0, 0, 0, 0
     for r in range(rows):
@@ -41,7 +42,7 @@ def sums(numbers, rounded, decoded, bounds, high, long, noise, power):
         lost += int(gone)
         for j in range(noise.shape[1]):
             first, last = j * long, min(columns, (j + 1) * long)
-            bound = bounds[0, 0] if one_bound else bounds[i, j]
+            bound = limit * (factors[0, 0] if one_factor else factors[i, j])
             bound = bound if bound > 0 else np.float32(np.inf)
             x, y, z = numbers[r, first:last], rounded[r, first:last], decoded[r, first:last]
             row_noise, row_power, beyond = zero, zero, zero

@@ -25,7 +25,7 @@ class BlockSums(NamedTuple):
         against: the sum of error times number.
         nonzero: how many numbers are not zero.
         lost: how many of them decode to zero.
-        cut: how many magnitudes are above the bound of their block.
+        cut: how many magnitudes are above the limit, in units of the scale of their block.
     """
 
     noise: Tensor
@@ -36,26 +36,30 @@ class BlockSums(NamedTuple):
     cut: int
 
 
-def block_sums(numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor, block: tuple[int, int]) -> BlockSums:
+def block_sums(
+    numbers: Tensor, rounded: Tensor, decoded: Tensor, factors: Tensor, limit: float, block: tuple[int, int]
+) -> BlockSums:
     """Compute the sums.
 
     Args:
         numbers: the operand.
         rounded: the operand as it was rounded, for the last three sums.
         decoded: what it decodes to.
-        bounds: the largest magnitude of each block that is not cut off; one number for all blocks is [1, 1]. Where it
-            is zero, nothing is cut off.
+        factors: the scale of each block; one scale for all blocks is [1, 1].
+        limit: magnitudes above ``limit`` times the scale are cut off. Under a scale of zero nothing is.
         block: (rows, length) of a block. The last blocks may be smaller.
     """
     compiled = can_compile(numbers)
-    return (compiled_sums if compiled else plain_sums)(numbers, rounded, decoded, bounds, block)
+    return (compiled_sums if compiled else plain_sums)(numbers, rounded, decoded, factors, limit, block)
 
 
-def plain_sums(numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor, block: tuple[int, int]) -> BlockSums:
+def plain_sums(
+    numbers: Tensor, rounded: Tensor, decoded: Tensor, factors: Tensor, limit: float, block: tuple[int, int]
+) -> BlockSums:
     """`block_sums` in torch, for any device."""
     error = decoded - numbers
     there = rounded != 0
-    beyond = blocked(rounded.abs(), block) > torch.where(bounds > 0, bounds, math.inf)[:, None, :, None]
+    beyond = blocked(rounded.abs(), block) > torch.where(factors > 0, factors * limit, math.inf)[:, None, :, None]
     return BlockSums(
         blocked(error.square(), block).sum(dim=(1, 3), dtype=torch.float64),
         blocked(numbers.square(), block).sum(dim=(1, 3), dtype=torch.float64),
@@ -67,13 +71,14 @@ def plain_sums(numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor
 
 
 def compiled_sums(
-    numbers: Tensor, rounded: Tensor, decoded: Tensor, bounds: Tensor, block: tuple[int, int]
+    numbers: Tensor, rounded: Tensor, decoded: Tensor, factors: Tensor, limit: float, block: tuple[int, int]
 ) -> BlockSums:
     """`block_sums` in one pass over memory, on the CPU."""
     (rows, columns), (high, long) = numbers.shape, block
     noise, power = torch.zeros((2, -(-rows // high), -(-columns // long)), dtype=torch.float64)
     found = compiled(sums)(
-        *(part.contiguous().numpy() for part in (numbers, rounded, decoded, bounds)),
+        *(part.contiguous().numpy() for part in (numbers, rounded, decoded, factors)),
+        limit,
         high,
         long,
         noise.numpy(),

@@ -46,8 +46,7 @@ def _factors(plane: Plane) -> Tensor:
     if fmt.scale_rule != "two_level":
         return found
     assert fmt.element is not None and plane.amax is not None
-    constant = torch.tensor(1.0 / (fmt.element.max * fmt.scale_bound), dtype=torch.float32)
-    return found.mul_(plane.amax.view(-1, 1)).mul_(constant)
+    return found.mul_(plane.amax.view(-1, 1)).mul_(1.0 / (fmt.element.max * fmt.scale_bound))
 
 
 @lru_cache(maxsize=64)
@@ -72,11 +71,10 @@ def largest_rounded(element: AnyElement, stochastic: bool) -> float:
     return element.max + (values[-1] - values[-2]) / 2
 
 
-def bounds_of(factors: Tensor, encoding: Encoding, unit: float) -> Tensor:
-    """The largest magnitudes that are not cut off, times ``unit``; zero under a scale of zero: it is underflow."""
+def limit_of(encoding: Encoding) -> float:
+    """The largest magnitude that is not cut off, in units of the scale; infinity in high precision."""
     element = encoding.format.element
-    assert element is not None
-    return factors * (largest_rounded(element, encoding.stochastic) * unit * _TOLERANCE)
+    return math.inf if element is None else largest_rounded(element, encoding.stochastic) * _TOLERANCE
 
 
 def scale_statistics(factors: Tensor, power: Tensor | None) -> ScaleStatistics:

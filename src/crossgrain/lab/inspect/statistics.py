@@ -20,7 +20,7 @@ from ...formats import Format
 from ...formats.encoding import Encoding
 from ...planes import ROWWISE, Direction, Plane
 from .passes import BlockSums, block_sums, rotated
-from .scales import ScaleStatistics, block_factors, bounds_of, scale_statistics
+from .scales import ScaleStatistics, block_factors, limit_of, scale_statistics
 
 QUANTILES = (0.5, 0.9, 0.99)
 PIECE = (1, 32)  # instead of blocks, in formats with one scale for the whole tensor
@@ -180,18 +180,18 @@ def plane_statistics(operand: Operand, plane: Plane, encoding: Encoding) -> Plan
     if operand.unit != 1.0:
         decoded = decoded * operand.unit
     block = fmt.block or PIECE
-    factors = None if fmt.element is None else block_factors(plane)
-    bounds = torch.full((1, 1), math.inf) if factors is None else bounds_of(factors, encoding, operand.unit)
-    sums = block_sums(operand.numbers, operand.rounded, decoded, bounds, block)
+    factors = torch.ones(1, 1, device=decoded.device) if fmt.element is None else block_factors(plane)
+    limit = limit_of(encoding) * operand.unit
+    sums = block_sums(operand.numbers, operand.rounded, decoded, factors, limit, block)
     noise, nonfinite = float(sums.noise.sum()), 0.0
     if not math.isfinite(noise):  # NaNs or infinities, which have no part in the errors
         nonfinite = _share(~decoded.isfinite())
-        sums = _sums_of_finite(operand, decoded, bounds, block)
+        sums = _sums_of_finite(operand, decoded, factors, limit, block)
         noise = float(sums.noise.sum())
     power = float(sums.power.sum())
     relative = math.sqrt(noise / power) if power else None
     scales = ScaleStatistics(None, None, {}, 0.0)
-    if factors is not None and power:
+    if fmt.element is not None and power:
         scales = scale_statistics(factors, None if fmt.block is None else sums.power)
     return PlaneStatistics(
         relative_error=relative,
@@ -212,12 +212,14 @@ def _share(mask: Tensor) -> float:
     return int(torch.count_nonzero(mask)) / max(1, mask.numel())
 
 
-def _sums_of_finite(operand: Operand, decoded: Tensor, bounds: Tensor, block: tuple[int, int]) -> BlockSums:
+def _sums_of_finite(
+    operand: Operand, decoded: Tensor, factors: Tensor, limit: float, block: tuple[int, int]
+) -> BlockSums:
     """The sums with an error of zero wherever the number or what it decodes to is not finite."""
     valid = (decoded - operand.numbers).isfinite()
     numbers = torch.where(valid, operand.numbers, 0.0)
     rounded = torch.where(operand.rounded.isfinite(), operand.rounded, 0.0)
-    return block_sums(numbers, rounded, torch.where(valid, decoded, 0.0), bounds, block)
+    return block_sums(numbers, rounded, torch.where(valid, decoded, 0.0), factors, limit, block)
 
 
 def _quantiles(sums: BlockSums) -> dict[str, float]:
