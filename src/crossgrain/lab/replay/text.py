@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ...gemm.operands import GEMMS
+from ..tables import aligned
 from .looking import Site
 from .outcome import Outcome, difference, percent
 from .result import Replay
@@ -46,7 +47,7 @@ def _measured(result: Replay) -> list[str]:
     rows.append(["gradient norm", _number(low.gradient_norm), _number(high.gradient_norm)])
     if low.loss_after is not None or high.loss_after is not None:
         rows.append(["loss after the update", _number(low.loss_after), _number(high.loss_after)])
-    lines = [*_aligned(rows), _gradient_text(low, high)]
+    lines = [*aligned(rows), _gradient_text(low, high)]
     if low.error:
         lines.append(f"As it was, the step ended early: {low.error}")
     lines += _parameter_lines(result)
@@ -158,7 +159,7 @@ def _table(result: Replay) -> list[str]:
     alone = f"{len(result.operands)} of them raised alone"
     if len(result.operands) > _MOST_OPERANDS:
         alone += f", of which the table has {_MOST_OPERANDS}"
-    return [*_aligned(rows), f"{result.runs} runs; {len(result.roundings)} operands, {alone}."]
+    return [*aligned(rows), f"{result.runs} runs; {len(result.roundings)} operands, {alone}."]
 
 
 def _left_out(result: Replay) -> list[str]:
@@ -197,11 +198,6 @@ def _tensor(layer: str, tensor: str, sites: list[Site]) -> str:
     directions = [GEMMS[site.operand.partition(".")[0]][tensor].value for site in sites]
     operands = " and ".join(site.operand for site in sites)
     return f"{_SYMBOLS[tensor]} of {layer}, {' and '.join(directions)}, {operands}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _number(value: float | None) -> str:

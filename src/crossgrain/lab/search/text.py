@@ -6,6 +6,7 @@ from collections import Counter
 
 from ...gemm.operands import GEMMS
 from ...planning.report import duration, size
+from ..tables import aligned
 from .found import Found, Tie
 
 _SHOWN = 5  # ties
@@ -51,14 +52,7 @@ def _sites(found: Found) -> list[str]:
         ]
         for gemm in GEMMS
     ]
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    ]
+    return aligned([head, *rows], numbers=True)
 
 
 def _tie(tie: Tie) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ...gemm.operands import GEMMS
 from ..intervals import Estimate
+from ..tables import aligned
 from .result import Effect, Sensitivity, Site
 
 _MOST_LAYERS = 40  # a longer table shows the most sensitive layers
@@ -38,8 +39,7 @@ def _of_candidate(s: Sensitivity, label: str) -> list[str]:
         shown = sorted(layers, key=lambda layer: -_fprop(s, layer, label))[:_MOST_LAYERS]
     rows = [["layer", *_COLUMNS], *([layer, *_cells(s, layer, label)] for layer in shown)]
     rows.append(["sum of all layers", *_totals(s, layers, label)])
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    text = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    text = aligned(rows, numbers=True)
     more = [f"... and {len(layers) - len(shown)} layers that are less sensitive"] if len(shown) < len(layers) else []
     return [f"{label}{base} ({formats})", *text[:-1], *more, text[-1]]
 

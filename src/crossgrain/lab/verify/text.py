@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from ..intervals import with_spread
+from ..tables import aligned
 from .claims import claims
 from .paired import DIVERGED, Paired
 from .result import Row, Verification
@@ -20,7 +20,7 @@ def shown(result: Verification) -> str:
     )
     cells = [["recipe", "loss", "gap", "growth in 100 steps", "verdict"], *(_cells(row) for row in result.rows())]
     may, may_not = claims(result)
-    parts = [title, *_aligned(cells), "", *may, "", "Not shown by these runs:", *(f"- {line}" for line in may_not)]
+    parts = [title, *aligned(cells), "", *may, "", "Not shown by these runs:", *(f"- {line}" for line in may_not)]
     return "\n".join(parts)
 
 
@@ -57,8 +57,3 @@ def _cells(row: Row) -> list[str]:
         growth_text(row.paired),
         verdict_text(row.verdict, row.paired),
     ]
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
