@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ...gemm.operands import GEMMS
@@ -16,11 +17,10 @@ from .effects import BACKWARD, NOTHING, added, check_calibration, gemms_without_
 from .found import Found
 from .knapsack import Solution
 from .problem import Problem, listed, problem_of
-from .solver import Solver
+from .solver import NEAR, Solver
 from .ties import ties_of
 
 _TRIES = 8  # until the cost of the recipe keeps the target, and not only the sum of its moves
-_NEAR = 1e-9
 
 Rules = Iterable[Rule | str | tuple[str, Any]]
 
@@ -59,9 +59,14 @@ class Finder:
         self.solver = Solver(self.problem)
         self._recipes: dict[tuple[int, ...], GemmRecipe] = {}
 
+    @cached_property
+    def possible(self) -> float:
+        """The seconds that are saved if every site that may move has its fastest candidate."""
+        return self.problem.base.seconds - self._cost(self.problem.fastest).seconds
+
     def check_that_time_can_be_saved(self) -> None:
         """Raise ValueError if no candidate is faster than the base."""
-        if self.problem.possible <= 0:
+        if self.possible <= 0:
             raise ValueError(
                 f"no candidate is faster than {self.s.base} at the sizes of these layers ({self.costs}). GEMMs that "
                 "wait for memory hardly differ: pass the tokens and the scale of the run that is planned"
@@ -74,26 +79,24 @@ class Finder:
         if not 0 <= share <= 1:
             raise ValueError(f"saving must be a share from 0 to 1 of what can be saved, got {share}")
         self.check_that_time_can_be_saved()
-        needed = share * self.problem.possible
-        first = found = self.solver.at_saving(share)
-        more = 0.0
-        for _ in range(_TRIES):
-            if found is None:
-                break
-            short = needed - (self.problem.base.seconds - self._cost(found).seconds)
-            if short <= _NEAR * self.problem.possible:
-                break
-            more += short  # with padding, GEMMs that move together may be slower than each alone
-            found = self.solver.at_saving(share, more)
-        assert first is not None  # no more than everything was asked for
-        result = self._found(
-            first if found is None else found,
+        return self._found(
+            self.solution_at(share),
             f"save at least {share:g} of the GEMM time that can be saved ({self.costs})",
-            lambda cost: cost.seconds <= -needed * (1 - _NEAR),
+            lambda cost: cost.seconds <= -(share - NEAR) * self.possible,
         )
-        if result.saving < share - 2 * _NEAR:
-            result.notes.append("layers are padded, so that the recipe saves less than the sum of its moves alone")
-        return result
+
+    def solution_at(self, share: float) -> Solution:
+        """The solution that saves a share of what can be saved."""
+        solution, more = self.solver.at_saving(share), 0.0
+        for _ in range(_TRIES):
+            if solution is None:
+                break
+            short = share * self.possible - (self.problem.base.seconds - self._cost(solution.options).seconds)
+            if short <= NEAR * self.possible:
+                return solution
+            more += short  # with padding, GEMMs that move together may take longer than the sum of their moves
+            solution = self.solver.at_saving(share, more)
+        return Solution(self.problem.fastest, 0, proven=False)
 
     def within_gap(self, gap: float) -> Found:
         """Save as much as possible within a gap."""
@@ -138,7 +141,7 @@ class Finder:
         for _ in range(_TRIES):
             if solution is None:
                 break
-            cost = self._cost(solution)
+            cost = self._cost(solution.options)
             over = {name: getattr(cost, name) - wanted[name] for name in wanted}
             missed = max(over.values()) > 0
             if not missed:
@@ -157,20 +160,20 @@ class Finder:
 
     def point(self, solution: Solution) -> Point:
         """A point of a frontier."""
-        recipe, cost = self._recipe(solution), self._cost(solution)
+        recipe, cost = self._recipe(solution.options), self._cost(solution.options)
         predicted, chosen = self._predicted(solution.options), self._chosen(solution.options)
         return Point(self._saving(cost), cost.seconds, predicted, str(recipe), chosen, solution.proven)
 
-    def _recipe(self, solution: Solution) -> GemmRecipe:
-        key = tuple(solution.options)
+    def _recipe(self, options: Sequence[int]) -> GemmRecipe:
+        key = tuple(options)
         if key not in self._recipes:
-            formats = self.problem.formats_of(solution.options)
+            formats = self.problem.formats_of(options)
             self._recipes[key] = recipe_of_sites(self.problem.recipe, formats, self.problem.layers)
         return self._recipes[key]
 
-    def _cost(self, solution: Solution) -> Cost:
-        """The cost of the recipe itself, which may differ a little from the sum of its moves."""
-        return self.costs.of_all(self._recipe(solution))
+    def _cost(self, options: Sequence[int]) -> Cost:
+        """The cost of the recipe itself. If layers are padded, it differs from the sum of its moves."""
+        return self.costs.of_all(self._recipe(options))
 
     def _chosen(self, options: Sequence[int]) -> dict[Site, str]:
         labels = {
@@ -200,13 +203,12 @@ class Finder:
         )
 
     def _saving(self, cost: Cost) -> float:
-        possible = self.problem.possible
-        return (self.problem.base.seconds - cost.seconds) / possible if possible > 0 else 0.0
+        return (self.problem.base.seconds - cost.seconds) / self.possible if self.possible > 0 else 0.0
 
     def _found(self, solution: Solution, target: str, reaches: Callable[[Cost], bool] | None) -> Found:
         """The result. ``reaches`` says whether a difference to the cost of the base reaches the target."""
         problem, options = self.problem, solution.options
-        recipe, cost = self._recipe(solution), self._cost(solution)
+        recipe, cost = self._recipe(solution.options), self._cost(solution.options)
         made = sum((move.choices[i].cost for move, i in zip(problem.moves, options, strict=True)), Cost())
         effects = self._effects(options)
         by_gemm = {gemm: [effect for site, effect in effects.items() if site.gemm == gemm] for gemm in BACKWARD}
@@ -227,11 +229,11 @@ class Finder:
             ties=ties_of(
                 problem, options, lambda more: reaches(made + more) if reaches is not None else more.seconds <= 0
             ),
-            notes=self._notes(recipe, solution),
+            notes=self._notes(recipe, solution, cost - problem.base, made),
             proven=solution.proven,
         )
 
-    def _notes(self, recipe: GemmRecipe, solution: Solution) -> list[str]:
+    def _notes(self, recipe: GemmRecipe, solution: Solution, cost: Cost, made: Cost) -> list[str]:
         notes = []
         unpriced = gemms_without_price(self.s)
         if unpriced:
@@ -253,6 +255,11 @@ class Finder:
             notes.append(f"not everything was measured of {listed(names)}")
         if self.s.interrupted:
             notes.append("the measurement was interrupted, so intervals are wider than they were meant to be")
+        if abs(cost.seconds - made.seconds) > 1e-6 * self.problem.base.seconds:
+            notes.append(
+                "layers of these sizes are padded, so that the costs of moves do not add up exactly. The target is "
+                "checked with the recipe itself, but another choice may be a little better"
+            )
         if not solution.proven:
-            notes.append("the choice keeps the limits, but it is not proven that no other one is better")
+            notes.append("the target is reached, but it is not proven that no other choice is better")
         return notes

@@ -75,9 +75,11 @@ class Problem:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def possible(self) -> float:
-        """The seconds that are saved if every move has its fastest choice."""
-        return -sum(min(choice.cost.seconds for choice in move.choices) for move in self.moves)
+    def fastest(self) -> list[int]:
+        """The number of the fastest choice of each move."""
+        return [
+            min(range(len(own)), key=lambda i: own[i].cost.seconds) for own in (move.choices for move in self.moves)
+        ]
 
     def formats_of(self, chosen: Sequence[int]) -> dict[tuple[str, str], str]:
         """The formats of the sites that are not in the base, from the number of each move's choice."""
@@ -226,14 +228,14 @@ class _Maker:
                 rest = " (the other layers of their groups stay in the base, too)" if len(missing) < len(sites) else ""
                 self._exclude(f"{label} was not measured there{rest}", *missing)
                 continue
-            cost = self._cost(recipe, gemm, sites)
+            cost = self._cost(recipe, sites)
             if isinstance(cost, str):
                 self._exclude(f"{label} does not fit ({cost})", *sites)
                 continue
             choices.append(self._choice(label, gemm, cost, found))
         return Move(gemm, sites, tuple(_least_biased(choices) if gemm in BACKWARD else choices))
 
-    def _cost(self, recipe: GemmRecipe, gemm: str, sites: Sequence[Site]) -> Cost | str:
+    def _cost(self, recipe: GemmRecipe, sites: Sequence[Site]) -> Cost | str:
         """What it costs more than the base to move sites, each alone; or why they cannot be moved."""
         more = Cost()
         for site in sites:
@@ -241,7 +243,7 @@ class _Maker:
                 new, old = (self.costs.estimate(each, site.layer) for each in (recipe, self.problem.recipe))
             except ValueError as error:
                 return str(error)
-            more += replace(total(new) - total(old), seconds=new.seconds[gemm] - old.seconds[gemm])
+            more += total(new) - total(old)  # with padding, other GEMMs of the layer may get slower, too
         return more
 
     def _choice(self, label: str, gemm: str, cost: Cost, effects: Sequence[Effect | None]) -> Choice:

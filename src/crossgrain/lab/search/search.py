@@ -102,8 +102,7 @@ def frontier(
     finder.check_that_time_can_be_saved()
     found: dict[tuple[int, ...], Point] = {}
     for number in range(points):
-        solution = finder.solver.at_saving(number / (points - 1))
-        assert solution is not None  # no more than everything is asked for
+        solution = finder.solution_at(number / (points - 1))
         if tuple(solution.options) not in found:
             found[tuple(solution.options)] = finder.point(solution)
     return list(found.values())

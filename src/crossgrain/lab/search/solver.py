@@ -13,6 +13,7 @@ from .problem import Choice, Problem
 _BITS = 60  # sums of what is chosen have at most so many bits: finer than floating point numbers
 _APART = 70  # bits between parts of a harm, of which an earlier one decides before a later one
 _NEVER = 2**100  # bytes of what may not be chosen
+NEAR = 1e-9  # a target is reached if so small a part of it is missing: 2 / 3 of six sites are four of them
 
 
 class Solver:
@@ -44,12 +45,13 @@ class Solver:
     def at_saving(self, share: float, more: float = 0.0) -> Solution | None:
         """The least harm that saves at least this share of the seconds that can be saved, and some seconds more."""
         possible = -sum(min(own) for own in self._seconds)
-        needed = math.ceil(Fraction(share) * possible) + math.ceil(math.ldexp(more, self._second))
+        needed = math.ceil(Fraction(share - NEAR) * possible) + math.ceil(math.ldexp(more, self._second))
         return self._solve(self._harms(self._nats, self._ranks, self._seconds), [(self._seconds, -needed)])
 
     def within_gap(self, nats: float) -> Solution | None:
         """The most seconds that are saved with at most so many nats."""
-        limit = math.floor(math.ldexp(nats, self._nat))
+        largest = math.fsum(max(abs(choice.nats.mean) for choice in choices) for choices in self._moves)
+        limit = math.floor(math.ldexp(nats + NEAR * largest, self._nat))
         return self._solve(self._harms(self._seconds, self._nats, self._ranks), [(self._nats, limit)])
 
     def within_bytes(self, more: Mapping[str, int]) -> Solution | None:
