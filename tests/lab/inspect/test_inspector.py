@@ -147,6 +147,20 @@ def test_kept_weights_are_seen_when_the_optimizer_writes_them_and_train_the_same
     assert {(layer, d) for layer in "01" for d in DIRECTIONS} <= {(p[0], p[3]) for p in found if p[2] == "weight"}
 
 
+@pytest.mark.parametrize("recipe", ["all: mxfp8", "all: fp8", "all: nvfp4(rht, sr)", "all: fp8_block"])
+def test_memory_that_was_looked_at_can_still_be_freed_as_fsdp_does_it(recipe):
+    model, tokens = net(recipe)
+    buffers = list(model.parameters())
+
+    def keep(event):
+        buffers.append(event.source)
+        buffers.extend(buffer for made in event.made for buffer in made.plane.buffers())
+
+    with observer.observe(keep):
+        looked(model, lambda: step(model, tokens), what_if=WHAT_IF)
+    assert len(buffers) > 20 and all(buffer.untyped_storage().resizable() for buffer in buffers)
+
+
 def test_fused_experts_are_seen_group_by_group():
     torch.manual_seed(0)
     model = nn.ModuleDict({"experts": Experts()})

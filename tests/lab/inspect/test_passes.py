@@ -1,5 +1,6 @@
 """The compiled passes give what plain torch gives."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ from crossgrain.kernels.choice import using_backend
 from crossgrain.kernels.reference.hadamard import rotate
 from crossgrain.lab.inspect.passes import (
     add_error,
+    array_of,
     block_sums,
     compiled_sums,
     count_exponents,
@@ -69,6 +71,18 @@ def test_errors_are_added():
             squares = add_error(total, decoded, x)
         assert torch.equal(total, 1 + (decoded - x))
         assert squares == pytest.approx((decoded - x).double().square().sum().item(), rel=1e-6)
+
+
+def test_memory_that_was_read_can_still_be_freed_as_fsdp_does_it():
+    x, decoded = operands(64, 64)
+    factors = torch.ones(64, 2)
+    tensors = [x, decoded, factors]
+    compiled_sums(x, x, decoded, factors, 1.0, (1, 32))
+    count_exponents(factors, torch.ones(64, 2, dtype=torch.float64))
+    rotated(x, 0)
+    add_error(torch.zeros_like(x), decoded, x)
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+    assert np.array_equal(array_of(x.t()[3:]), x.numpy().T[3:])
 
 
 def test_the_reference_backend_uses_no_compiled_pass(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,14 +76,8 @@ def compiled_sums(
     """`block_sums` in one pass over memory, on the CPU."""
     (rows, columns), (high, long) = numbers.shape, block
     noise, power = torch.zeros((2, -(-rows // high), -(-columns // long)), dtype=torch.float64)
-    found = compiled(sums)(
-        *(part.contiguous().numpy() for part in (numbers, rounded, decoded, factors)),
-        limit,
-        high,
-        long,
-        noise.numpy(),
-        power.numpy(),
-    )
+    read = [part.contiguous() for part in (numbers, rounded, decoded, factors)]
+    found = compiled(sums)(*map(array_of, read), limit, high, long, array_of(noise), array_of(power))
     return BlockSums(noise, power, *found)
 
 
@@ -101,7 +95,8 @@ def count_exponents(factors: Tensor, power: Tensor) -> tuple[dict[int, int], int
     factors, power = factors.reshape(-1), power.reshape(-1)
     if can_compile(factors):
         counts = np.zeros(128 - LOWEST, dtype=np.int64)
-        there, zero = compiled(exponents)(factors.contiguous().numpy(), power.contiguous().numpy(), counts)
+        factors, power = factors.contiguous(), power.contiguous()
+        there, zero = compiled(exponents)(array_of(factors), array_of(power), counts)
     else:
         chosen = factors[power > 0]
         there, zero = len(chosen), int((chosen == 0).sum())
@@ -117,7 +112,8 @@ def count_exponents(factors: Tensor, power: Tensor) -> tuple[dict[int, int], int
 def add_error(total: Tensor, decoded: Tensor, numbers: Tensor) -> float:
     """Add ``decoded - numbers`` to ``total``, and return the sum of its squares."""
     if can_compile(numbers):
-        return float(compiled(add)(total.numpy(), decoded.contiguous().numpy(), numbers.numpy()))
+        decoded = decoded.contiguous()
+        return float(compiled(add)(*map(array_of, (total, decoded, numbers))))
     error = decoded - numbers
     total += error
     return sum_of_squares(error)
@@ -135,12 +131,38 @@ def rotated(operand: Tensor, sign_mask: int) -> Tensor:
     """`rotate` of the reference, bit for bit, in one pass over memory on the CPU."""
     if not can_compile(operand):
         return rotate(operand, sign_mask)
-    groups = operand.contiguous().view(-1, HADAMARD_SIZE)
+    groups, plus_minus = operand.contiguous().view(-1, HADAMARD_SIZE), signs(sign_mask)
     out = torch.empty_like(groups)
-    compiled(rotation)(groups.numpy(), signs(sign_mask).numpy(), out.numpy())
+    compiled(rotation)(*map(array_of, (groups, plus_minus, out)))
     return out.view(operand.shape)
 
 
 def can_compile(tensor: Tensor) -> bool:
     """Whether the compiled passes serve a tensor: on the CPU, unless the reference backend is chosen."""
     return tensor.device.type == "cpu" and kernels.get_backend("cpu") == "cpu"
+
+
+class _Memory:
+    """Memory of a tensor, as numpy is told about it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": strides,
+            "typestr": _TYPES[tensor.dtype],
+        }
+
+
+_TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.uint8: "|u1"}
+
+
+def array_of(tensor: Tensor) -> Any:
+    """The numbers of a tensor on the CPU as a numpy array of the same memory, which the caller keeps alive.
+
+    ``tensor.numpy()`` is not used: the storage of the tensor could not be resized any more, and FSDP frees the memory
+    of weights in that way.
+    """
+    return np.asarray(_Memory(tensor))

@@ -16,7 +16,7 @@ from ...kernels.reference.decode import decode_factors
 from ...kernels.reference.elements import element_values
 from ...kernels.reference.scaling import e8m0_value
 from ...planes import Plane
-from .passes import count_exponents
+from .passes import array_of, count_exponents
 
 _TOLERANCE = 1 + 2.0**-20  # of scales and amaxes that were rounded in fp32
 
@@ -42,7 +42,7 @@ def _factors(plane: Plane) -> Tensor:
     fmt, stored = plane.format, plane.operand_scales()
     if stored.device.type != "cpu" or fmt.scale_rule == "fp32":
         return decode_factors(plane)
-    found = torch.from_numpy(_values_of_bytes(fmt)[stored.numpy()])
+    found = torch.from_numpy(_values_of_bytes(fmt)[array_of(stored)])
     if fmt.scale_rule != "two_level":
         return found
     assert fmt.element is not None and plane.amax is not None
