@@ -122,6 +122,20 @@ def test_patterns_may_match_what_later_rules_decide() -> None:
     assert recipe.rules[0].pattern == "*_proj"
 
 
+def test_blocks_are_written_as_such_if_another_rule_names_their_layers() -> None:
+    """The parts of these blocks have nothing in common that could be a pattern."""
+    layers = [Layer(f"blocks.{i}.{part}") for i in range(4) for part in ("qkv", "fc")]
+    wanted = {(layer.name, "dgrad"): "nvfp4" for layer in layers} | {
+        (layer.name, "fprop"): "nvfp4" for layer in layers[2:6]
+    }
+    base = GemmRecipe.load("mxfp8")
+    recipe = recipe_of_sites(base, wanted, layers)
+    assert_exact(recipe, base, wanted, layers)
+    assert [rule.pattern for rule in recipe.rules] == ["*.qkv|*.fc", "blocks.[12].*"]
+    alone = recipe_of_sites(base, {site: text for site, text in wanted.items() if site[1] == "fprop"}, layers)
+    assert [rule.pattern for rule in alone.rules] == ["blocks.[12].qkv|blocks.[12].fc"]
+
+
 def test_wrong_sites_and_formats_are_named() -> None:
     base, layers = GemmRecipe.load("mxfp8"), [Layer("a")]
     with pytest.raises(KeyError, match="there is no layer 'b' in the list of layers"):
@@ -138,7 +152,7 @@ def test_wrong_sites_and_formats_are_named() -> None:
 
 def test_names_are_listed_if_patterns_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result is checked layer by layer, whatever the patterns are."""
-    monkeypatch.setattr(compact, "patterns_for", lambda wanted, others: ["*"])
+    monkeypatch.setattr(compact, "patterns_for", lambda wanted, others, naming: ["*"])
     layers = llama(2)
     wanted = {(layer.name, "fprop"): "nvfp4" for layer in layers[:3]}
     recipe = recipe_of_sites(GemmRecipe.load("mxfp8"), wanted, layers)

@@ -21,12 +21,13 @@ def matched(patterns: list[str], names: list[str]) -> list[str]:
 @settings(deadline=None, max_examples=300)
 def test_exactly_the_wanted_names_are_matched(names: list[str], rng: random.Random) -> None:
     wanted = [name for name in names if rng.random() < 0.5]
-    patterns = patterns_for(wanted, [name for name in names if name not in wanted])
-    assert matched(patterns, names) == wanted
-    assert len(patterns) <= len(wanted)
-    assert all(pattern.rpartition(".")[2] != "*" for pattern in patterns)
-    if patterns:
-        assert parse_matcher("|".join(patterns)) == Glob(tuple(patterns))  # they can be written
+    for naming in (True, False):
+        patterns = patterns_for(wanted, [name for name in names if name not in wanted], naming=naming)
+        assert matched(patterns, names) == wanted
+        assert len(patterns) <= len(wanted)
+        assert not naming or all(pattern.rpartition(".")[2] != "*" for pattern in patterns)
+        if patterns:
+            assert parse_matcher("|".join(patterns)) == Glob(tuple(patterns))  # they can be written
 
 
 def blocks(*numbers: int) -> list[str]:
@@ -53,6 +54,12 @@ def test_patterns_are_short(wanted: list[str], others: list[str], expected: list
     others = [name for name in others if name not in wanted]
     assert patterns_for(wanted, others) == expected
     assert matched(expected, [*wanted, *others]) == wanted
+
+
+def test_whole_blocks_are_shorter_if_their_layers_need_not_be_named() -> None:
+    names, others = blocks(1, 2), blocks(0, 3, 12)
+    assert patterns_for(names, others) == ["model.layers.[12].*_proj", "model.layers.[12].*.fc"]
+    assert patterns_for(names, others, naming=False) == ["model.layers.[12].*"]
 
 
 def test_names_that_cannot_be_written_get_a_joker() -> None:

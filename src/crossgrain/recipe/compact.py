@@ -50,7 +50,8 @@ def recipe_of_sites(
     wrong: list[str] = []
     for rules in (_short_rules(base, wanted, layers), _explicit_rules(wanted)):
         recipe = base.with_rules([*rules, *base.rules])
-        wrong = [layer.name for layer in layers if _formats(recipe, layer) != expected[layer]]
+        unnamed = {name for names in wanted.values() for name in names if not recipe.names_layer(name)}
+        wrong = [each.name for each in layers if each.name in unnamed or _formats(recipe, each) != expected[each]]
         if not wrong and GemmRecipe.load(str(recipe)) == recipe:
             return recipe
     what = f"{wrong[0]!r} its format alone" if wrong else "these layers their formats"
@@ -134,7 +135,8 @@ def _short_rules(base: GemmRecipe, wanted: _Wanted, layers: Sequence[Layer]) -> 
         by_names.setdefault(tuple(names), {})[gemm] = spec
     changing: dict[Glob, dict[str, FormatSpec]] = {}
     restoring: dict[Glob, dict[str, FormatSpec | str]] = {}
-    for changed, specs in by_names.items():
+    named = {layer.name for layer in layers if base.names_layer(layer.name)}
+    for changed, specs in sorted(by_names.items(), key=lambda item: -len(item[0])):
         elsewhere = {name for (gemm, _), own in wanted.items() if gemm in specs for name in own}.difference(changed)
         unchanged = [
             layer.name
@@ -144,12 +146,15 @@ def _short_rules(base: GemmRecipe, wanted: _Wanted, layers: Sequence[Layer]) -> 
             and layer.module_type != "dpa"  # has no GEMMs with weights
             and not all(_is_decided(base, layer, gemm) for gemm in specs)  # otherwise a later rule sets it anyway
         ]
-        glob, back = _glob(changed, [*unchanged, *elsewhere]), None
+        naming = not named.issuperset(changed)  # another rule names them already
+        named.update(changed)
+        glob, back = _glob(changed, [*unchanged, *elsewhere], naming), None
         more = _of_mostly_changed_kinds(changed, unchanged)
         if more:
             before = {key: value for key, value in base.settings if key.partition(".")[0] in specs}
             rest = [name for name in unchanged if name not in more]
-            broad, taken_back = _glob([*changed, *more], [*rest, *elsewhere]), _glob(list(more), [*changed, *elsewhere])
+            broad = _glob([*changed, *more], [*rest, *elsewhere], naming)
+            taken_back = _glob(list(more), [*changed, *elsewhere], naming=False)
             if _length(broad, specs) + _length(taken_back, before) < _length(glob, specs):
                 glob, back = broad, taken_back
         changing.setdefault(glob, {}).update(specs)
@@ -160,8 +165,8 @@ def _short_rules(base: GemmRecipe, wanted: _Wanted, layers: Sequence[Layer]) -> 
     ]
 
 
-def _glob(names: Sequence[str], others: Sequence[str]) -> Glob:
-    return Glob(tuple(patterns_for(names, others)))
+def _glob(names: Sequence[str], others: Sequence[str], naming: bool) -> Glob:
+    return Glob(tuple(patterns_for(names, others, naming=naming)))
 
 
 def _of_mostly_changed_kinds(changed: Sequence[str], unchanged: Sequence[str]) -> dict[str, None]:

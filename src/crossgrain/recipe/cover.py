@@ -24,20 +24,25 @@ class _Tail(NamedTuple):
     end: str
     whole: bool
 
+    @property
+    def is_all(self) -> bool:
+        """Whether it is for all names inside of what is numbered."""
+        return not self.end and not self.whole
 
-def patterns_for(wanted: Collection[str], others: Collection[str]) -> list[str]:
+
+def patterns_for(wanted: Collection[str], others: Collection[str], *, naming: bool = True) -> list[str]:
     """Patterns in the syntax of rules that match all wanted names and no other one.
 
-    What they do with names that are in neither collection is not said. They are short, but not always the shortest. The
-    last part of a pattern is never only ``*``, so that every wanted name is named, as `GemmRecipe.names_layer` says.
+    What they do with names that are in neither collection is not said. They are short, but not always the shortest.
 
     Args:
         wanted: the names to match.
         others: names that may not be matched.
+        naming: no pattern ends in ``.*``, so that each wanted name is named, as `GemmRecipe.names_layer` says.
     """
     order = {name: position for position, name in enumerate(wanted)}
     left = set(order)
-    candidates = dict(_candidates(order, frozenset(others)))
+    candidates = dict(_candidates(order, frozenset(others), naming))
     chosen: dict[str, int] = {}
     while left:
         best = max(candidates, key=lambda pattern: (len(candidates[pattern]) / (len(pattern) + 1), pattern))
@@ -48,7 +53,7 @@ def patterns_for(wanted: Collection[str], others: Collection[str]) -> list[str]:
     return sorted(chosen, key=lambda pattern: chosen[pattern])
 
 
-def _candidates(wanted: Collection[str], others: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
+def _candidates(wanted: Collection[str], others: frozenset[str], naming: bool) -> Iterator[tuple[str, frozenset[str]]]:
     """Patterns that match no other name, and the wanted names that each matches."""
     for name in wanted:
         yield literal(name), frozenset([name])
@@ -56,7 +61,7 @@ def _candidates(wanted: Collection[str], others: frozenset[str]) -> Iterator[tup
     for ending, names in _by_ending(wanted).items():
         if ending not in wrong and len(names) > 1:  # a single name is clearer in full
             yield f"*{literal(ending)}", frozenset(names)
-    for pattern, matched in _numbered(wanted, others):
+    for pattern, matched in _numbered(wanted, others, naming):
         if len(matched) > 1:
             yield pattern, matched
 
@@ -77,14 +82,16 @@ def _endings(text: str) -> list[str]:
     return [text[i:] for i, character in enumerate(text) if character in "._" and i + 1 < len(text)]
 
 
-def _numbered(wanted: Collection[str], others: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Patterns for some blocks: in each of them, for one name, or for all names with an ending."""
+def _numbered(wanted: Collection[str], others: frozenset[str], naming: bool) -> Iterator[tuple[str, frozenset[str]]]:
+    """Patterns for some blocks: in each of them, for one name, for all names with an ending, or for all names."""
     by_tail: dict[_Tail, dict[str, set[str]]] = {}
     for name in wanted:
         for number, tail in _tails(name):
             by_tail.setdefault(tail, {}).setdefault(number, set()).add(name)
     wrong = {numbered for name in others for numbered in _tails(name)}
     for tail, by_number in by_tail.items():
+        if naming and tail.is_all:
+            continue
         right = {number: names for number, names in by_number.items() if (number, tail) not in wrong}
         middle = "" if tail.whole else ".*"
         for digits, numbers in _digit_patterns(right).items():
@@ -101,7 +108,7 @@ def _tails(name: str) -> Iterator[tuple[str, _Tail]]:
     before = "".join(f"{part}." for part in parts[:at])
     after = "".join(f".{part}" for part in parts[at + 1 :])
     yield parts[at], _Tail(before, after, whole=True)
-    for ending in _endings(after[1:]):
+    for ending in (*_endings(after[1:]), *([""] if after else [])):
         yield parts[at], _Tail(before, ending, whole=False)
 
 

@@ -122,7 +122,7 @@ def test_backward_moves_first_and_then_the_layers_that_need_forward_least() -> N
     assert [site.layer for site, label in found.chosen.items() if label == SR and site.gemm == "fprop"] == ["a", "c"]
     assert found.predicted.mean == pytest.approx(0.003 + 0.0034)
     assert str(found.recipe) == (
-        "fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8; a|c: fprop: nvfp4; a|b|c|d: dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
+        "fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8; a|b|c|d: dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr); a|c: fprop: nvfp4"
     )
 
 

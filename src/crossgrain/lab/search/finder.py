@@ -57,7 +57,7 @@ class Finder:
         self.s, self.costs = s, costs
         self.problem: Problem = problem_of(s, costs, rules, together)
         self.solver = Solver(self.problem)
-        self._recipes: dict[tuple[int, ...], GemmRecipe] = {}
+        self._known: dict[tuple[int, ...], tuple[GemmRecipe, Cost]] = {}
 
     @cached_property
     def possible(self) -> float:
@@ -165,15 +165,17 @@ class Finder:
         return Point(self._saving(cost), cost.seconds, predicted, str(recipe), chosen, solution.proven)
 
     def _recipe(self, options: Sequence[int]) -> GemmRecipe:
-        key = tuple(options)
-        if key not in self._recipes:
-            formats = self.problem.formats_of(options)
-            self._recipes[key] = recipe_of_sites(self.problem.recipe, formats, self.problem.layers)
-        return self._recipes[key]
+        return self._made(tuple(options))[0]
 
     def _cost(self, options: Sequence[int]) -> Cost:
         """The cost of the recipe itself. If layers are padded, it differs from the sum of its moves."""
-        return self.costs.of_all(self._recipe(options))
+        return self._made(tuple(options))[1]
+
+    def _made(self, options: tuple[int, ...]) -> tuple[GemmRecipe, Cost]:
+        if options not in self._known:
+            recipe = recipe_of_sites(self.problem.recipe, self.problem.formats_of(options), self.problem.layers)
+            self._known[options] = recipe, self.costs.of_all(recipe)
+        return self._known[options]
 
     def _chosen(self, options: Sequence[int]) -> dict[Site, str]:
         labels = {

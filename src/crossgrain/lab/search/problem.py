@@ -190,7 +190,7 @@ class _Maker:
         if specs == self._specs(self.base, layer, site.gemm):
             return measured.get(self.s.base)
         if is_exact(specs):
-            return Effect(NOTHING, NOTHING, NOTHING)
+            return Effect(loss=NOTHING, noise=NOTHING, bias=NOTHING)
         for label, effect in measured.items():
             if label != self.s.base and specs == tuple(
                 operands_of(FormatSpec.parse(self.s.candidates[label][site.gemm]), site.gemm).values()
