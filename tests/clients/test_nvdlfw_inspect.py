@@ -1,10 +1,13 @@
 """Transformer Engine's debug features that change numbers: the package nvdlfw_inspect and its YAML drive our layers."""
 
+import importlib
+
 import pytest
 import torch
 
 import crossgrain as cg
 from crossgrain import compat
+from crossgrain.compat.debug import FEATURES
 from crossgrain.compat.debug.fake_quant import fake_quantize, per_tensor_cast
 
 from .inspecting import batch, converted, debug_api, equal, session, trained
@@ -352,6 +355,23 @@ def test_ending_between_forward_and_backward_is_an_error_if_numbers_depend_on_it
         RuntimeError, match=r"layer 'fc1': .* debug_api.end_debug\(\) was called after its forward pass"
     ):
         y.sum().backward()
+
+
+def test_a_session_that_could_not_begin_has_no_effect(tmp_path):
+    expected = trained(converted("mxfp8"))
+    with pytest.raises(AssertionError, match="Could not find features path"):
+        debug_api.initialize("", feature_dirs=[FEATURES, str(tmp_path / "nothing")], log_dir=str(tmp_path))
+    assert debug_api.DEBUG_MANAGER is None and equal(trained(converted("mxfp8")), expected)
+    with session({"DisableQuantizationLayer": {}}, tmp_path):
+        assert not equal(trained(converted("mxfp8")), expected)
+
+
+def test_answers_of_several_features_are_joined():
+    joined_answers = importlib.import_module("crossgrain.compat.debug.api").joined_answers
+    assert joined_answers("fp8_gemm_enabled", [(True, None), (False, 3)]) == (False, 3)
+    assert joined_answers("inspect_tensor_enabled", [(False, 9), (True, 4), (False, None)]) == (True, 4)
+    assert joined_answers("modify_tensor_enabled", [(False, None), (False, None)]) == (False, None)
+    assert joined_answers("inspect_tensor_enabled", [(False, 9), True]) is True  # one does not know when next
 
 
 def test_every_name_of_the_debug_module_is_there():

@@ -244,6 +244,18 @@ def test_delayed_scaling_knows_what_was_cut_off(tmp_path):
         assert logged[f"fc1_activation_{name}", 1] == pytest.approx(cut)
 
 
+def test_errors_are_those_against_what_was_quantized(tmp_path):
+    """Under torch.autocast that is the tensor in bfloat16, not the one that came in."""
+    layer, x = te.Linear(64, 32, name="fc1"), batch(32)
+    with session({"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["mse"]}}, tmp_path) as logged:
+        with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=recipes.MXFP8BlockScaling()):
+            layer(x)
+        debug_api.step()
+    rounded = x.bfloat16()
+    error = (cg.quantize(rounded, "mxfp8").dequantize().float() - rounded.float()).double().square().mean()
+    assert logged["fc1_activation_mse", 0] == pytest.approx(float(error), rel=1e-6)
+
+
 def test_planes_that_training_has_made_are_not_made_again(tmp_path):
     def planes_made(features):
         made = []

@@ -60,11 +60,11 @@ def step(layer, x, *splits):
     return found
 
 
-def made(recipe, rows=40):
+def made(recipe, rows=40, sizes=(48, 24)):
     torch.manual_seed(0)
-    layer = cg.Linear(48, 24)
+    layer = cg.Linear(*sizes)
     layer.bound_recipe = None if recipe is None else cg.GemmRecipe.load(recipe)
-    return layer, torch.randn(rows, 48)
+    return layer, torch.randn(rows, sizes[0])
 
 
 def equal(one, other):
@@ -101,9 +101,10 @@ def test_results_are_what_the_probe_returns(attached):
     assert torch.equal(layer(x).detach(), 2 * expected["y"])
 
 
-@pytest.mark.parametrize("rows", [32, 40])
-def test_gradients_that_are_added_to_main_grad_are_seen_and_added_as_ever(rows, attached):
-    layer, x = made("mxfp8", rows)
+@pytest.mark.parametrize("sizes", [(64, 32), (48, 24)])
+def test_gradients_that_are_added_to_main_grad_are_seen_and_added_as_ever(sizes, attached):
+    """A GEMM adds to it, or, if the weight is padded, its result is added."""
+    layer, x = made("mxfp8", sizes=sizes)
     layer.fuse_wgrad_accumulation = True
 
     def main_grad():
@@ -111,7 +112,7 @@ def test_gradients_that_are_added_to_main_grad_are_seen_and_added_as_ever(rows, 
         step(layer, x)
         return layer.weight.main_grad
 
-    expected, plain = main_grad(), step(*made("mxfp8", rows))["weight"]
+    expected, plain = main_grad(), step(*made("mxfp8", sizes=sizes))["weight"]
     seen = attached(Recorder()).seen
     assert torch.equal(main_grad(), expected) and torch.equal(seen["wgrad"], plain)
     probe.remove(probe.attach)

@@ -14,7 +14,7 @@ from crossgrain.compat.debug.statistics import (
     statistic_of_plane,
     statistic_of_tensor,
 )
-from crossgrain.planes import ROWWISE
+from crossgrain.planes import COLUMNWISE, ROWWISE
 
 STATS = [tensor_stat(name, "activation") for name in (*PLAIN, "max_blockwise_dynamic_range")]
 
@@ -61,6 +61,16 @@ def test_partial_blocks_count():
     x[2, 39] = 1 / 64
     stat = tensor_stat("max_blockwise_dynamic_range", "gradient")
     assert values(parts_of_tensor(x, [stat]), [stat])[stat.name] == 6
+
+
+def test_underflows_under_a_rotation_are_those_of_rotated_numbers():
+    """One number among zeros is spread over its whole block: none of the sixteen is lost."""
+    x = torch.zeros(32, 16)
+    x[::16] = 1.0
+    quantizer = cg.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    plane = quantizer.make_planes(x, rowwise=False, columnwise=True).plane(COLUMNWISE)
+    stat = fp8_stat("underflows%_columnwise")
+    assert statistic_of_plane(stat).value(parts_of_plane(x, plane, [stat])) == 0
 
 
 def test_padding_has_no_part_in_the_errors_of_a_plane():
