@@ -13,8 +13,9 @@ from crossgrain.optim import FusedAdam
 from crossgrain.quantizers import observer
 from crossgrain.quantizers.observer import ObserverError
 from crossgrain.recipe.presets import PRESETS
-from tests.common.experts import Experts, routed
-from tests.common.recomputation import RECIPES, Attention, Grouped, Mlp, Odd, Operations, Run, checkpoints, direct
+
+from ...common.experts import Experts, routed
+from ...common.recomputation import RECIPES, Attention, Grouped, Mlp, Odd, Operations, Run, checkpoints, direct
 
 WHAT_IF = ["nvfp4(rht, sr)", "mxfp8-fwd-nvfp4-bwd"]
 HYBRID = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
@@ -92,9 +93,23 @@ def all_modules(recipe, how, quantized):
     return Run(makers, RECIPES[recipe](), how, quantized=quantized)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("how", [direct, checkpoints("ours", False), checkpoints("torch", True)])
-@pytest.mark.parametrize("recipe", ["hybrid", "delayed", "nvfp4"])
+HOOKS, REENTRANT = checkpoints("ours", False), checkpoints("torch", True)
+
+
+@pytest.mark.parametrize(
+    "recipe, how, quantized",
+    [
+        ("hybrid", direct, False),
+        ("hybrid", HOOKS, False),
+        ("hybrid", REENTRANT, False),
+        ("delayed", direct, False),
+        ("delayed", REENTRANT, False),
+        ("delayed_columns_of_rows", HOOKS, False),
+        ("hybrid", direct, True),
+        ("nvfp4", HOOKS, True),
+        ("delayed", REENTRANT, True),
+    ],
+)
 def test_modules_and_operations_compute_and_learn_the_same(recipe, how, quantized):
     plain = all_modules(recipe, how, quantized).train().all()
     run = all_modules(recipe, how, quantized)

@@ -7,7 +7,8 @@ from torch.distributed.fsdp import fully_shard
 
 import crossgrain as cg
 from crossgrain.lab import Inspector, read_inspection
-from tests.common.ranks import mesh_of, run
+
+from ...common.ranks import mesh_of, run
 
 HYBRID = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
 
