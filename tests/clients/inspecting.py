@@ -97,3 +97,19 @@ def trained(model, steps=2, x=None, step=lambda: None):
 
 def equal(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def plain(tensor):
+    """The statistics of a tensor in torch's own words."""
+    x = tensor.detach().double()
+    magnitudes = x.abs()
+    return {
+        "min": x.min(),
+        "max": x.max(),
+        "mean": x.mean(),
+        "std": x.std(),
+        "l1_norm": x.norm(p=1),
+        "l2_norm": x.norm(p=2),
+        "cur_amax": magnitudes.max(),
+        "dynamic_range": torch.log2(magnitudes.max()) - torch.log2(magnitudes[magnitudes > 0].min()),
+    }

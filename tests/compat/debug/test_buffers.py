@@ -1,4 +1,4 @@
-"""Statistics that wait for the end of a step. Logging them: tests/clients/test_nvdlfw_inspect_logs.py."""
+"""Statistics that wait for the end of a step. Logging them: tests/clients/test_nvdlfw_inspect_steps.py."""
 
 import torch
 

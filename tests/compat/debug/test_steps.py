@@ -1,4 +1,4 @@
-"""In which steps a feature is active. With nvdlfw_inspect itself: tests/clients/test_nvdlfw_inspect_logs.py."""
+"""In which steps a feature is active. With nvdlfw_inspect itself: tests/clients/test_nvdlfw_inspect_steps.py."""
 
 import pytest
 
