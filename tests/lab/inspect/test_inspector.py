@@ -16,52 +16,10 @@ from crossgrain.recipe.presets import PRESETS
 
 from ...common.experts import Experts, routed
 from ...common.recomputation import RECIPES, Attention, Grouped, Mlp, Odd, Operations, Run, checkpoints, direct
+from .small import HYBRID, by_place, looked, net, step
 
 WHAT_IF = ["nvfp4(rht, sr)", "mxfp8-fwd-nvfp4-bwd"]
-HYBRID = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
 DIRECTIONS = ("rowwise", "columnwise")
-
-
-class Net(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.embedding = nn.Embedding(16, width)
-        self.fc1, self.fc2, self.head = nn.Linear(width, 96), nn.Linear(96, width), nn.Linear(width, 16)
-
-    def forward(self, tokens):
-        return self.head(self.fc2(torch.relu(self.fc1(self.embedding(tokens)))))
-
-
-def net(recipe=HYBRID, **options):
-    torch.manual_seed(0)
-    model = Net()
-    cg.convert(model, recipe, skip="head", **options)
-    return model, torch.randint(16, (40,))
-
-
-def step(model, tokens, optimizer=None):
-    loss = nn.functional.cross_entropy(model(tokens), tokens)
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
-
-
-def looked(model, run, steps=1, **options):
-    """The records of the last step."""
-    with Inspector(model, every=1, **options) as look:
-        for _ in range(steps):
-            run()
-            look.step()
-    return look.report().records
-
-
-def by_place(records):
-    return {
-        (record["layer"], record["group"], record["tensor"], record["direction"], record["what_if"]): record
-        for record in records
-    }
 
 
 # ---- no bit changes ------------------------------------------------------------------------------------------
@@ -438,64 +396,3 @@ def test_two_inspectors_see_their_own_models():
 def test_wrong_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Inspector(net()[0], **options)
-
-
-# ---- what is not seen ----------------------------------------------------------------------------------------
-
-
-def test_layers_that_are_not_seen_are_listed_with_the_reason():
-    model, tokens = net("all: mxfp8; fc2: hp")
-    model.unused = nn.Linear(8, 8)
-    cg.convert(model, "all: mxfp8; fc2: hp", skip="head")
-    with Inspector(model, every=1) as look:
-        step(model, tokens)
-        look.step()
-    report = look.report()
-    assert report.not_seen() == {"fc2": "in high precision, by its recipe", "unused": "never called"}
-    assert report.not_quantized() == {"head": "Linear"}
-    assert "not seen: fc2 (in high precision, by its recipe)" in str(report)
-
-
-def test_frozen_weights_and_products_that_do_not_run_are_listed():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    cg.convert(model, "mxfp8")
-    model[1].weight.requires_grad_(False)
-    x = torch.randn(32, 32)
-    model(x)
-    with Inspector(model, every=1) as look:
-        model(x).sum().backward()
-        look.step()
-    missing = look.report().not_seen()
-    assert missing["0"] == "weight: no columnwise plane was made; grad_output: no rowwise plane was made"
-    assert missing["1"] == (
-        "input: no columnwise plane was made; weight: it was not quantized in this step: it is frozen or cached, or "
-        "it is kept quantized and was not written; grad_output: no columnwise plane was made"
-    )
-
-
-def test_a_model_that_does_not_run_or_does_not_quantize_is_warned_about():
-    model, tokens = net("all: mxfp8")
-    look = Inspector(model, every=1)
-    look.open()
-    with pytest.warns(UserWarning, match="saw no plane in step 0. No layer of the model has quantized anything"):
-        look.step()
-    step(model, tokens)
-    look.close()
-    look = Inspector(Net(), every=1)
-    look.open()
-    with pytest.warns(UserWarning, match="the model has no module that quantizes. Convert it first"):
-        look.close()
-
-
-def test_layers_that_ran_and_were_not_seen_are_warned_about_by_name():
-    model, tokens = net("all: mxfp8")
-    step(model, tokens)  # its quantizers are there
-    other, _ = net("all: mxfp8")
-    step(other, tokens)
-    both = nn.ModuleList([model, other])
-    with Inspector(both, every=1) as look:
-        step(model, tokens)
-        with pytest.warns(UserWarning, match="saw nothing of some layers that quantize, in step 0: 1.fc1: "):
-            look.step()
-    assert "1.fc2" in look.report().not_seen() and "0.fc2" not in look.report().not_seen()
