@@ -6,10 +6,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..files.durable import whole_file
 from ..planning import device_of
@@ -100,6 +103,7 @@ def study(
     wanted.with_rules([*wanted.rules, *rules]).with_blocks_of(start.model)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    start = replace(start, batches=list(islice(start.batches, count)))  # for all parts the same
     clock, tell = _Clock(minutes), on_progress or (lambda part, text: None)
     where: dict[str, Any] = {"device": device, "tokens": tokens, "scale": scale, "rules": rules}
 
@@ -144,7 +148,8 @@ def study(
     points = frontier(s, **where)
     result = Study(s, found, points, calibration, notes=notes)
     if start.branch is not None:
-        recipes = {"search": found.recipe, f"{label} everywhere": everywhere}
+        path = folder / "verification.json"
+        recipes = {_free_label(path, found.recipe): found.recipe, f"{label} everywhere": everywhere}
         if s.base != "hp":
             recipes[f"{s.base}, the base"] = wanted
         total = seeds * (1 + len(recipes)) * start.steps
@@ -153,12 +158,19 @@ def study(
             recipes,
             seeds=range(_FIRST_SEED, _FIRST_SEED + seeds),
             steps=start.steps,
-            path=folder / "verification.json",
+            path=path,
             on_step=_told(lambda part, text: tell(0.55 + 0.43 * part, text), total, "verifying"),
         )
     _write(result, start, folder)
     tell(1.0, "done")
     return result
+
+
+def _free_label(path: Path, recipe: GemmRecipe) -> str:
+    """A label for the recipe that was found: "search", or "search 2" if an earlier search found another one."""
+    known = Verification.load(path).recipes if path.exists() else {}
+    names = chain(["search"], (f"search {number}" for number in count_from(2)))
+    return next(name for name in names if known.get(name, str(recipe)) == str(recipe))
 
 
 def _write(result: Study, start: Start, folder: Path) -> None:
@@ -201,12 +213,13 @@ class _Clock:
     def seeds(self, start: Start, recipe: GemmRecipe) -> int:
         """The number of seeds for verification, after some steps in high precision and with a recipe were timed."""
         assert start.branch is not None
-        list(islice(start.branch(recipe, 0), 2))  # kernels are compiled
         seconds = []
-        for each in (None, recipe):
-            begin = time.monotonic()
-            list(islice(start.branch(each, 0), _TIMED))
-            seconds.append((time.monotonic() - begin) / _TIMED * start.steps)
+        with torch.random.fork_rng(devices=[]):
+            list(islice(start.branch(recipe, 0), 2))  # kernels are compiled
+            for each in (None, recipe):
+                begin = time.monotonic()
+                list(islice(start.branch(each, 0), _TIMED))
+                seconds.append((time.monotonic() - begin) / _TIMED * start.steps)
         exact, rounded = seconds
         left = self._end - time.monotonic() - SEEDS_OF_CALIBRATION * (exact + 2 * rounded)
         return max(FEWEST_SEEDS, min(MOST_SEEDS, int(left / (exact + 3 * rounded))))

@@ -1,4 +1,4 @@
-"""`holding`: planes that were made without a tensor around them, as the storage that their quantizer would have made."""
+"""`holding`: planes that were made without a tensor around them, as the storage that a quantizer would make."""
 
 from __future__ import annotations
 

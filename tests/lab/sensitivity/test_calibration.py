@@ -33,3 +33,13 @@ def test_mistakes():
         calibrate(made(), branch, candidate="mxfp4")
     with pytest.raises(ValueError, match="quantizes no backward GEMM"):
         calibrate(made(noise=0.0), branch)
+
+
+def test_a_run_that_diverges_has_no_price():
+    def diverging(recipe, seed):
+        for step, loss in enumerate(branch(recipe, seed)):
+            yield float("nan") if recipe is not None and str(recipe.dgrad) != "hp" and seed == 1 and step == 3 else loss
+
+    s = made()
+    with pytest.raises(ValueError, match="diverged at step 4 of seed 1, so its noise has no price"):
+        calibrate(s, diverging, seeds=2, steps=10)

@@ -10,21 +10,21 @@ def test_labels_that_count_are_counted():
     scores, target = torch.randn(6, 5), torch.tensor([0, 1, -100, 4, -100, 2])
     with Labels() as labels:
         loss = functional.cross_entropy(scores, target)
-    assert labels.tokens == 4
+    assert labels.count == 4
     assert torch.equal(loss, functional.cross_entropy(scores, target))
     with Labels() as labels:
         functional.nll_loss(scores.log_softmax(1), target.clamp(min=0), ignore_index=0)
-    assert labels.tokens == 3
+    assert labels.count == 3
     with Labels() as labels:
         torch.nn.CrossEntropyLoss()(input=scores, target=target)
-    assert labels.tokens == 4
+    assert labels.count == 4
 
 
 def test_probabilities_as_targets_are_left_alone():
     scores, target = torch.randn(6, 5), torch.rand(6, 5)
     with Labels(seed=0) as labels:
         loss = functional.cross_entropy(scores, target)
-    assert labels.tokens == 0 and torch.equal(loss, functional.cross_entropy(scores, target))
+    assert labels.count == 0 and torch.equal(loss, functional.cross_entropy(scores, target))
 
 
 def drawn(scores, target, **options):

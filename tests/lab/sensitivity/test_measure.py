@@ -219,7 +219,7 @@ def test_fused_experts_are_measured(transposed):
     optimizer.zero_grad()
     s = sensitivity(model, batches(), loss_fn, base="hp", candidates=[NEAREST], optimizer=optimizer, include="out")
     assert list(s.layers) == ["experts.gate_up_proj", "experts.down_proj", "out"]
-    assert s.layers["experts.down_proj"].experts == 3 and s.layers["experts.down_proj"].tokens == 128
+    assert s.layers["experts.down_proj"].experts == 4 and s.layers["experts.down_proj"].tokens == 128
     for layer in ("experts.gate_up_proj", "experts.down_proj"):
         errors, _ = errors_of(model, optimizer, only(layer, "wgrad"))
         noise = s.effect(layer, "wgrad", NEAREST).noise.mean * s.gradient_variance
@@ -271,6 +271,11 @@ def test_what_a_file_has_is_not_measured_again(tmp_path):
     assert numbers(first) == numbers(second) and len(calls) == 3  # only the losses in high precision
     more = sensitivity(small(), batches(), loss_fn, candidates=[NEAREST, "mxfp8"], **options)
     assert all(set(effects) == {"hp", NEAREST, "mxfp8"} for effects in more.effects.values())
+    assert set(sensitivity(small(), batches(), loss_fn, candidates=["mxfp8"], **options).candidates) == {
+        "hp",
+        NEAREST,
+        "mxfp8",
+    }  # what is there is not lost
     with pytest.raises(ValueError, match="has results for the base 'hp'"):
         sensitivity(small(), batches(), loss_fn, base="mxfp8", candidates=[NEAREST], path=tmp_path / "s.json")
 
@@ -374,3 +379,178 @@ def test_recomputed_layers_have_the_same_numbers(reentrant):
         options = {"base": "hp", "candidates": ["nvfp4(sr)"], "include": "rest.2"}
         found.append(sensitivity(Recomputed(how), batches(), loss_fn, **options))
     assert numbers(found[0]) == numbers(found[1])
+
+
+def perturbed():
+    model = small()
+    with torch.no_grad():
+        model.up.weight[0, 0] += 1e-3
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": perturbed()},
+        {"batches": batches(5)[2:]},
+        {"seed": 1},
+        {"groups": lambda layer: "all"},
+        {"tokens": 32},
+        {"skip": "down"},
+        {"optimizer": trained()[1]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_results_of_something_else_are_refused_and_kept(tmp_path, change):
+    options = {"base": "hp", "candidates": ["mxfp8"], "path": tmp_path / "s.json"}
+    sensitivity(small(), batches(), loss_fn, **options)
+    before = (tmp_path / "s.json").read_text()
+    model, data = change.pop("model", small()), change.pop("batches", batches())
+    with pytest.raises(ValueError, match="has results of something else"):
+        sensitivity(model, data, loss_fn, **{**options, "candidates": ["mxfp8", NEAREST]}, **change)
+    assert (tmp_path / "s.json").read_text() == before
+
+
+@pytest.mark.parametrize("factor", [1, 64])
+def test_a_loss_in_pieces_has_the_same_effects_and_a_sum_is_said(factor):
+    def in_pieces(model, batch):
+        scores = zip(model(batch[0]).chunk(4), batch[1].chunk(4), strict=True)
+        return sum(functional.cross_entropy(a, b, reduction="sum") for a, b in scores) * factor / 64
+
+    options = {"base": "hp", "candidates": [NEAREST], "groups": "kind", "include": "out"}
+    whole = sensitivity(small(), batches(), loss_fn, **options)
+    pieces = sensitivity(small(), batches(), in_pieces, **options)
+    for layer in whole.layers:
+        one, other = (s.effect(layer, "fprop", NEAREST) for s in (whole, pieces))
+        assert other.first.mean == pytest.approx(factor * one.first.mean, rel=1e-3)
+        # Labels are drawn piece by piece, so they are others.
+        assert other.loss.mean == pytest.approx(factor * one.loss.mean, rel=0.5)
+    assert any("times the mean over its 64 labels" in note for note in pieces.notes) == (factor != 1)
+
+
+class Pooled(nn.Module):
+    """A classifier of sentences: the mean over tokens has one label."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.out = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens):
+        return self.out(functional.gelu(self.up(self.table(tokens))).mean(1))
+
+
+def test_rows_with_a_common_label_are_taken_together():
+    torch.manual_seed(0)
+    model = Pooled()
+    with torch.no_grad():
+        model.out.weight *= 8
+    data = [(torch.randint(16, (64, 8)), torch.randint(16, (64,))) for _ in range(12)]
+    s = sensitivity(model, data, loss_fn, base="hp", candidates=[NEAREST], include="out", groups="kind", count=12)
+    assert any("8 rows of up have a common label" in note for note in s.notes)
+    with torch.no_grad():
+        exact = [model(tokens).log_softmax(1) for tokens, _ in data]
+        cg.convert(model, only("up", "fprop"), include="out")
+        rounded = [model(tokens).log_softmax(1) for tokens, _ in data]
+        cg.unconvert(model)
+    divergence = sum(float((a.exp() * (a - b)).sum(1).mean()) for a, b in zip(exact, rounded, strict=True)) / 12
+    # The quadratic form is the divergence to second order; one draw of a label for each of 768 samples.
+    assert s.effect("up", "fprop", NEAREST).loss.mean == pytest.approx(divergence, rel=0.35)
+
+
+def test_a_layer_that_is_used_twice_is_measured_as_one():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.up = nn.Embedding(16, 32), nn.Linear(32, 32)
+            self.out = nn.Linear(32, 16)
+
+        def forward(self, tokens):
+            x = self.table(tokens)
+            return self.out(self.up(functional.gelu(self.up(x))))
+
+    torch.manual_seed(0)
+    model = Twice()
+    with torch.no_grad():
+        model.out.weight *= 8
+    data = batches(12, tokens=256)
+    s = sensitivity(model, data, loss_fn, base="hp", candidates=[NEAREST], include="out", groups="kind", count=12)
+    with torch.no_grad():
+        exact = [model(batch[0]).log_softmax(1) for batch in data]
+        cg.convert(model, only("up", "fprop"), include="out")
+        rounded = [model(batch[0]).log_softmax(1) for batch in data]
+        cg.unconvert(model)
+    divergence = sum(float((a.exp() * (a - b)).sum(1).mean()) for a, b in zip(exact, rounded, strict=True)) / 12
+    assert s.effect("up", "fprop", NEAREST).loss.mean == pytest.approx(divergence, rel=0.35)
+
+
+@pytest.mark.parametrize("name", ["u[0]", "u|w", "u*", "a b", "a:b"])
+def test_any_name_of_a_layer_has_its_dgrad_measured(name):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.k = nn.Embedding(16, 32), nn.ModuleDict({name: nn.Linear(32, 32), "v": nn.Linear(32, 16)})
+
+        def forward(self, tokens):
+            return self.k["v"](self.k[name](self.table(tokens)))
+
+    s = sensitivity(Named(), batches(), loss_fn, base="hp", candidates=[NEAREST])
+    assert s.effect(f"k.{name}", "dgrad", NEAREST).noise.mean > 0
+
+
+def test_hooks_that_step_in_backward_do_not_train_the_model():
+    model = small()
+    calls = []
+
+    def step(parameter):
+        calls.append(parameter)
+        parameter.data.sub_(0.1 * parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    sensitivity(model, batches(), loss_fn, base="hp", candidates=["mxfp8"])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) and not calls
+    loss_fn(model, batches()[0]).backward()
+    assert len(calls) == len(before)  # and they are there again
+
+
+def test_another_model_with_the_same_names_in_the_loss_is_not_counted():
+    other = small(1)
+    cg.convert(other, "all: hp", include="out")
+    options = {"base": "hp", "candidates": [NEAREST], "groups": "kind"}
+    alone = sensitivity(small(), batches(), loss_fn, **options)
+
+    def with_another(model, batch):
+        return loss_fn(model, batch) + 0 * other(batch[0]).sum()
+
+    both = sensitivity(small(), batches(), with_another, **options)
+    assert both.layers == alone.layers
+    for layer in alone.layers:
+        assert both.effect(layer, "fprop", NEAREST).first == alone.effect(layer, "fprop", NEAREST).first
+
+
+def test_a_loss_function_that_changes_its_batch_is_noticed():
+    def shifting(model, batch):
+        batch[0].copy_(batch[0].roll(1))
+        return loss_fn(model, batch)
+
+    with pytest.raises(ValueError, match="loss_fn must not change its batch"):
+        sensitivity(small(), batches(), shifting, base="hp", candidates=["mxfp8"])
+
+
+def test_experts_with_a_parameter_each_are_counted():
+    class MoE(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.experts = nn.Embedding(16, 32), cg.GroupedLinear(4, 32, 16, name="experts")
+
+        def forward(self, tokens):
+            return self.experts(self.table(tokens), [16, 32, 16, 0])
+
+    s = sensitivity(MoE(), batches(), loss_fn, base="hp", candidates=["mxfp8"], groups="kind")
+    assert s.layers["experts"].experts == 4
+
+
+def test_a_candidate_with_the_text_of_a_base_that_means_a_preset_is_refused():
+    with pytest.raises(ValueError, match="means the preset as a base and the format as a candidate"):
+        sensitivity(small(), batches(), loss_fn, base="nvfp4", candidates="nvfp4")

@@ -22,7 +22,7 @@ def level(by_recipe):
 
     def losses(recipe, seed):
         for step in itertools.count():
-            yield by_recipe.get(recipe, 0.0) + 0.01 * seed * (recipe is not None) + 1 / (1 + step)
+            yield seed + by_recipe.get(recipe, 0.0) + 0.01 * seed * (recipe is not None) + 1 / (1 + step)
 
     return made_of(losses)
 
@@ -53,6 +53,15 @@ def test_the_gap_is_that_of_pairs_over_the_last_half():
     assert result.gap("nvfp4").mean == pytest.approx(0.54)
     between = result.gap("nvfp4", "mxfp8")
     assert between.mean == pytest.approx(0.4) and between.half_width < 1e-9  # what the seed adds is in both
+
+
+def test_a_branch_that_ignores_its_seed_is_one_run_and_it_is_said():
+    same = level({NVFP4: 0.5})
+    result = verify(lambda recipe, seed: same(recipe, 0), ["nvfp4"], seeds=3, steps=4, tolerance=1.0)
+    assert result.ignores_seeds() and result.gap("nvfp4").count == 1 and math.isinf(result.gap("nvfp4").high)
+    assert result.paired("nvfp4").verdict == "not resolved"
+    assert "the branch ignores its seed, and the runs count as one" in str(result)
+    assert not verify(same, ["nvfp4"], seeds=2, steps=4).ignores_seeds()
 
 
 def test_high_precision_against_itself_is_exactly_zero():
@@ -162,12 +171,12 @@ def test_mistakes_are_found_before_anything_runs(arguments, message):
 
 
 def failing(recipe_text, seed, tail):
-    """A branch of ones; with one recipe and one seed it yields two of them, and then whatever ``tail`` does."""
+    """A branch of the same loss; with one recipe and one seed it yields it twice, and then what ``tail`` does."""
 
     def losses(recipe, its_seed):
         if (recipe, its_seed) != (recipe_text, seed):
-            yield from itertools.repeat(1.0)
-        yield from (1.0, 1.0)
+            yield from itertools.repeat(1.0 + its_seed)
+        yield from (1.0 + its_seed, 1.0 + its_seed)
         yield from tail()
 
     return made_of(losses)
@@ -226,7 +235,7 @@ def test_a_loss_that_is_not_finite_ends_its_run_and_no_other(loss, tmp_path):
     rows = {row.label: row for row in result.rows()}
     assert rows["nvfp4"].verdict == DIVERGED and rows["nvfp4"].diverged == {1: 3} and rows["nvfp4"].paired is None
     assert rows["mxfp8"].paired.gap.count == 3 and len(result.runs) == 9
-    assert result.run("nvfp4", 1).losses == [1.0, 1.0]
+    assert result.run("nvfp4", 1).losses == [2.0, 2.0]
     with pytest.raises(ValueError, match="nvfp4 diverged with seed 1 at step 3: a gap over the seeds that are left"):
         result.gap("nvfp4")
     assert "nvfp4 diverged with seed 1 at step 3." in str(result)

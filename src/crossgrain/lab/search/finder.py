@@ -12,6 +12,7 @@ from ...gemm.operands import GEMMS
 from ...recipe import GemmRecipe, Rule, recipe_of_sites
 from ..intervals import Estimate
 from ..sensitivity.result import Effect, Sensitivity, Site
+from .as_measured import as_measured
 from .costs import BYTES, Cost, Costs
 from .effects import BACKWARD, NOTHING, added, check_calibration, gemms_without_price, nats
 from .found import Found
@@ -174,6 +175,7 @@ class Finder:
     def _made(self, options: tuple[int, ...]) -> tuple[GemmRecipe, Cost]:
         if options not in self._known:
             recipe = recipe_of_sites(self.problem.recipe, self.problem.formats_of(options), self.problem.layers)
+            recipe = as_measured(recipe, self.s, self.problem.recipe)
             self._known[options] = recipe, self.costs.of_all(recipe)
         return self._known[options]
 

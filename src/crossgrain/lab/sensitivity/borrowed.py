@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...convert import convert, unconvert
+from ...convert.defaults import left_by_default
 from ...convert.layers import ConvertedNorm, become_plain
 from ...convert.selection import follows_recipes
 from ...linear.saved_planes import Operand
@@ -34,6 +35,8 @@ class BorrowedModel:
         trained: the parameters that the user trains, by name.
         notes: what `convert` has warned about.
         owners: the module that each layer is part of.
+        included: layers that are measured although they stay in high precision by default.
+        skipped: layers that the user has left out.
     """
 
     model: nn.Module
@@ -42,11 +45,29 @@ class BorrowedModel:
     trained: dict[str, nn.Parameter]
     notes: list[str]
     owners: dict[str, Any]
+    included: list[str]
+    skipped: list[str]
+
+    def __post_init__(self) -> None:
+        plain = [own for own in self.model.parameters() if not isinstance(own, QuantizedTensor)]
+        self._addresses = {own.untyped_storage().data_ptr() for own in plain}
 
     def bind(self, layers: list[str], recipe: GemmRecipe) -> None:
         """Let the modules of some layers follow a recipe. Its rules decide about other layers of the same modules."""
         for owner in {id(self.owners[layer]): self.owners[layer] for layer in layers}.values():
             owner.bound_recipe = recipe
+
+    def owns(self, weight: Operand | None) -> bool:
+        """Whether a weight is one of this model, not of another model with layers of the same names."""
+        return not isinstance(weight, Tensor) or weight.untyped_storage().data_ptr() in self._addresses
+
+    def experts(self, layer: str, seen: int) -> int:
+        """The number of weights of a layer, of which so many were seen: of a grouped layer, also those without rows."""
+        if self.module_types[layer] != "grouped_linear":
+            return 1
+        owner = self.owners[layer]
+        known = getattr(owner, "num_gemms", 0) or getattr(owner, "num_experts", 0)
+        return max(seen, int(known))
 
     def parameter_of(self, layer: str, weight: Operand | None) -> tuple[str, nn.Parameter] | None:
         """Name and parameter of the weight that a layer has multiplied; None if it cannot be told."""
@@ -96,6 +117,7 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
     """
     _refuse_compiled(model)
     with _restoring(model), torch.random.fork_rng(devices=[]):
+        by_default = left_by_default(model)
         norms = any(isinstance(module, ConvertedNorm) for module in model.modules())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -112,7 +134,13 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
         notes = [str(warning.message) for warning in caught]
         if any(isinstance(own, QuantizedTensor) for own in model.parameters()):
             notes.append("weights that are kept quantized are decoded, and their decoded numbers are measured")
-        yield BorrowedModel(model, measured, left, trained, notes, _owners(model, measured))
+        included = [name for name in measured if _is_or_is_inside(name, by_default)]
+        skipped = [name for name, why in report.left.items() if name in types and why.startswith("skip ")]
+        yield BorrowedModel(model, measured, left, trained, notes, _owners(model, measured), included, skipped)
+
+
+def _is_or_is_inside(name: str, paths: Mapping[str, str]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -145,6 +173,9 @@ def _restoring(model: nn.Module) -> Iterator[None]:
     always_called = dict(model._forward_hooks_always_called)
     flags = {own: (own.requires_grad, own.grad) for own in model.parameters()}
     buffers: list[tuple[Tensor, Tensor]] = [(own, own.clone()) for own in model.buffers()]
+    on_gradients = [(own, dict(own)) for p in model.parameters() if (own := p._post_accumulate_grad_hooks)]
+    for hooks_of_one, _ in on_gradients:  # they may step an optimizer in backward, which would train the model
+        hooks_of_one.clear()
     try:
         yield
     finally:
@@ -160,6 +191,9 @@ def _restoring(model: nn.Module) -> Iterator[None]:
             own.update(before)
         model._forward_hooks_always_called.clear()
         model._forward_hooks_always_called.update(always_called)
+        for hooks_of_one, kept_hooks in on_gradients:
+            hooks_of_one.clear()
+            hooks_of_one.update(kept_hooks)
         for parameter, (requires_grad, gradient) in flags.items():
             parameter.grad = None
             parameter.requires_grad_(requires_grad)

@@ -42,7 +42,7 @@ def calibrate(
         The paired runs.
 
     Raises:
-        ValueError: the candidate was not measured.
+        ValueError: the candidate was not measured, quantizes no backward GEMM, or a run diverged.
     """
     label = list(s.candidates)[-1] if candidate is None else candidate
     if label not in s.candidates:
@@ -59,6 +59,12 @@ def calibrate(
     result = verify(branch, recipes, seeds=seeds, steps=steps, on_step=on_step, path=path)
     for gemm in BACKWARD:
         name = f"{gemm}: {formats[gemm]}"
+        if name in recipes and (lost := result.diverged(name)):
+            seed, step = next(iter(lost.items()))
+            raise ValueError(
+                f"training with {name} in all layers diverged at step {step} of seed {seed}, so its noise has no "
+                "price in nats. Use another candidate, or keep this GEMM in high precision by a rule"
+            )
         if name in recipes and result.finished(name):
             s.calibration[gemm] = max(0.0, result.gap(name).mean) / noise[gemm]
     return result

@@ -6,10 +6,14 @@ its dgrad is in the formats of the candidate.
 
 from __future__ import annotations
 
+import glob
+
 from torch import Tensor
 
 from ...gemm.operands import GEMMS
 from ...recipe import GemmRecipe
+from ...recipe.layer_formats import make_settings
+from ...recipe.rules import Glob, Rule
 from ..intervals import Estimate, estimate
 from .borrowed import HIGH_PRECISION
 from .candidates import Candidate
@@ -64,7 +68,7 @@ def _only_dgrad(run: Run, candidate: Candidate, layers: list[str]) -> GemmRecipe
     for layer in layers:
         formats = candidate.layer_formats(layer, run.result.layers[layer].module_type)
         settings = {f"dgrad.{tensor}": formats.format("dgrad", tensor).value for tensor in GEMMS["dgrad"]}
-        rules.append((layer, settings))
+        rules.append(Rule(Glob((glob.escape(layer),)), make_settings(settings)))  # by its name, whatever is in it
     return GemmRecipe("hp", "hp", "hp", rules=rules, allow_mixed=True)
 
 

@@ -25,12 +25,15 @@ class Labels(TorchFunctionMode):
         seed: seed of the drawn labels; None to use the labels of the data.
 
     Attributes:
-        tokens: number of labels that count in the largest call of a loss; 0 if no loss for classes was called.
+        count: number of labels that count, of all calls of losses for classes; 0 if there was none.
+        size: number of labels, also of those that are ignored.
+        total: the sum of the losses of all labels that count; only of the labels of the data.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
-        self.tokens = 0
+        self.count = self.size = 0
+        self.total = 0.0
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __torch_function__(
@@ -49,8 +52,11 @@ class Labels(TorchFunctionMode):
         if not isinstance(target, Tensor) or target.is_floating_point():
             return args, kwargs  # probabilities of classes: there are no labels to draw
         counts = target != kwargs.get("ignore_index", _IGNORED)
-        self.tokens = max(self.tokens, int(counts.sum()))
+        self.count += int(counts.sum())
+        self.size += counts.numel()
         if self._generator is None:
+            with torch.no_grad():
+                self.total += float(func(*args, **{**kwargs, "reduction": "sum"}))
             return args, kwargs
         drawn = torch.where(counts, self._drawn(scores.detach(), target.dim()), target)
         if func is functional.cross_entropy:

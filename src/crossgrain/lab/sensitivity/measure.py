@@ -77,13 +77,10 @@ def sensitivity(
         ValueError: the model has no linear layer, there are fewer than two batches, a loss is not a finite number, a
             candidate cannot be measured, or ``path`` has results of something else.
     """
-    chosen = candidates_of(candidates)
     base_candidate = base_of(base)
-    chosen = [base_candidate, *(one for one in chosen if one.label != base_candidate.label)]
+    chosen = [base_candidate, *_others([candidates] if isinstance(candidates, str) else candidates, base_candidate)]
     taken = _batches(batches, count)
     result = Sensitivity(base_candidate.label, {one.label: one.formats for one in chosen}, batches=len(taken))
-    if len(taken) < count:
-        result.notes.append(f"there were only {len(taken)} batches instead of {count}; intervals are wider")
     known = _known(path, result)
     with (
         borrowed(model, skip=skip, include=include) as lent,
@@ -92,6 +89,9 @@ def sensitivity(
     ):
         run = Run(lent, taken, loss_fn, tokens, optimizer, seed, result, progress)
         result.notes += [note for note in (*lent.notes, run.weights.note) if note]
+        if len(taken) < count:
+            result.notes.append(f"there were only {len(taken)} batches instead of {count}; intervals are wider")
+        result.included, result.skipped = lent.included, lent.skipped
         try:
             _measure_all(run, chosen, groups, known, path)
         except KeyboardInterrupt:
@@ -99,6 +99,22 @@ def sensitivity(
         finally:
             _save(result, path)
     return result
+
+
+def _others(texts: Iterable[str], base: Candidate) -> list[Candidate]:
+    """The candidates that are not the base.
+
+    Raises:
+        ValueError: one has the text of the base and means something else.
+    """
+    found = candidates_of(texts)
+    for one in found:
+        if one.label == base.label and one.recipe != base.recipe:
+            raise ValueError(
+                f"{one.label!r} means the preset as a base and the format as a candidate. Write the base as it is "
+                f"meant: base={str(base.recipe)!r}"
+            )
+    return [one for one in found if one.label != base.label]
 
 
 def _measure_all(
@@ -114,8 +130,11 @@ def _measure_all(
             candidate.quantizers(layer, kind)  # raises before anything has taken time
     run.progress.total = 10 * len(run.batches)  # until it is known what has to be measured
     measure_reference(run, grouping)
-    one_pass = [one for one in chosen if not _take(known, run.result, one, ("fprop", "wgrad"))]
-    dgrad = [one for one in chosen if not _take(known, run.result, one, ("dgrad",))]
+    if known is not None:
+        assert path is not None
+        _take_over(known, run.result, path)
+    one_pass = [one for one in chosen if not _has(run.result, one, ("fprop", "wgrad"))]
+    dgrad = [one for one in chosen if not _has(run.result, one, ("dgrad",))]
     units = 1 + (UNITS if one_pass else 0) + UNITS_OF_A_CANDIDATE * len(one_pass)
     run.progress.total = len(run.batches) * (units + sum(passes_of_dgrad(run, one) for one in dgrad))
     measure_in_one_pass(run, one_pass)
@@ -129,23 +148,33 @@ def _save(result: Sensitivity, path: str | os.PathLike[str] | None) -> None:
         result.save(path)
 
 
-def _take(known: Sensitivity | None, result: Sensitivity, candidate: Candidate, gemms: Sequence[str]) -> bool:
-    """Take over what an earlier measurement has, if it has everything of this part from as many batches."""
-    if known is None or known.batches < result.batches or not result.layers.keys() <= known.layers.keys():
-        return False
-    label = candidate.label
+def _take_over(known: Sensitivity, result: Sensitivity, path: str | os.PathLike[str]) -> None:
+    """Begin with what an earlier measurement has: also candidates that are not asked for now, and the calibration.
+
+    Raises:
+        ValueError: it was not of the same model, weights, data, optimizer, groups and seed.
+    """
+    if known.fingerprint != result.fingerprint:
+        raise ValueError(
+            f"{os.fspath(path)} has results of something else: another model, other weights, batches or groups, "
+            "another optimizer or seed. Losses or gradients in high precision differ. Choose another path, or delete it"
+        )
+    result.candidates = {**known.candidates, **result.candidates}
+    result.effects = {site: dict(effects) for site, effects in known.effects.items()}
+    result.calibration = dict(known.calibration)
+    for layer, reason in known.left_out.items():
+        result.left_out.setdefault(layer, reason)
+
+
+def _has(result: Sensitivity, candidate: Candidate, gemms: Sequence[str]) -> bool:
+    """Whether everything of some GEMMs is there, from all batches."""
     found = {
-        site: known.effects[site][label]
+        site: result.effects[site][candidate.label]
         for site in (Site(layer, gemm) for layer in result.layers for gemm in gemms)
-        if label in known.effects.get(site, {})
+        if candidate.label in result.effects.get(site, {})
     }
     counts = [value.count for effect in found.values() for value in vars(effect).values() if value is not None]
-    covered = {site.layer for site in found} == set(result.layers)
-    if not covered or min(counts, default=0) < result.batches:
-        return False
-    for site, effect in found.items():
-        result.effects.setdefault(site, {})[label] = effect
-    return True
+    return {site.layer for site in found} == set(result.layers) and min(counts, default=0) >= result.batches
 
 
 def _batches(batches: Iterable[Any], count: int) -> list[Any]:

@@ -14,7 +14,7 @@ So there are two passes for each batch, whatever the number of sites and candida
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ def measure_in_one_pass(run: Run, candidates: list[Candidate]) -> None:
             observer = OnePass(run, candidates)
             for observer.drawn in (True, False) if run.has_labels else (False,):
                 with observe_backward(observer), Labels(run.seed + at if observer.drawn else None):
-                    run.backward(at)
+                    run.backward(at, same_loss=not observer.drawn)
+            observer.finish(run.label_counts[at])
             found.append(observer.found)
             for layer, reason in observer.unseen.items():
                 run.result.left_out.setdefault(layer, reason)
@@ -77,12 +78,14 @@ class BatchErrors:
     """What one batch says about one candidate in one layer.
 
     Attributes:
-        squares: Σ_t <dy_t, e_t>² of fprop, with drawn labels.
+        changes: <dy_t, e_t> of fprop for each row of the input, with drawn labels, by call.
+        squares: Σ_t <dy_t, e_t>². Rows of the same label, and calls with the same rows, are added before squaring.
         first: Σ_t <dy_t, e_t>, with the labels of the data.
         noise: the squared error of dW, weighed as the optimizer does.
         sketch: the sketch of that error.
     """
 
+    changes: list[Tensor] = field(default_factory=list)
     squares: float = 0.0
     first: float = 0.0
     noise: float = 0.0
@@ -115,7 +118,7 @@ class OnePass:
     def __call__(self, operands: BackwardOperands) -> None:
         layer = operands.layer
         kind = self._run.lent.module_types.get(layer)
-        if kind is None or not operands.dy.shape[0]:
+        if kind is None or not operands.dy.shape[0] or not self._run.lent.owns(operands.weight):
             return
         forward = [candidate for candidate in self._candidates if candidate.quantizes(layer, kind, "fprop")]
         backward = [candidate for candidate in self._candidates if candidate.quantizes(layer, kind, "wgrad")]
@@ -133,17 +136,45 @@ class OnePass:
                 read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
                 changes = read.fprop().sub_(y).mul_(dy).sum(1).double()
                 if self.drawn or not self._run.has_labels:
-                    errors.squares += float(changes.square().sum())
+                    errors.changes.append(changes)
                 if not self.drawn:
                     errors.first += float(changes.sum())
-            root = self._root(layer, operands) if backward else None
-            if root is None:
+            weighed = self._root(layer, operands) if backward else None
+            if weighed is None:
                 return
+            name, root = weighed
             dw = dy.T @ x
             for candidate in backward:
                 errors = self.found.setdefault((candidate.label, layer), BatchErrors())
                 read = QuantizedOperands(self._quantizers_of(candidate, layer, kind), x, weight, dy)
-                self._note_wgrad(errors, layer, operands, read.wgrad().sub_(dw).div_(root))
+                self._note_wgrad(errors, name, operands, read.wgrad().sub_(dw).div_(root))
+
+    def finish(self, labels: int) -> None:
+        """Add up what belongs together: a batch has so many labels (0: not known).
+
+        Rows of one label have a common error of the loss, as the tokens of a sentence that is classified. They follow
+        one another, as in a batch [samples, tokens]. Rows of groups of experts do not.
+        """
+        for (_, layer), errors in self.found.items():
+            single = self._run.lent.module_types[layer] != "grouped_linear"
+            by_rows: dict[int, Tensor] = {}
+            for changes in errors.changes:
+                rows = len(changes)
+                if single and labels and rows > labels and rows % labels == 0:
+                    changes = changes.view(labels, -1).sum(1)
+                    note = (
+                        f"{rows // labels} rows of {layer} have a common label: their effects are added before squaring"
+                    )
+                    if note not in self._run.result.notes:
+                        self._run.result.notes.append(note)
+                if single and rows in by_rows:
+                    by_rows[rows] = by_rows[rows] + changes
+                elif single:
+                    by_rows[rows] = changes
+                else:
+                    errors.squares += float(changes.square().sum())
+            errors.squares += sum(float(changes.square().sum()) for changes in by_rows.values())
+            errors.changes.clear()
 
     def _quantizers_of(self, candidate: Candidate, layer: str, kind: str) -> dict[str, Quantizer]:
         place = (candidate.label, layer)
@@ -155,8 +186,8 @@ class OnePass:
                     plain.subject = Subject(layer, tensor)  # by which its seeds are drawn
         return made
 
-    def _root(self, layer: str, operands: BackwardOperands) -> Tensor | None:
-        """What the error of dW is divided by; None if it is not measured."""
+    def _root(self, layer: str, operands: BackwardOperands) -> tuple[str, Tensor] | None:
+        """Name of the parameter, and what the error of dW is divided by; None if it is not measured."""
         found = self._run.lent.parameter_of(layer, operands.weight)
         if found is None:
             self.unseen[layer] = "it is not known to which parameter its weight belongs, so wgrad is not measured"
@@ -169,11 +200,11 @@ class OnePass:
         if root is None:
             self.unseen[layer] = "the optimizer has no second moments of its weight, so wgrad is not measured"
             return None
-        return root if root.dim() == 0 else self._run.lent.part_like(root, parameter, operands.weight)
+        return name, root if root.dim() == 0 else self._run.lent.part_like(root, parameter, operands.weight)
 
-    def _note_wgrad(self, errors: BatchErrors, layer: str, operands: BackwardOperands, error: Tensor) -> None:
+    def _note_wgrad(self, errors: BatchErrors, name: str, operands: BackwardOperands, error: Tensor) -> None:
         errors.noise += float(error.double().square().sum())
         if errors.sketch is None:
             errors.sketch = self._run.sketches.empty(error.device)
         offset = operands.weight.storage_offset() if isinstance(operands.weight, Tensor) else 0
-        self._run.sketches.add(errors.sketch, f"{layer}, {offset}", error)
+        self._run.sketches.add(errors.sketch, f"{name}, {offset}", error)

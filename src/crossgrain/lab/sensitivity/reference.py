@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from torch import Tensor
 
 from ...linear.observer import BackwardOperands, observe_backward
@@ -10,7 +12,7 @@ from .labels import Labels
 from .result import LayerInfo
 from .run import Run
 from .sketch import batch_variance
-from .tokens import tokens_of
+from .tokens import tokens_of, unit_note
 
 
 class _Look:
@@ -20,16 +22,16 @@ class _Look:
         self.rows: dict[str, int] = {}
         self.widths: dict[str, tuple[int, int]] = {}
         self.weights: dict[str, set[int]] = {}
-        self._known = run.lent.module_types
+        self._lent = run.lent
 
     def __call__(self, operands: BackwardOperands) -> None:
         layer, weight = operands.layer, operands.weight
         shown = operands.x if operands.x is not None else weight
-        if layer not in self._known or shown is None:
+        if layer not in self._lent.module_types or shown is None or not self._lent.owns(weight):
             return
         self.rows[layer] = self.rows.get(layer, 0) + operands.dy.shape[0]
         self.widths[layer] = (int(shown.shape[-1]), int(operands.dy.shape[-1]))
-        place = int(weight.storage_offset()) if isinstance(weight, Tensor) else 0
+        place = weight.data_ptr() if isinstance(weight, Tensor) else 0
         self.weights.setdefault(layer, set()).add(place)
 
 
@@ -50,8 +52,12 @@ def measure_reference(run: Run, grouping: Grouping) -> None:
                 "no linear layer of this model was seen in its backward pass. loss_fn must call the model that it "
                 "gets, and layers in float64, and layers inside of a compiled function, are not seen"
             )
-        run.token_counts.append(tokens_of(batch, run.tokens, labels.tokens, look.rows, run.lent.module_types))
-        run.has_labels = labels.tokens > 0
+        kinds = run.lent.module_types
+        run.token_counts.append(tokens_of(batch, run.tokens, labels, losses[-1], look.rows, kinds))
+        run.has_labels = labels.count > 0
+        run.label_counts.append(labels.size)
+        if run.tokens is None and (note := unit_note(run.token_counts[-1], labels)) and at == 0:
+            run.result.notes.append(note)
         square, sketch = run.square_and_sketch(run.take_gradients())
         squares.append(square)
         sketches.append(sketch)
@@ -67,6 +73,9 @@ def measure_reference(run: Run, grouping: Grouping) -> None:
             "gradients of the data. Its numbers are too large for a model that does not fit the data well"
         )
     _note_layers(run, look, grouping)
+    run.losses = losses
+    told = (losses, squares, run.token_counts, run.seed, run.weights.note, list(result.layers.items()))
+    result.fingerprint = hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
 
 def _note_layers(run: Run, look: _Look, grouping: Grouping) -> None:
@@ -74,7 +83,7 @@ def _note_layers(run: Run, look: _Look, grouping: Grouping) -> None:
     seen = [layer for layer in kinds if layer in look.widths]
     groups = {layer: group for group, layers in groups_of(seen, grouping).items() for layer in layers}
     for layer in seen:
-        experts = len(look.weights[layer]) if kinds[layer] == "grouped_linear" else 1
+        experts = run.lent.experts(layer, len(look.weights[layer]))
         result.layers[layer] = LayerInfo(
             kinds[layer], *look.widths[layer], look.rows.get(layer, 0), experts, groups[layer]
         )

@@ -90,6 +90,9 @@ class Sensitivity:
         calibration: nats per unit of noise of "dgrad" and "wgrad", if paired training runs have shown it.
         left_out: layers of which something was not measured, and why.
         notes: what else has to be known about the numbers.
+        fingerprint: tells measurements of different models, weights, data, optimizers, groups or seeds apart.
+        included: layers that were measured although `convert` leaves them in high precision by default.
+        skipped: layers that were left alone because ``skip`` names them.
         interrupted: the measurement was stopped early. What is there is valid.
     """
 
@@ -103,6 +106,9 @@ class Sensitivity:
     calibration: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    fingerprint: str = ""
+    included: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     interrupted: bool = False
 
     def sites(self) -> Iterator[Site]:
@@ -149,6 +155,9 @@ class Sensitivity:
             "calibration": self.calibration,
             "left_out": self.left_out,
             "notes": self.notes,
+            "fingerprint": self.fingerprint,
+            "included": self.included,
+            "skipped": self.skipped,
             "interrupted": self.interrupted,
             "layers": {name: vars(info) for name, info in self.layers.items()},
             "sites": [
@@ -188,6 +197,9 @@ class Sensitivity:
                 calibration=dict(data["calibration"]),
                 left_out=dict(data["left_out"]),
                 notes=list(data["notes"]),
+                fingerprint=data["fingerprint"],
+                included=list(data["included"]),
+                skipped=list(data["skipped"]),
                 interrupted=data["interrupted"],
             )
         except (KeyError, TypeError, AttributeError) as error:

@@ -18,6 +18,8 @@ from .result import Effect, Sensitivity, Site
 from .sketch import Sketches
 from .tokens import TokenCount
 
+_SAME = 1e-4  # of the same pass; more than what a GPU adds in another order
+
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -31,6 +33,8 @@ class Run:
         weights: how gradients are weighed.
         sketches: makes the sketches.
         token_counts: number of tokens of each batch.
+        label_counts: number of labels of each batch, also of those that are ignored; 0 if they are not known.
+        losses: the loss of each batch; empty before it is known.
         has_labels: the loss is one for classes, whose labels can be drawn.
         seed: seed of all random numbers.
         result: the results so far.
@@ -53,15 +57,21 @@ class Run:
         self.weights = GradientWeights(optimizer, lent.trained.values())
         self.sketches = Sketches()
         self.token_counts: list[float] = []
+        self.label_counts: list[int] = []
+        self.losses: list[float] = []
         self.has_labels = False
         self.seed = seed
         self._loss_fn = loss_fn
 
-    def backward(self, at: int) -> float:
+    def backward(self, at: int, *, same_loss: bool = True) -> float:
         """Compute the gradients of a batch, with the same random numbers each time, and return its loss.
 
+        Args:
+            at: number of the batch.
+            same_loss: the forward pass is that of high precision, with the labels of the data.
+
         Raises:
-            ValueError: the loss is not a finite number that depends on the parameters.
+            ValueError: the loss is not a finite number that depends on the parameters, or is not what it was before.
         """
         torch.manual_seed(self.seed + at)  # of dropout
         self.lent.clear_gradients()
@@ -73,6 +83,11 @@ class Run:
             raise ValueError(
                 f"the loss of batch {at} is {value} in high precision, so nothing can be measured there: look at the "
                 "weights and at the batch"
+            )
+        if same_loss and self.losses and not math.isclose(value, self.losses[at], rel_tol=_SAME):
+            raise ValueError(
+                f"the loss of batch {at} was {self.losses[at]} and is {value} now, with the same weights: loss_fn must "
+                "not change its batch, and random numbers must come from torch's default generator"
             )
         loss.backward()
         return value

@@ -29,6 +29,12 @@ def claims(result: Verification) -> tuple[list[str], list[str]]:
     if lost := result.diverged(result.baseline):
         seeds = ", ".join(map(str, lost))
         may_not.insert(0, f"Anything about seeds with which the baseline itself diverged: {seeds}.")
+    if result.ignores_seeds():
+        may_not.insert(
+            0,
+            "Anything about other data: all seeds gave the baseline the same losses, so the branch ignores its seed, "
+            "and the runs count as one.",
+        )
     if result.interrupted:
         may_not.insert(0, "Anything about runs that are missing: the verification was stopped early.")
     return may, may_not

@@ -147,7 +147,14 @@ class Verification:
         differences = self.differences(label, against)
         if not differences:
             raise ValueError(f"no pair of runs of {label} and {against or self.baseline} is finished")
+        if self.ignores_seeds():
+            differences = dict([next(iter(differences.items()))])  # one run, however often it was repeated
         return paired(differences, last=self.last, tolerance=self.tolerance)
+
+    def ignores_seeds(self) -> bool:
+        """Whether the baseline has the same losses with all seeds, so that they are repetitions of one run."""
+        losses = [run.losses for run in self.finished(self.baseline).values()]
+        return len(losses) > 1 and all(one == losses[0] for one in losses[1:])
 
     def gap(self, label: str, against: str | None = None) -> Estimate:
         """The gap between two recipes: the mean over the last steps, with its interval over seeds.
