@@ -271,6 +271,14 @@ def test_what_was_not_measured_stays_in_the_base_and_is_named() -> None:
     assert not any(rule.matcher.matches("d", "linear") for rule in found.recipe.rules)
 
 
+def test_a_base_without_a_finite_effect_is_not_predicted() -> None:
+    s = sensitivity({"a": 0.001, "b": 0.002})
+    s.effects[Site("b", "fprop")][BASE] = loss(math.nan)
+    found = search(s, saving=1)
+    assert found.predicted.mean == pytest.approx(0.001)
+    json.loads(json.dumps(found.to_dict()), parse_constant=pytest.fail)
+
+
 def test_candidates_that_cannot_be_used_are_named() -> None:
     s = sensitivity({"a": 0.001})
     s.candidates = {**CANDIDATES, "odd": {"fprop": "nvfp4(sr)", "dgrad": "mxfp4"}}

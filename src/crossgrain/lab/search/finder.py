@@ -14,7 +14,7 @@ from ..intervals import Estimate
 from ..sensitivity.result import Effect, Sensitivity, Site
 from .as_measured import as_measured
 from .costs import BYTES, Cost, Costs
-from .effects import BACKWARD, NOTHING, added, check_calibration, gemms_without_price, nats
+from .effects import BACKWARD, NOTHING, added, check_calibration, gemms_without_price, is_measured, nats
 from .found import Found
 from .knapsack import Solution
 from .problem import Problem, listed, problem_of
@@ -193,7 +193,9 @@ class Finder:
         effects.update(
             {site: self.s.effects[site][label] for site, label in self._chosen(options).items() if label != self.s.base}
         )
-        return {site: effect for site, effect in effects.items() if effect is not None}
+        return {
+            site: effect for site, effect in effects.items() if effect is not None and is_measured(effect, site.gemm)
+        }
 
     def _predicted(self, options: Sequence[int]) -> Estimate:
         return added(nats(self.s, effect, site.gemm) for site, effect in self._effects(options).items())
@@ -203,7 +205,7 @@ class Finder:
         return added(
             nats(self.s, effect, site.gemm)
             for site, effect in self.problem.effects.items()
-            if effect is not None and site not in moving
+            if effect is not None and is_measured(effect, site.gemm) and site not in moving
         )
 
     def _saving(self, cost: Cost) -> float:
