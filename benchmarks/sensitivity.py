@@ -30,20 +30,22 @@ class Timing:
         candidate: its label.
         one_pass: fprop and wgrad of all sites, in forward and backward passes of a batch.
         dgrad: one group of layers in dgrad, in the same unit.
-        memory: peak memory of the process, relative to that of training steps with AdamW.
+        memory: peak memory of the process, relative to that of training steps with AdamW; None if it was not measured.
     """
 
     candidate: str
     one_pass: float
     dgrad: float
-    memory: float
+    memory: float | None
 
 
 def run(config: GPTConfig, only: str, repeats: int) -> list[Timing]:
     found = []
     for candidate in CANDIDATES:
         if only in candidate:
-            memory = _peak(_measure, config, candidate) / _peak(_train, config, candidate)
+            memory = None  # a small model shows only what the process itself takes
+            if config != QUICK_CONFIG:
+                memory = _peak(_measure, config, candidate) / _peak(_train, config, candidate)
             found.append(Timing(candidate, *_least(config, candidate, repeats), memory))
     return found
 
@@ -138,4 +140,8 @@ def _peak_of_process() -> float:
 
 def rows(timings: list[Timing]) -> list[list[str]]:
     """Cells of a table."""
-    return [[t.candidate, f"{t.one_pass:.2f}", f"{t.dgrad:.2f}", f"{t.memory:.2f}"] for t in timings]
+    return [[t.candidate, f"{t.one_pass:.2f}", f"{t.dgrad:.2f}", _ratio(t.memory)] for t in timings]
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
