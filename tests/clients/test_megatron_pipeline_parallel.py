@@ -31,8 +31,7 @@ def test_gradients_that_are_rounded_at_random_are_rounded_differently_by_stages(
     [(start, alone)] = megatron(train_stages, 1, options, None)
     for found in megatron(train_stages, 2, {**options, **PIPELINES["one by one"]}, start):
         assert found[0] == alone[0]
-        # Other draws move these losses by 1 to 2 %, depending on how the machine multiplies.
-        assert found == pytest.approx(alone, rel=0.04)
+        assert found == pytest.approx(alone, rel=0.02)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
