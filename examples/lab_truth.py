@@ -140,11 +140,7 @@ def dgrad(start: GPTCheckpoint, s: Sensitivity, out: Path, steps: int, seeds: in
 def searched(start: GPTCheckpoint, s: Sensitivity, out: Path, steps: int, seeds: int) -> object:
     """The recipe of the search and random recipes that save as much, on seeds that nothing was chosen by."""
     options: dict[str, Any] = {"device": "b200", "tokens": 16384, "scale": 32}
-    only_one = Sensitivity.from_dict(s.to_dict())
-    for label in ("nvfp4",):  # the search has one candidate, so that random recipes have the same choice
-        only_one.candidates.pop(label)
-        for effects in only_one.effects.values():
-            effects.pop(label, None)
+    only_one = s.only(CANDIDATES[-1:])  # so that random recipes have the same choice
     calibrate(only_one, start.branch(steps), seeds=seeds, steps=steps, path=out / "calibration.json")
     found = search(only_one, saving=0.8, **options)
     recipes = {"search": found.recipe}

@@ -57,6 +57,30 @@ def test_a_second_call_runs_nothing_again(finished, checkpoint):
     assert len(taken) <= 2 + 2 * 4  # only the steps that are timed
 
 
+def test_a_later_call_with_other_candidates_uses_those_alone(checkpoint, tmp_path):
+    start = checkpoint.start(batches=2, steps=2)
+    study(start, out=tmp_path, **{**OPTIONS, "candidates": ["nvfp4", "mxfp8"]})
+    later = study(start, out=tmp_path, **{**OPTIONS, "candidates": ["nvfp4"]})
+    assert set(later.found.chosen.values()) <= {"hp", "nvfp4"} and "nvfp4 everywhere" in later.verification.recipes
+    assert {"dgrad: nvfp4", "wgrad: nvfp4"} <= set(later.calibration.recipes)
+    assert set(Sensitivity.load(tmp_path / "sensitivity.json").candidates) == {"hp", "nvfp4", "mxfp8"}
+
+
+def test_an_interrupted_verification_goes_through(checkpoint, tmp_path):
+    start = checkpoint.start(batches=2, steps=2)
+    run = start.branch
+
+    def interrupted(recipe, seed):
+        if seed > 100:
+            raise KeyboardInterrupt
+        return run(recipe, seed)
+
+    start.branch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        study(start, out=tmp_path, **OPTIONS)
+    assert Verification.load(tmp_path / "verification.json").runs and not (tmp_path / "report.html").exists()
+
+
 def test_without_a_branch_nothing_is_trained_and_it_is_said(checkpoint, tmp_path):
     start = checkpoint.start(batches=2)
     start.branch = None

@@ -22,6 +22,7 @@ from .progress import OnProgress
 from .report import write_report
 from .search import Found, frontier, search
 from .sensitivity import Sensitivity, sensitivity
+from .sensitivity.as_measured import as_measured
 from .sensitivity.calibration import calibrate
 from .start import Start
 from .verify import BranchRun, Verification, verify
@@ -95,12 +96,15 @@ def study(
         on_progress: called with the part that is done, from 0 to 1, and a text.
 
     Raises:
+        KeyboardInterrupt: it was stopped by Ctrl-C; the files have what is finished.
         ValueError: something cannot be measured, or the target cannot be reached; see `sensitivity` and `search`.
         BranchError: a run of the branch went wrong; see `verify`.
     """
     device_of(device)  # what is wrong is said before anything has taken time
-    wanted = GemmRecipe.load(base)
-    wanted.with_rules([*wanted.rules, *rules]).with_blocks_of(start.model)
+    plain = GemmRecipe.load(base)
+    kept = plain.with_rules([*plain.rules, *rules])  # the base with the rules of the user
+    kept.with_blocks_of(start.model)
+    candidates = [candidates] if isinstance(candidates, str) else list(candidates)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     start = replace(start, batches=list(islice(start.batches, count)))  # for all parts the same
@@ -124,9 +128,9 @@ def study(
     )
     if s.interrupted:
         raise KeyboardInterrupt
-    label = list(s.candidates)[-1]
+    label = candidates[-1]
     calibration, notes, seeds = None, [], FEWEST_SEEDS
-    everywhere = GemmRecipe.load(dict(s.candidates[label]))
+    everywhere = as_measured(GemmRecipe.load(dict(s.candidates[label])), s)
     if start.branch is None:
         notes.append("there is no branch, so backward is not priced in nats, and nothing is verified")
     else:
@@ -144,14 +148,15 @@ def study(
         if calibration.interrupted:
             raise KeyboardInterrupt
         s.save(folder / "sensitivity.json")
+    s = s.only(candidates)  # the file may have others, from an earlier call
     found = search(s, **(target or {"saving": 0.8}), **where)
     points = frontier(s, **where)
     result = Study(s, found, points, calibration, notes=notes)
     if start.branch is not None:
         path = folder / "verification.json"
         recipes = {_free_label(path, found.recipe): found.recipe, f"{label} everywhere": everywhere}
-        if s.base != "hp":
-            recipes[f"{s.base}, the base"] = wanted
+        if plain != GemmRecipe.load("all: hp"):
+            recipes[f"{s.base}, the base"] = as_measured(kept, s)
         total = seeds * (1 + len(recipes)) * start.steps
         result.verification = verify(
             start.branch,
@@ -161,6 +166,8 @@ def study(
             path=path,
             on_step=_told(lambda part, text: tell(0.55 + 0.43 * part, text), total, "verifying"),
         )
+        if result.verification.interrupted:
+            raise KeyboardInterrupt
     _write(result, start, folder)
     tell(1.0, "done")
     return result

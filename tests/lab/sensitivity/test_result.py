@@ -46,3 +46,14 @@ def test_sites_come_in_the_order_of_layers_and_gemms():
     assert [str(site) for site in made().sites()] == ["a fprop", "a wgrad"]
     with pytest.raises(KeyError):
         made().effect("a", "dgrad", "nvfp4")
+
+
+def test_only_some_candidates_and_the_base():
+    s = made()
+    s.candidates["mxfp4"] = {"fprop": "mxfp4"}
+    s.effects[Site("a", "fprop")]["mxfp4"] = Effect(loss=Estimate(0.3, 0.2, 0.4, 8))
+    kept = s.only(["mxfp4"])
+    assert list(kept.candidates) == ["mxfp8", "mxfp4"] and list(kept.effects[Site("a", "fprop")]) == ["mxfp4"]
+    assert "nvfp4" in s.candidates and kept.loss == s.loss  # the whole is as it was
+    with pytest.raises(KeyError):
+        s.only(["nvfp5"])

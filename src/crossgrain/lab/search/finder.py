@@ -11,8 +11,8 @@ from typing import Any
 from ...gemm.operands import GEMMS
 from ...recipe import GemmRecipe, Rule, recipe_of_sites
 from ..intervals import Estimate
+from ..sensitivity.as_measured import as_measured
 from ..sensitivity.result import Effect, Sensitivity, Site
-from .as_measured import as_measured
 from .costs import BYTES, Cost, Costs
 from .effects import BACKWARD, NOTHING, added, check_calibration, gemms_without_price, is_measured, nats
 from .found import Found

@@ -49,8 +49,10 @@ class BorrowedModel:
     skipped: list[str]
 
     def __post_init__(self) -> None:
-        plain = [own for own in self.model.parameters() if not isinstance(own, QuantizedTensor)]
-        self._addresses = {own.untyped_storage().data_ptr() for own in plain}
+        named = [item for item in self.model.named_parameters() if not isinstance(item[1], QuantizedTensor)]
+        self._at: dict[int, list[tuple[str, nn.Parameter]]] = {}  # several parameters may be parts of one buffer
+        for name, own in named:
+            self._at.setdefault(own.untyped_storage().data_ptr(), []).append((name, own))
 
     def bind(self, layers: list[str], recipe: GemmRecipe) -> None:
         """Let the modules of some layers follow a recipe. Its rules decide about other layers of the same modules."""
@@ -59,7 +61,7 @@ class BorrowedModel:
 
     def owns(self, weight: Operand | None) -> bool:
         """Whether a weight is one of this model, not of another model with layers of the same names."""
-        return not isinstance(weight, Tensor) or weight.untyped_storage().data_ptr() in self._addresses
+        return not isinstance(weight, Tensor) or weight.untyped_storage().data_ptr() in self._at
 
     def experts(self, layer: str, seen: int) -> int:
         """The number of weights of a layer, of which so many were seen: of a grouped layer, also those without rows."""
@@ -72,9 +74,8 @@ class BorrowedModel:
     def parameter_of(self, layer: str, weight: Operand | None) -> tuple[str, nn.Parameter] | None:
         """Name and parameter of the weight that a layer has multiplied; None if it cannot be told."""
         if isinstance(weight, Tensor):
-            address = weight.untyped_storage().data_ptr()
-            for name, parameter in self.model.named_parameters():
-                if not isinstance(parameter, QuantizedTensor) and parameter.untyped_storage().data_ptr() == address:
+            for name, parameter in self._at.get(weight.untyped_storage().data_ptr(), ()):
+                if 0 <= weight.storage_offset() - parameter.storage_offset() < parameter.numel():
                     return name, parameter
         own = [(name, own) for name, own in self.model.named_parameters() if name.rpartition(".")[0] == layer]
         matrices = [(name, parameter) for name, parameter in own if parameter.dim() > 1]

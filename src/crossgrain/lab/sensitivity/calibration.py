@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from ...recipe import GemmRecipe
 from ..verify import Branch, Verification, verify
 from ..verify.running import OnStep
+from .as_measured import as_measured
 from .result import Sensitivity, Site
 
 BACKWARD = ("dgrad", "wgrad")
@@ -50,7 +51,7 @@ def calibrate(
     formats = s.candidates[label]
     noise = {gemm: _noise(s, gemm, label) for gemm in BACKWARD}
     recipes = {
-        f"{gemm}: {formats[gemm]}": GemmRecipe.load({"all": "hp", gemm: formats[gemm]})
+        f"{gemm}: {formats[gemm]}": as_measured(GemmRecipe.load({"all": "hp", gemm: formats[gemm]}), s)
         for gemm in BACKWARD
         if noise[gemm] > 0
     }

@@ -51,17 +51,19 @@ def measure_in_one_pass(run: Run, candidates: list[Candidate]) -> None:
     finally:  # also of the batches before Ctrl-C
         for candidate in candidates if found else ():
             for layer, info in run.result.layers.items():
-                by_batch = [batch.get((candidate.label, layer), BatchErrors()) for batch in found]
-                _note(run, candidate, layer, info.module_type, by_batch)
+                place = (candidate.label, layer)
+                by_batch = [batch.get(place, BatchErrors()) for batch in found]  # experts may have no rows in a batch
+                _note(run, candidate, layer, info.module_type, by_batch, seen=any(place in batch for batch in found))
 
 
-def _note(run: Run, candidate: Candidate, layer: str, kind: str, by_batch: list[BatchErrors]) -> None:
-    losses = [tokens / 2 * each.squares for tokens, each in zip(run.token_counts, by_batch, strict=False)]
-    quantizes = candidate.quantizes(layer, kind, "fprop")
-    effect = Effect(run.exact(), first=run.exact())
-    if quantizes:
-        effect = Effect(estimate(losses), first=estimate([each.first for each in by_batch]))
-    run.note(layer, "fprop", candidate, effect)
+def _note(run: Run, candidate: Candidate, layer: str, kind: str, by_batch: list[BatchErrors], *, seen: bool) -> None:
+    """Note the effects of a candidate in a layer. What was not seen is not noted: no effect is not an effect of 0."""
+    if not candidate.quantizes(layer, kind, "fprop"):
+        run.note(layer, "fprop", candidate, Effect(run.exact(), first=run.exact()))
+    elif seen:
+        losses = [tokens / 2 * each.squares for tokens, each in zip(run.token_counts, by_batch, strict=False)]
+        first = estimate([each.first for each in by_batch])
+        run.note(layer, "fprop", candidate, Effect(estimate(losses), first=first))
     if not candidate.quantizes(layer, kind, "wgrad"):
         run.note(layer, "wgrad", candidate, Effect(noise=run.exact(), bias=run.exact()))
         return
@@ -162,11 +164,9 @@ class OnePass:
                 rows = len(changes)
                 if single and labels and rows > labels and rows % labels == 0:
                     changes = changes.view(labels, -1).sum(1)
-                    note = (
-                        f"{rows // labels} rows of {layer} have a common label: their effects are added before squaring"
+                    self._run.say(
+                        f"{rows // labels} rows of a layer have a common label: their effects are added before squaring"
                     )
-                    if note not in self._run.result.notes:
-                        self._run.result.notes.append(note)
                 if single and rows in by_rows:
                     by_rows[rows] = by_rows[rows] + changes
                 elif single:

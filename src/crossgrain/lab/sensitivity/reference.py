@@ -14,6 +14,8 @@ from .run import Run
 from .sketch import batch_variance
 from .tokens import tokens_of, unit_note
 
+_NEARLY_SURE = 0.05  # nats; predictions were off by a factor of hundreds at 0.0002
+
 
 class _Look:
     """An observer that notes sizes: rows of one batch, and widths and weights over all batches."""
@@ -42,6 +44,7 @@ def measure_reference(run: Run, grouping: Grouping) -> None:
         ValueError: no layer was seen, or all batches have the same gradient.
     """
     look, losses, squares, sketches = _Look(run), [], [], []
+    notes: list[str | None] = []
     for at, batch in enumerate(run.batches):
         look.rows.clear()
         labels = Labels()
@@ -54,21 +57,27 @@ def measure_reference(run: Run, grouping: Grouping) -> None:
             )
         kinds = run.lent.module_types
         run.token_counts.append(tokens_of(batch, run.tokens, labels, losses[-1], look.rows, kinds))
-        run.has_labels = labels.count > 0
-        run.label_counts.append(labels.size)
-        if run.tokens is None and (note := unit_note(run.token_counts[-1], labels)) and at == 0:
-            run.result.notes.append(note)
+        run.label_counts.append(labels.size if labels.count else 0)
+        notes.append(None if run.tokens is not None else unit_note(run.token_counts[-1], labels))
         square, sketch = run.square_and_sketch(run.take_gradients())
         squares.append(square)
         sketches.append(sketch)
         run.progress.add(1, "high precision")
     result = run.result
+    run.has_labels = all(run.label_counts)
+    if said := next(filter(None, notes), None):  # of the first batch; others may have other numbers
+        run.say(said)
     result.loss = sum(losses) / len(losses)
     result.gradient_variance = batch_variance(squares, sketches)
     if not result.gradient_variance > 0:
         raise ValueError("all batches have the same gradient, so noise has no unit: pass batches of different data")
+    if run.has_labels and result.loss < _NEARLY_SURE:
+        run.say(
+            f"the loss is {result.loss:.2g}: a model that is nearly sure of its data has hardly any curvature, so "
+            "effects of fprop are far too small. Only paired training shows the gap (lab.verify)"
+        )
     if not run.has_labels:
-        result.notes.append(
+        run.say(
             "loss_fn calls neither cross_entropy nor nll_loss of torch with labels, so fprop is measured with the "
             "gradients of the data. Its numbers are too large for a model that does not fit the data well"
         )

@@ -19,8 +19,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,6 +125,19 @@ class Sensitivity:
             KeyError: it was not measured.
         """
         return self.effects[Site(layer, gemm)][candidate]
+
+    def only(self, labels: Iterable[str]) -> Sensitivity:
+        """The same results with these candidates alone, and the base.
+
+        Raises:
+            KeyError: a candidate was not measured.
+        """
+        kept = {label: self.candidates[label] for label in (self.base, *labels)}
+        effects = {
+            site: {label: effect for label, effect in own.items() if label in kept}
+            for site, own in self.effects.items()
+        }
+        return replace(self, candidates=kept, effects=effects)
 
     def search(self, **target: Any) -> Found:
         """Choose a candidate for each GEMM of each layer: ``s.search(saving=0.8)``. See `crossgrain.lab.search`.

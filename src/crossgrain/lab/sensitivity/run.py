@@ -131,6 +131,11 @@ class Run:
         """The effect of what is in high precision: none."""
         return Estimate(0.0, 0.0, 0.0, len(self.batches))
 
+    def say(self, note: str) -> None:
+        """Add a note to the results, once."""
+        if note not in self.result.notes:
+            self.result.notes.append(note)
+
     def note(self, layer: str, gemm: str, candidate: Candidate, effect: Effect) -> None:
         """Add an effect to the results."""
         self.result.effects.setdefault(Site(layer, gemm), {})[candidate.label] = effect

@@ -10,20 +10,21 @@ from ...recipe import GemmRecipe, Rule
 from ...recipe.format_spec import FormatSpec
 from ...recipe.layer_formats import make_settings
 from ...recipe.rules import Glob
-from ..sensitivity.result import Sensitivity
+from .result import Sensitivity
 
 
-def as_measured(recipe: GemmRecipe, s: Sensitivity, base: GemmRecipe) -> GemmRecipe:
+def as_measured(recipe: GemmRecipe, s: Sensitivity, base: GemmRecipe | None = None) -> GemmRecipe:
     """A recipe with a rule for each layer that ``skip`` left out, and for each that only ``include`` brought in.
 
     Layers that were skipped stay in high precision. Layers that stay there by default, such as an output head, have to
-    be named by a rule to be changed. If the search has not moved them, the rule says what the base gives them.
+    be named by a rule to be changed. If no rule names them, they get one that says what the base gives them.
 
     Args:
-        recipe: the recipe of a search.
+        recipe: the recipe.
         s: what was measured.
-        base: the base, with the rules of the user.
+        base: the recipe that says what included layers have that no rule names; by default ``recipe``.
     """
+    base = recipe if base is None else base
     rules = [_rule(layer, {"all": "hp"}) for layer in s.skipped]
     for layer in s.included:
         if not recipe.names_layer(layer, s.layers[layer].module_type):

@@ -8,7 +8,7 @@ import crossgrain as cg
 from crossgrain.gemm.operands import GEMMS
 from crossgrain.lab import sensitivity
 
-from ..sensitivity.small import batches, loss_fn
+from .small import batches, loss_fn
 
 
 class WithHead(nn.Module):
