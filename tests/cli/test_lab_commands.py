@@ -211,3 +211,7 @@ def test_commas_separate_recipes_unless_a_setting_follows(text, expected):
 
 def test_long_recipes_get_letters():
     assert list(labelled(["mxfp8", "mxfp8; head|blocks.0.mlp.fc1: hp"])) == ["mxfp8", "recipe B"]
+    many = [f"mxfp8; blocks.{number}.mlp.fc1: hp" for number in range(30)]
+    assert [recipe.rules[0].pattern for recipe in labelled(many).values()] == [
+        f"blocks.{number}.mlp.fc1" for number in range(30)
+    ]

@@ -76,6 +76,7 @@ def _labelled(texts: Sequence[str], load: Callable[[str], _Loaded]) -> dict[str,
     recipes: dict[str, _Loaded] = {}
     for text in texts:
         recipe = load(text)
-        label = text if len(text) <= _LONGEST_LABEL else f"recipe {chr(ord('A') + len(recipes) % 26)}"
-        recipes.setdefault(label, recipe)
+        number = len(recipes)
+        name = chr(ord("A") + number) if number < 26 else str(number + 1)
+        recipes.setdefault(text if len(text) <= _LONGEST_LABEL else f"recipe {name}", recipe)
     return recipes

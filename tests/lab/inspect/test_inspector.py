@@ -284,6 +284,12 @@ def test_layers_can_be_chosen():
     assert {record["layer"] for record in looked(model, lambda: step(model, tokens), layers="*2")} == {"fc2"}
 
 
+def test_a_pattern_that_matches_no_layer_is_named():
+    model, tokens = net("all: mxfp8")
+    with pytest.warns(UserWarning, match="no layer that quantized has a name like zzz or yyy"):
+        looked(model, lambda: step(model, tokens), layers=["zzz", "yyy"])
+
+
 def test_a_format_that_is_in_use_is_not_measured_twice():
     model, tokens = net("all: mxfp8")
     found = by_place(looked(model, lambda: step(model, tokens), what_if=["mxfp8"]))

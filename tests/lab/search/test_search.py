@@ -137,7 +137,7 @@ def test_calibrated_noise_is_added_to_nats() -> None:
     s = sensitivity({"a": 0.001, "b": 0.002}, backward=0.01, calibration={"dgrad": 0.5})
     found = search(s, saving=1)
     assert found.predicted.mean == pytest.approx(0.003 + 2 * 0.5 * 0.01)
-    assert any("wgrad are not priced in nats" in note for note in found.notes)
+    assert any("no price in nats is known for wgrad:" in note for note in found.notes)
     cheap = search(s, max_gap=0.0003 + 2 * 0.5 * 0.001)  # nothing of what is priced moves
     assert {site.gemm for site, label in cheap.chosen.items() if label != BASE} == {"wgrad"}
 

@@ -314,6 +314,8 @@ class Inspector:
             what = f"saw nothing of some layers that quantize, in step {step}: {named}{rest}"
         elif next(quantized_modules(self._model), None) is None:
             what = "has nothing to see: the model has no module that quantizes. Convert it first"
+        elif self._patterns is not None and not named:
+            what = f"saw no plane in step {step}: no layer that quantized has a name like {' or '.join(self._patterns)}"
         else:
             what = f"saw no plane in step {step}. {named or 'No layer of the model has quantized anything'}{rest}"
         warnings.warn(f"crossgrain.lab.Inspector {what}. report() lists all layers.", stacklevel=4)

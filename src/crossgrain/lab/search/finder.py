@@ -244,7 +244,7 @@ class Finder:
         unpriced = gemms_without_price(self.s)
         if unpriced:
             notes.append(
-                f"{' and '.join(unpriced)} are not priced in nats, so they are not in the predicted gap. Sites and "
+                f"no price in nats is known for {' and '.join(unpriced)}: the predicted gap is without them. Sites and "
                 "formats with less squared bias and noise move first. A calibration by paired runs prices their noise"
             )
         if self.s.calibration:

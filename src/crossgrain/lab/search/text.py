@@ -29,7 +29,7 @@ def table(found: Found) -> str:
         *_sites(found),
     ]
     if found.ties:
-        lines += ["", f"{len(found.ties)} moves have a tie, that is, the measurement cannot tell them from another:"]
+        lines += ["", f"moves that the measurement cannot tell from another one: {len(found.ties)}"]
         lines += [f"  {_tie(tie)}" for tie in found.ties[:_SHOWN]]
         lines += ["  ..."] if len(found.ties) > _SHOWN else []
     if found.notes:
