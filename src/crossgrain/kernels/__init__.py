@@ -14,6 +14,7 @@ from torch import Tensor
 from ..planes import Plane, shape_problem
 from .backend import Backend
 from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
+from .global_scale import GlobalScale, global_scale, has_global_scale, under_scale_one
 from .layout import swizzle_scales, unswizzle_scales
 from .target import GroupedTarget, Target, Within
 from .transpose import transposed_plane
@@ -22,6 +23,7 @@ from .workspaces import free_workspaces, workspace
 __all__ = [
     "REFERENCE",
     "Backend",
+    "GlobalScale",
     "GroupedTarget",
     "Target",
     "Within",
@@ -29,12 +31,17 @@ __all__ = [
     "can_multiply",
     "check_targets",
     "decode",
+    "decode_bf16",
     "decode_operand",
     "encode",
     "encode_groups",
+    "epilogue",
     "fingerprint",
     "free_workspaces",
     "get_backend",
+    "global_scale",
+    "has_global_scale",
+    "joint_scale",
     "measure",
     "measure_groups",
     "multiply",
@@ -42,6 +49,7 @@ __all__ = [
     "swizzle_scales",
     "tensor_scale",
     "transposed_plane",
+    "under_scale_one",
     "unswizzle_scales",
     "workspace",
 ]
@@ -159,6 +167,16 @@ def decode_operand(plane: Plane, workspace: Tensor | None = None) -> Tensor:
     return _backend(plane.data).decode_operand(plane, workspace)
 
 
+def decode_bf16(plane: Plane) -> Tensor:
+    """Decode a plane to the bf16 operand of a GEMM, as if its global scale were one. Rotations are not undone.
+
+    The operand is [M, K] if rowwise and [K, M] if columnwise, with any strides. Where the fp32 operand is not a bf16
+    number it is rounded to the nearest one, ties to even (see `gemm.exactness`).
+    """
+    _check_readable(plane)
+    return _backend(plane.data).decode_bf16(plane)
+
+
 def can_multiply(a: Plane, b: Plane) -> bool:
     """Whether `multiply` can multiply two operands: from their codes, without decoding them."""
     return a.data.device == b.data.device and _backend(a.data).can_multiply(a, b)
@@ -177,6 +195,27 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float = 1.0) -> None:
     """
     _check_readable(a, b)
     _backend(a.data).multiply(a, b, out, factor)
+
+
+def joint_scale(row_scale: GlobalScale | None, column_scale: GlobalScale | None, alpha: float, like: Tensor) -> Tensor:
+    """The two fp32 factors of a product whose scales are single numbers; see `reference.epilogue.joint_scale`."""
+    return _backend(like).joint_scale(row_scale, column_scale, alpha, like)
+
+
+def epilogue(
+    product: Tensor,
+    out: Tensor,
+    row_scale: GlobalScale | None = None,
+    column_scale: GlobalScale | None = None,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+    beta: float | None = None,
+) -> None:
+    """Scale the product of a GEMM, add ``beta * out`` and a bias, and write it to ``out``: in one pass, if it can be.
+
+    `reference.epilogue.epilogue` says exactly what is computed and where it is rounded.
+    """
+    _backend(product).epilogue(product, out, row_scale, column_scale, alpha, bias, beta)
 
 
 def _check_readable(*planes: Plane) -> None:

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planes import Plane
+from ..global_scale import GlobalScale, under_scale_one
 from ..target import GroupedTarget, Target
 from . import decode as _decode
 from . import encode as _encode
+from . import epilogue as _epilogue
 from .blocks import amax
 
 
@@ -51,11 +53,31 @@ class ReferenceBackend:
             return decoded
         return workspace[: decoded.numel()].view(decoded.shape).copy_(decoded)
 
+    def decode_bf16(self, plane: Plane) -> Tensor:
+        return _decode.decode_operand(under_scale_one(plane)).to(torch.bfloat16)
+
     def can_multiply(self, a: Plane, b: Plane) -> bool:
         return False
 
     def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
         raise NotImplementedError("the reference backend cannot multiply codes: decode the operands")
+
+    def joint_scale(
+        self, row_scale: GlobalScale | None, column_scale: GlobalScale | None, alpha: float, like: Tensor
+    ) -> Tensor:
+        return _epilogue.joint_scale(row_scale, column_scale, alpha, like)
+
+    def epilogue(
+        self,
+        product: Tensor,
+        out: Tensor,
+        row_scale: GlobalScale | None,
+        column_scale: GlobalScale | None,
+        alpha: float,
+        bias: Tensor | None,
+        beta: float | None,
+    ) -> None:
+        _epilogue.epilogue(product, out, row_scale, column_scale, alpha, bias, beta)
 
     def amax(self, x: Tensor) -> Tensor:
         return amax(x)
