@@ -4,14 +4,14 @@ A code times its block scale is exact in fp32 (and nearly always in bf16). The r
 tensor (per-tensor FP8, NVFP4) or for each row, multiplies the result, as in hardware. Operands with the same rotation
 are multiplied without undoing it, because the product is the same.
 
-If the CPU has dot products of bytes, two NVFP4 operands are multiplied without decoding, in half the time of an fp32
-GEMM. All other operands are decoded: to bf16 if bf16 GEMMs are fast on the device and the numbers are exact in bf16,
-otherwise to fp32. On a CPU without bf16 units a bf16 GEMM is many times slower than an fp32 GEMM.
+This module has the GEMMs of the CPU; those of all other devices are in `on_gpu`. If the CPU has dot products of bytes,
+two NVFP4 operands are multiplied without decoding, in half the time of an fp32 GEMM. All other operands are decoded: to
+bf16 if bf16 GEMMs are fast on this CPU and the numbers are exact in bf16, otherwise to fp32. On a CPU without bf16
+units a bf16 GEMM is many times slower than an fp32 GEMM.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from ..kernels.reference.hadamard import unrotate
 from ..planes import ROWWISE, Direction, Plane, matrix_shape
 from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
+from .native import machine
+from .on_gpu import multiplied_on_gpu, refuse_decoding
 from .operands import GEMMS, check_operands
 
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -72,7 +74,7 @@ def gemm(
 
     Raises:
         ValueError: the operands cannot be multiplied, a plane is of the wrong direction, or shapes do not fit.
-        RuntimeError: a plane is stale.
+        RuntimeError: a plane is stale, or the operands must be decoded and ``settings.native_gemms`` is True.
     """
     if which not in GEMMS:
         raise ValueError(f"the GEMM must be one of {', '.join(GEMMS)}, got {which!r}")
@@ -96,6 +98,10 @@ def gemm(
         bias = bias.detach()
     if _in_double(planes):
         return _multiplied_in_double(planes, out_dtype, bias, out, accumulate, alpha, beta)
+    if planes[0].data.device.type != "cpu" or machine.for_cpu:
+        return multiplied_on_gpu(which, planes[0], planes[1], out_dtype, bias, out, accumulate, alpha, beta)
+    if settings.native_gemms:
+        refuse_decoding(which, planes[0], planes[1], "the operands are on the CPU")
     from_codes = settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
     if not from_codes:
         plain = bias is None and not accumulate and alpha == 1.0
@@ -155,7 +161,7 @@ def _refuse_inner_sizes(which: str, planes: list[Plane]) -> None:
 def _operands(planes: list[Plane], allow_bf16: bool) -> tuple[_Operand, _Operand]:
     unrotated = planes[0].format.rotation != planes[1].format.rotation
     left, right = _operand(planes[0], "gemm.a", unrotated), _operand(planes[1], "gemm.b", unrotated)
-    if allow_bf16 and _is_one(left.scale) and _is_one(right.scale) and _wants_bf16(planes[0].data.device):
+    if allow_bf16 and _is_one(left.scale) and _is_one(right.scale) and _wants_bf16():
         narrow = [_exact_bf16(operand.values) for operand in (left, right)]
         if narrow[0] is not None and narrow[1] is not None:
             return _Operand(narrow[0], 1.0), _Operand(narrow[1], 1.0)
@@ -166,9 +172,9 @@ def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
     fmt = plane.format
     if fmt.element is None:
         return _Operand(_plain_operand(plane, name), 1.0)
-    memory = kernels.workspace(name, plane.shape[0] * plane.shape[1]) if plane.data.device.type == "cpu" else None
+    memory = kernels.workspace(name, plane.shape[0] * plane.shape[1])
     has_global_scale = fmt.block is None or fmt.global_amax is not None
-    values = kernels.decode_operand(_under_scale_one(plane) if has_global_scale else plane, memory)
+    values = kernels.decode_operand(kernels.under_scale_one(plane) if has_global_scale else plane, memory)
     if unrotated and fmt.rotation is not None:
         values = unrotate(values, fmt.rotation)
     return _Operand(values, _global_scale(plane) if has_global_scale else 1.0)
@@ -192,25 +198,9 @@ def _global_scale(plane: Plane) -> float | Tensor:
     return _number(plane.amax, 1.0 / (fmt.element.max * fmt.scale_bound))
 
 
-def _under_scale_one(plane: Plane) -> Plane:
-    """The plane with its global scale replaced by one."""
-    fmt = plane.format
-    if fmt.block is None:
-        assert plane.scale is not None
-        return replace(plane, scale=torch.ones_like(plane.scale))
-    assert plane.amax is not None
-    return replace(plane, amax=torch.full_like(plane.amax, _neutral_amax(fmt)))
-
-
-def _neutral_amax(fmt: Format) -> float:
-    """The amax for which the global scale is exactly one."""
-    assert fmt.element is not None
-    return fmt.element.max * fmt.scale_bound
-
-
 def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
-    """A Python number on the CPU; on other devices, where reading would wait for the device, a float64 tensor."""
-    if values.numel() == 1 and values.device.type == "cpu":
+    """A Python number, or a float64 tensor of several."""
+    if values.numel() == 1:
         return float(values) * factor
     return values.to(torch.float64) * factor
 
@@ -314,7 +304,7 @@ def _fp32(factor: float | Tensor, like: Tensor) -> Tensor:
 def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:
     """Memory for an fp32 matrix: new if the caller will ``keep`` it, otherwise a workspace that is reused."""
     count = rows * columns
-    memory = None if keep or like.device.type != "cpu" else kernels.workspace(name, count)
+    memory = None if keep else kernels.workspace(name, count)
     if memory is None:
         return torch.empty(rows, columns, dtype=torch.float32, device=like.device)
     return memory[:count].view(rows, columns)
@@ -323,18 +313,16 @@ def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool
 # ---- bf16 operands -----------------------------------------------------------------------------------
 
 
-def _wants_bf16(device: torch.device) -> bool:
+def _wants_bf16() -> bool:
     if settings.gemm_operand_dtype is not None:
         return settings.gemm_operand_dtype == torch.bfloat16
-    return has_fast_bf16(device.type)
+    return has_fast_bf16()
 
 
 @lru_cache
-def has_fast_bf16(device_type: str) -> bool:
-    """Whether bf16 GEMMs are faster than fp32 ones on this kind of device."""
-    if device_type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+def has_fast_bf16() -> bool:
+    """Whether bf16 GEMMs are faster than fp32 ones on this CPU."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _exact_bf16(values: Tensor) -> Tensor | None:

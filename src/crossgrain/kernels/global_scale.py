@@ -56,11 +56,13 @@ def global_scale(plane: Plane) -> GlobalScale | None:
 def under_scale_one(plane: Plane) -> Plane:
     """The plane with its global scale replaced by one. A plane without one is returned as it is."""
     fmt = plane.format
-    if not has_global_scale(fmt):
+    if fmt.element is None:
         return plane
     if fmt.block is None:
         assert plane.scale is not None
         return replace(plane, scale=torch.ones_like(plane.scale))
+    if fmt.global_amax is None:
+        return plane
     assert plane.amax is not None
     return replace(plane, amax=torch.full_like(plane.amax, neutral_amax(fmt)))
 

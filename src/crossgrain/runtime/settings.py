@@ -48,7 +48,11 @@ class Settings:
             ``compute_capability``.
         gemm_operand_dtype: torch.float32 or torch.bfloat16: the dtype to which GEMMs decode their operands. bfloat16
             is used only if it holds the decoded numbers exactly. None to choose what is fast on the device, which may
-            also multiply codes without decoding them.
+            also multiply codes without decoding them. On GPUs the format decides whether bfloat16 is exact, and one is
+            not quite: numbers of MXFP8 below 2**-126 are rounded to bfloat16. torch.float32 keeps them, too.
+        native_gemms: whether GEMMs on GPUs multiply codes by tensor cores, without decoding them. None: where torch and
+            the hardware can (see `gemm.native`). False: nowhere, so that GPUs with and without such formats can be
+            compared. True: everywhere; what would have to be decoded raises RuntimeError and says why.
         requantize_on_load: allow loading a checkpoint of one format into parameters of another format, which rounds
             the numbers a second time.
         reuse_unchanged_weights: keep the quantized weights of inference, and of layers that are frozen, for the next
@@ -61,6 +65,7 @@ class Settings:
     compute_capability: tuple[int, int] = field(init=False)  # found when it is first read: asking a GPU starts CUDA
     non_tn_fp8_gemm: bool | None = None
     gemm_operand_dtype: torch.dtype | None = None
+    native_gemms: bool | None = None
     requantize_on_load: bool = False
     reuse_unchanged_weights: bool = True
     nonfinite: Literal["propagate", "raise", "saturate"] | None = None
