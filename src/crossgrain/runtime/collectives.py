@@ -25,6 +25,11 @@ def group_rank(group: Any = None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
+def collective_device(group: Any = None) -> torch.device:
+    """A device whose tensors a group can communicate: the CPU if it can, otherwise the GPU (NCCL)."""
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
 def same_ranks(group: Any, other: Any) -> bool:
     """Whether two groups have the same ranks. None is no group. Groups of equal meshes may be different objects."""
     if group is None or other is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .callers import levels_to_caller
+from .host_and_device import on_device
 from .passes import same_seed, same_value
 
 
@@ -205,3 +208,42 @@ def draw_seed(subject: object = "") -> int:
 
 def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
+
+
+_seeds_of_capture: dict[tuple[torch.device, int], Tensor] = {}
+_warned_of_capture = False
+
+
+def seed_for_device(seed: int, device: torch.device) -> Tensor:
+    """A seed as a tensor [1] of int64 on a device, for kernels that take it by pointer. The host does not wait.
+
+    While a CUDA graph is captured, a number of the host would be frozen in it, and every replay would round alike. The
+    graph then draws from the generator of the device instead, which gives each replay other numbers. Calls with the
+    same ``seed`` share one draw, so that a recomputation still rounds as the first pass did.
+
+    Args:
+        seed: what `draw_seed` has returned.
+        device: device of the tensor that is rounded.
+    """
+    if device.type != "cuda":
+        return on_device([seed], device, torch.int64)
+    if not torch.cuda.is_current_stream_capturing():
+        _seeds_of_capture.clear()
+        return on_device([seed], device, torch.int64)
+    _warn_of_capture()
+    drawn = _seeds_of_capture.get((device, seed))
+    if drawn is None:
+        drawn = torch.empty(1, dtype=torch.int64, device=device).random_(-(2**63), None)
+        _seeds_of_capture[device, seed] = drawn
+    return drawn
+
+
+def _warn_of_capture() -> None:
+    global _warned_of_capture
+    if not _warned_of_capture:
+        _warned_of_capture = True
+        warnings.warn(
+            "stochastic rounding in a CUDA graph draws its seeds from the generator of the GPU, so that replays "
+            "differ: its draws are not those of the same program without a graph",
+            stacklevel=levels_to_caller(),
+        )
