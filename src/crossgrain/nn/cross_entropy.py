@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..runtime.collectives import group_rank, group_size, summed
 from ..runtime.derivatives import differentiable_once, entrances
+from ..runtime.host_and_device import require
 
 
 def parallel_cross_entropy(
@@ -44,12 +45,9 @@ def parallel_cross_entropy(
             f"got {list(target.shape)}"
         )
     classes = inp.shape[-1] * group_size(dist_process_group)
-    unknown = target[(target != ignore_idx) & ((target < 0) | (target >= classes))]
-    if unknown.numel():
-        raise ValueError(
-            f"parallel_cross_entropy: targets must be between 0 and {classes - 1}, or ignore_idx={ignore_idx}, got "
-            f"{int(unknown[0])}"
-        )
+    unknown = (target != ignore_idx) & ((target < 0) | (target >= classes))
+    rule = f"parallel_cross_entropy: targets must be between 0 and {classes - 1}, or ignore_idx={ignore_idx}"
+    require(~unknown.any(), rule, lambda: f"{rule}, got {int(target[unknown][0])}")
     losses: Tensor = _CrossEntropy.apply(inp, target, label_smoothing, dist_process_group, ignore_idx)
     if not reduce_loss:
         return losses

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.collectives import group_rank, group_size
+from ...runtime.host_and_device import on_device, require
 
 
 def whole_positions(places: Tensor, length: Tensor | int, rank: int, ranks: int) -> Tensor:
@@ -33,17 +34,19 @@ def whole_positions(places: Tensor, length: Tensor | int, rank: int, ranks: int)
     return places + torch.where(places < half, rank * half, (2 * ranks - 2 - rank) * half)
 
 
-def tokens_of_rank(starts: Tensor, rank: int, ranks: int) -> Tensor:
+def tokens_of_rank(starts: Tensor, rank: int, ranks: int, count: int | None = None) -> Tensor:
     """The tokens of a rank among all tokens of several sequences.
 
     Args:
         starts: where the sequences begin, and at last where they end, [sequences + 1].
         rank: the rank.
         ranks: number of ranks.
+        count: number of tokens of a rank; None to compute it, which waits for a GPU.
     """
     begins, lengths = starts[:-1] // ranks, starts.diff() // ranks
-    places = torch.arange(int(lengths.sum()), device=starts.device)
-    of_token = torch.repeat_interleave(torch.arange(len(lengths), device=starts.device), lengths)
+    places = torch.arange(int(lengths.sum()) if count is None else count, device=starts.device)
+    sequences = torch.arange(len(lengths), device=starts.device)
+    of_token = torch.repeat_interleave(sequences, lengths, output_size=len(places))
     positions = whole_positions(places - begins[of_token], lengths[of_token], rank, ranks)
     return starts[of_token] + positions
 
@@ -52,11 +55,12 @@ def checked_starts(what: str, starts: Tensor, ranks: int) -> Tensor:
     """``starts`` as int64, if every sequence can be cut into 2 chunks for each rank."""
     starts = starts.to(torch.int64)
     lengths = starts.diff()
-    if bool((lengths % (2 * ranks)).any()):
-        raise ValueError(
-            f"{what}: sequences of {lengths.tolist()} tokens cannot be cut into 2 equal chunks for each of {ranks} "
-            f"ranks; pad them to multiples of {2 * ranks}"
-        )
+    rule = f"cannot be cut into 2 equal chunks for each of {ranks} ranks; pad them to multiples of {2 * ranks}"
+    require(
+        ~(lengths % (2 * ranks)).any(),
+        f"{what}: sequences {rule}",
+        lambda: f"{what}: sequences of {lengths.tolist()} tokens {rule}",
+    )
     return starts
 
 
@@ -96,17 +100,14 @@ def get_batch_on_this_cp_rank(
             return None
         if cu_seqlens_padded is None or qvk_format != "thd":
             dim = 0 if qvk_format == "sbhd" else 1
-            starts = torch.tensor([0, x.shape[dim]], device=x.device)
+            starts = on_device([0, x.shape[dim]], x.device)
         else:
             starts = cu_seqlens_padded.to(x.device)
             dim = 1 if x.dim() > 1 and x.shape[0] == 1 else 0
-            if x.shape[dim] != int(starts[-1]):
-                raise ValueError(
-                    f"the batch has a tensor of shape {list(x.shape)}, but cu_seqlens_padded ends at {int(starts[-1])} "
-                    "tokens"
-                )
+            known = f"the batch has a tensor of shape {list(x.shape)}, but cu_seqlens_padded ends at"
+            require(starts[-1] == x.shape[dim], f"{known} another token", lambda: f"{known} {int(starts[-1])} tokens")
         starts = checked_starts("get_batch_on_this_cp_rank", starts, ranks)
-        return x.index_select(dim, tokens_of_rank(starts, rank, ranks))
+        return x.index_select(dim, tokens_of_rank(starts, rank, ranks, x.shape[dim] // ranks))
 
     return part(input_ids_padded), part(labels_padded), part(position_ids_padded)
 

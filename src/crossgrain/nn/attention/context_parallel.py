@@ -27,9 +27,10 @@ from ...runtime.collectives import (
     group_size,
     maximise_,
 )
+from ...runtime.host_and_device import on_device, require
 from .arrangement import Arranged, Inputs, Lengths, MaskTensor
 from .chunks import checked_starts, tokens_of_rank, whole_positions
-from .layout import Layout
+from .layout import Layout, check_fits
 from .masks import Places, allowed_pairs
 from .plain_attention import Attended, PlainCall, plain_attention
 from .ring_attention import Ring, ring_attention
@@ -94,7 +95,7 @@ class ContextParallel(NamedTuple):
         positions = torch.cat([each.positions for each in places], -1)
         if inputs.format == "thd":  # shorter sequences have places without tokens, which come last
             valid = torch.cat([each.valid for each in places if each.valid is not None], -1)
-            positions = positions.masked_fill(~valid, int(positions.max()) + 1)
+            positions = positions.masked_fill(~valid, torch.iinfo(positions.dtype).max)
         order = positions.argsort(dim=-1, stable=True)[:, None, :]
         k, v = (gathered_with_gradient(x.movedim(2, 0), self.group).movedim(0, 2) for x in (made.k, made.v))
         k, v = (x.gather(2, order[..., None].expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
@@ -144,7 +145,8 @@ class ContextParallel(NamedTuple):
     def _order(self, x: Tensor, fmt: str, lengths: Lengths) -> Tensor:
         """The places in whole sequences of the tokens of rank 0, then of rank 1 and so on."""
         starts = _starts(self, x, fmt, lengths)
-        return torch.cat([tokens_of_rank(starts, rank, self.ranks) for rank in range(self.ranks)])
+        count = x.shape[_sequence_dim(fmt)]
+        return torch.cat([tokens_of_rank(starts, rank, self.ranks, count) for rank in range(self.ranks)])
 
     # ---- results -------------------------------------------------------------------------------------
 
@@ -229,10 +231,10 @@ def _part(cp: ContextParallel, x: Tensor, fmt: str, lengths: Lengths, rank: int)
     """The chunks of a rank. Their shape is that of ``x``, this rank's chunks."""
     starts = _starts(cp, x, fmt, lengths)
     parts = (starts.diff() // cp.ranks)[:, None]  # tokens of each sequence that a rank has
-    places = torch.arange(int(parts.max()), device=x.device)
+    places = torch.arange(int(parts.max()) if fmt == "thd" else x.shape[_sequence_dim(fmt)], device=x.device)
     positions = whole_positions(places, parts, rank, cp.ranks)
     if lengths.cu_seqlens is None:
-        return _Part(Layout(fmt), Places(positions, int(parts) * cp.ranks))
+        return _Part(Layout(fmt), Places(positions, len(places) * cp.ranks))
     real = lengths.cu_seqlens.diff().to(positions)
     if fmt != "thd":
         return _in_batch(x, fmt, positions, real, cp)
@@ -244,11 +246,7 @@ def _part(cp: ContextParallel, x: Tensor, fmt: str, lengths: Lengths, rank: int)
 def _in_batch(x: Tensor, fmt: str, positions: Tensor, real: Tensor, cp: ContextParallel) -> _Part:
     """Sequences of the lengths ``real`` in the rows of a batch."""
     batch, whole = x.shape[1 - _sequence_dim(fmt)], x.shape[_sequence_dim(fmt)] * cp.ranks
-    if len(real) != batch or int(real.max()) > whole:
-        raise ValueError(
-            f"{cp.layer}: cu_seqlens has sequences of lengths {real.tolist()}, which do not fit a batch of {batch} "
-            f"sequences of at most {whole} tokens on {cp.ranks} ranks"
-        )
+    check_fits(real, batch, whole, f"{cp.layer}: ", f" on {cp.ranks} ranks")
     valid = positions < real[:, None]
     return _Part(Layout(fmt, valid), Places(positions, real, valid))
 
@@ -257,16 +255,17 @@ def _starts(cp: ContextParallel, x: Tensor, fmt: str, lengths: Lengths) -> Tenso
     """Where whole sequences begin: one for "sbhd" and "bshd", whose batch is another dimension."""
     if fmt != "thd":
         whole = x.shape[_sequence_dim(fmt)] * cp.ranks
-        return checked_starts(cp.layer, torch.tensor([0, whole], device=x.device), cp.ranks)
+        return checked_starts(cp.layer, on_device([0, whole], x.device), cp.ranks)
     starts = lengths.cu_seqlens if lengths.cu_seqlens_padded is None else lengths.cu_seqlens_padded
     if starts is None:
         raise ValueError(f"{cp.layer}: qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole sequences")
     starts = checked_starts(cp.layer, starts.to(x.device), cp.ranks)
-    if int(starts[-1]) != len(x) * cp.ranks:
-        raise ValueError(
-            f"{cp.layer}: each of {cp.ranks} ranks has {len(x)} tokens, but cu_seqlens, which is for whole sequences, "
-            f"ends at {int(starts[-1])} tokens"
-        )
+    known = f"{cp.layer}: each of {cp.ranks} ranks has {len(x)} tokens, but cu_seqlens, which is for whole sequences,"
+    require(
+        starts[-1] == len(x) * cp.ranks,
+        f"{known} ends at another number of tokens",
+        lambda: f"{known} ends at {int(starts[-1])} tokens",
+    )
     return starts
 
 

@@ -324,6 +324,7 @@ class DotProductAttention(QuantizedModule):
             Lengths(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
         )
         query, key, value = (_plain(x) for x in (query_layer, key_layer, value_layer))
+        self._data_device = query.device
         inputs = Inputs(self.layer, query, key, value, fmt, mask, lengths)
         self._check_heads(inputs)
         cp = self._context_parallel()

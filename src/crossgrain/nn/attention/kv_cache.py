@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.devices import resolved_device
+from ...runtime.host_and_device import on_device
 
 
 class CachedStep(NamedTuple):
@@ -111,7 +112,7 @@ class InferenceParams:
 
     def get_seqlens_pre_step(self) -> Tensor:
         """The number of tokens of each sequence before this step, [batch]; the positions of new tokens begin there."""
-        return torch.tensor(list(self._before.values()), dtype=torch.int64, device=self.device)
+        return on_device(list(self._before.values()), self.device, torch.int64)
 
     def step(self, layer_number: int, new_keys: Tensor, new_values: Tensor) -> CachedStep:
         """Store the keys and values of the new tokens of a layer, and return those of all tokens.
@@ -126,13 +127,13 @@ class InferenceParams:
         keys, values = self._caches[layer_number]
         longest = max(self._before[sequence] + new for sequence, new in self._new.items())
         places = torch.arange(max(longest, new_keys.shape[1]), device=self.device)
-        before, new = self.get_seqlens_pre_step(), torch.tensor(list(self._new.values()), device=self.device)
+        before, new = self.get_seqlens_pre_step(), on_device(list(self._new.values()), self.device)
         with torch.no_grad():
             for i, (sequence, row) in enumerate(self._rows.items()):
                 start, count = self._before[sequence], self._new[sequence]
                 keys[row, start : start + count] = new_keys[i, :count].to(self.dtype)
                 values[row, start : start + count] = new_values[i, :count].to(self.dtype)
-        rows = torch.tensor(list(self._rows.values()), device=self.device)
+        rows = on_device(list(self._rows.values()), self.device)
         return CachedStep(
             keys[rows, :longest],
             values[rows, :longest],

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ...runtime.host_and_device import require
+
 QKVFormat = Literal["sbhd", "bshd", "thd"]
 FORMATS: tuple[str, ...] = get_args(QKVFormat)
 
@@ -47,18 +49,20 @@ class Layout:
         lengths = cu_seqlens.diff().to(device=x.device, dtype=torch.int64)
         if fmt != "thd":
             size, batch = x.shape[:2] if fmt == "sbhd" else (x.shape[1], x.shape[0])
-            if len(lengths) != batch or int(lengths.max()) > size:
-                raise ValueError(
-                    f"cu_seqlens has sequences of lengths {lengths.tolist()}, which do not fit a batch of {batch} "
-                    f"sequences of at most {size} tokens"
-                )
+            check_fits(lengths, batch, size)
             return Layout(fmt, _before(lengths, size))
         starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)[:-1].to(lengths)
-        if int((starts + lengths).max()) > len(x):
-            raise ValueError(f"cu_seqlens goes beyond the last of {len(x)} tokens: {cu_seqlens.tolist()}")
-        size = int(lengths.max()) if longest is None else longest
-        if size < int(lengths.max()):
-            raise ValueError(f"max_seqlen is {longest}, but cu_seqlens has a sequence of {int(lengths.max())} tokens")
+        beyond = f"cu_seqlens goes beyond the last of {len(x)} tokens"
+        require(((starts + lengths) <= len(x)).all(), beyond, lambda: f"{beyond}: {cu_seqlens.tolist()}")
+        if longest is None:
+            size = int(lengths.max())
+        else:
+            size, short = longest, f"max_seqlen is {longest}, but cu_seqlens has a"
+            require(
+                (lengths <= size).all(),
+                f"{short} longer sequence",
+                lambda: f"{short} sequence of {int(lengths.max())} tokens",
+            )
         valid = _before(lengths, size)
         places = starts[:, None] + torch.arange(size, device=x.device)
         return Layout(fmt, valid, places.where(valid, 0))
@@ -79,13 +83,35 @@ class Layout:
         if self.tokens is None:
             return x.permute(2, 0, 1, 3).flatten(2) if self.format == "sbhd" else x.transpose(1, 2).flatten(2)
         assert self.valid is not None
-        values = x.transpose(1, 2).flatten(2)[self.valid]
-        return values.new_zeros(len(like), values.shape[-1]).index_copy(0, self.tokens[self.valid], values)
+        places, covered = self._places_of_tokens(len(like))
+        values = x.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, places)
+        return values.masked_fill(~covered[:, None], 0)
+
+    def _places_of_tokens(self, count: int) -> tuple[Tensor, Tensor]:
+        """For each of ``count`` tokens, its place in [batch · sequence], and whether it is in a sequence at all."""
+        assert self.tokens is not None and self.valid is not None
+        tokens = self.tokens.where(self.valid, count).flatten()  # places of padding belong to a token after the last
+        places = tokens.new_full((count + 1,), -1).scatter(0, tokens, torch.arange(len(tokens), device=tokens.device))
+        places = places[:count]
+        return places.clamp(min=0), places >= 0
 
 
 def without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
     """Set x [batch, heads, sequence, channels] to 0 where ``valid`` [batch, sequence] is False."""
     return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
+
+
+def check_fits(lengths: Tensor, batch: int, size: int, before: str = "", after: str = "") -> None:
+    """Raise unless there is a length for each sequence of a batch, and all are within ``size``."""
+    room = f"which do not fit a batch of {batch} sequences of at most {size} tokens{after}"
+    known = f"{before}cu_seqlens has sequences of lengths"
+
+    def details() -> str:
+        return f"{known} {lengths.tolist()}, {room}"
+
+    if len(lengths) != batch:
+        raise ValueError(details())
+    require((lengths <= size).all(), f"{known}, {room}", details)
 
 
 def _before(lengths: Tensor, size: int) -> Tensor:

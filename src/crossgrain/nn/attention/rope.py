@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.devices import resolved_device
+from ...runtime.host_and_device import require
 from .chunks import checked_starts, whole_positions
 
 
@@ -100,8 +101,9 @@ def apply_rotary_pos_emb(
             f"parallelism, cp_size={cp_size}"
         )
     positions = _positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
-    if positions.numel() and int(positions.max()) >= len(freqs):
-        raise ValueError(f"position {int(positions.max())} has no angle: freqs has angles for {len(freqs)} positions")
+    if positions.numel():
+        last, rule = positions.max(), f"has no angle: freqs has angles for {len(freqs)} positions"
+        require(last < len(freqs), f"a position {rule}", lambda: f"position {int(last)} {rule}")
     angles = freqs[:, 0, 0].to(torch.float32)[positions].unsqueeze(-2)  # the same for all heads
     turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
     x = turned.to(torch.float32)

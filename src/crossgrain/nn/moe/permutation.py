@@ -10,12 +10,13 @@ token]. Quantized tensors are decoded.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...gemm.activations import compute_dtype
+from ...runtime.host_and_device import require
 
 MapType = Literal["mask", "index"]
 
@@ -34,7 +35,7 @@ def moe_permute(
         routing_map: for "mask", [tokens, experts], not zero where a token goes to an expert; for "index", [tokens,
             experts of a token], the numbers of the experts.
         num_out_tokens: number of rows R, if it is known. If it is larger than needed, rows of zeros follow; if it is
-            smaller, with "index", the last rows are dropped.
+            smaller, with "index", the last rows are dropped. With "mask" on a GPU, leaving it out makes the host wait.
         max_token_num: accepted; it has no effect.
         map_type: "mask" or "index".
 
@@ -42,7 +43,10 @@ def moe_permute(
         The rows [R, K], and their places.
     """
     places = _places(routing_map, map_type)
-    rows = _row_count(places, num_out_tokens, may_drop=map_type == "index")
+    if map_type == "index":
+        rows = places.numel() if num_out_tokens < 0 else num_out_tokens
+    else:
+        rows = _row_count(places, num_out_tokens)
     places = torch.where(places < rows, places, -1)
     return _spread(inp, places, rows), places
 
@@ -52,7 +56,7 @@ def moe_permute_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like `moe_permute` with a mask. Return the rows, the probability of each from ``probs``, and the places."""
     places = _places(routing_map, "mask")
-    rows = _row_count(places, num_out_tokens, may_drop=False)
+    rows = _row_count(places, num_out_tokens)
     return _spread(inp, places, rows), _picked(probs, places, rows), places
 
 
@@ -69,14 +73,15 @@ def moe_permute_and_pad_with_probs(
     padded = (counts + align_size - 1) // align_size * align_size
     moved = torch.cumsum(padded - counts, 0) - (padded - counts)
     places = _places(routing_map, "mask")
-    if not torch.equal((places >= 0).sum(0).to(counts.device), counts):
+    there = (places >= 0).sum(0).to(counts.device)
+    # All that has to be known of them, read at once: a GPU is waited for.
+    wrong, rows, added = torch.stack([(there != counts).sum(), padded.sum(), (padded - counts).sum()]).tolist()
+    if wrong:
         raise ValueError(
-            f"tokens_per_expert is {counts.tolist()}, but the routing map has {(places >= 0).sum(0).tolist()} tokens "
-            "per expert"
+            f"tokens_per_expert is {counts.tolist()}, but the routing map has {there.tolist()} tokens per expert"
         )
     places = torch.where(places >= 0, places + moved.to(places.device), -1)
-    rows = int(padded.sum())
-    offsets = None if torch.equal(padded, counts) else moved
+    offsets = moved if added else None
     return _spread(inp, places, rows), _picked(probs, places, rows), places, offsets, padded
 
 
@@ -112,12 +117,15 @@ def moe_unpermute(
             f"moe_unpermute: merging_probs {list(merging_probs.shape)} must have the shape of row_id_map, "
             f"{list(row_id_map.shape)}"
         )
-    tokens, experts = _pairs(row_id_map)
-    rows = inp.index_select(0, row_id_map[tokens, experts].to(torch.int64))
+    pairs = _pairs(row_id_map, len(inp))
+    rows = inp.index_select(0, row_id_map[pairs.tokens, pairs.experts].clamp(min=0).to(torch.int64))
     rows = rows.to(compute_dtype(rows))
     if merging_probs is not None:
-        rows = rows * merging_probs[tokens, experts].to(rows.dtype).unsqueeze(-1)
-    total = rows.new_zeros((row_id_map.shape[0], inp.shape[-1])).index_add(0, tokens, rows)
+        rows = rows * merging_probs[pairs.tokens, pairs.experts].to(rows.dtype).unsqueeze(-1)
+    # What stands for no pair is added to a row after the last.
+    count = row_id_map.shape[0]
+    tokens = pairs.tokens.where(pairs.there, count)
+    total = rows.new_zeros((count + 1, inp.shape[-1])).index_add(0, tokens, rows)[:count]
     if restore_shape is not None and tuple(restore_shape) != tuple(total.shape):
         raise ValueError(
             f"moe_unpermute: restore_shape is {list(restore_shape)}, but the result has shape {list(total.shape)}"
@@ -146,49 +154,81 @@ def _places(routing_map: Tensor, map_type: str) -> Tensor:
         return torch.where(goes, places, -1).t().contiguous()
     if map_type != "index":
         raise ValueError(f"map_type must be 'mask' or 'index', got {map_type!r}")
-    if bool((routing_map < 0).any()):
-        raise ValueError(
-            "the routing map has negative numbers of experts, which are not allowed; use num_out_tokens to drop tokens"
-        )
+    rule = "the routing map has negative numbers of experts, which are not allowed; use num_out_tokens to drop tokens"
+    require((routing_map >= 0).all(), rule, lambda: rule)
     order = torch.argsort(routing_map.reshape(-1), stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return places.reshape(routing_map.shape)
 
 
-def _row_count(places: Tensor, asked: int, *, may_drop: bool) -> int:
-    there = int((places >= 0).sum())
+def _row_count(places: Tensor, asked: int) -> int:
+    there = (places >= 0).sum()
     if asked < 0:
-        return there
-    if asked < there and not may_drop:
-        raise ValueError(f"the routing map has {there} rows, but num_out_tokens is {asked}")
+        return int(there)
+    require(
+        there <= asked,
+        f"the routing map has more rows than num_out_tokens, {asked}",
+        lambda: f"the routing map has {int(there)} rows, but num_out_tokens is {asked}",
+    )
     return asked
 
 
-def _pairs(places: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs of tokens and experts that have a row, ordered by expert, so that sums have a fixed order."""
-    experts, tokens = (places >= 0).t().nonzero(as_tuple=True)
-    return tokens, experts
+class _Pairs(NamedTuple):
+    """Pairs of tokens and experts that have a row, ordered by expert, so that sums have a fixed order.
+
+    Attributes:
+        tokens: the token of each pair.
+        experts: the expert of each pair.
+        there: False for what stands for no pair, at the end: token 0 and expert 0.
+    """
+
+    tokens: Tensor
+    experts: Tensor
+    there: Tensor
+
+
+def _pairs(places: Tensor, most: int) -> _Pairs:
+    """The pairs that have a row. There are as many as rows, ``most``, or fewer; a GPU is not asked how many."""
+    found = torch.nonzero_static((places >= 0).t(), size=most, fill_value=-1)
+    experts, tokens = found.clamp(min=0).unbind(1)
+    return _Pairs(tokens, experts, found[:, 0] >= 0)
 
 
 def _spread(inp: Tensor, places: Tensor, rows: int) -> Tensor:
     if places.shape[0] != inp.shape[0]:
         raise ValueError(f"the routing map is for {places.shape[0]} tokens, but the input has {inp.shape[0]}")
-    tokens, experts = _pairs(places)
-    chosen = inp.index_select(0, tokens)
-    return chosen.new_zeros((rows, inp.shape[-1])).index_copy(0, places[tokens, experts], chosen)
+    pairs = _pairs(places, rows)
+    chosen = inp.index_select(0, pairs.tokens)
+    return _at_rows(chosen, pairs, places, rows)
 
 
 def _picked(probs: Tensor, places: Tensor, rows: int) -> Tensor:
-    tokens, experts = _pairs(places)
-    return probs.new_zeros(rows).index_copy(0, places[tokens, experts], probs[tokens, experts])
+    pairs = _pairs(places, rows)
+    return _at_rows(probs[pairs.tokens, pairs.experts], pairs, places, rows)
+
+
+def _at_rows(values: Tensor, pairs: _Pairs, places: Tensor, rows: int) -> Tensor:
+    """The values of pairs at their rows, and zeros between them. What stands for no pair gets a row after the last."""
+    index = places[pairs.tokens, pairs.experts].where(pairs.there, rows)
+    return values.new_zeros((rows + 1, *values.shape[1:])).index_copy(0, index, values)[:rows]
 
 
 def _chunk_order(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    sizes = split_sizes.tolist()
-    if sum(sizes) != inp.shape[0]:
-        raise ValueError(f"split_sizes {sizes} do not add up to the {inp.shape[0]} rows of the input")
-    if sorted(sorted_index.tolist()) != list(range(len(sizes))):
-        raise ValueError(f"sorted_index must contain each of {len(sizes)} chunks once, got {sorted_index.tolist()}")
-    chunks = torch.arange(inp.shape[0], device=inp.device).split(sizes)
-    return torch.cat([chunks[index] for index in sorted_index.tolist()])
+    """The row of the input for each row of the output. It is computed on the device of the input."""
+    sizes, index = split_sizes.to(inp.device, torch.int64), sorted_index.to(inp.device, torch.int64)
+    count, chunks = inp.shape[0], len(sizes)
+    require(
+        sizes.sum() == count,
+        f"split_sizes do not add up to the {count} rows of the input",
+        lambda: f"split_sizes {sizes.tolist()} do not add up to the {count} rows of the input",
+    )
+    rule = f"sorted_index must contain each of {chunks} chunks once"
+    in_order = torch.arange(chunks, device=inp.device)
+    if len(index) != chunks:
+        raise ValueError(f"{rule}, got {index.tolist()}")
+    require((index.sort().values == in_order).all(), rule, lambda: f"{rule}, got {index.tolist()}")
+    moved = sizes[index]
+    begins, targets = (sizes.cumsum(0) - sizes)[index], moved.cumsum(0) - moved
+    shift = torch.repeat_interleave(begins - targets, moved, output_size=count)
+    return torch.arange(count, device=inp.device) + shift
