@@ -86,7 +86,7 @@ class FusedAdam(FusedOptimizer):
     def _begin(self, group: dict[str, Any]) -> None:
         step = group.get("step", 0)
         if self.capturable and not isinstance(step, Tensor):
-            step = torch.tensor([step], dtype=torch.int32, device=group["params"][0].device)
+            step = torch.full((1,), step, dtype=torch.int32, device=group["params"][0].device)
         step += 1
         group["step"] = step
 
@@ -99,7 +99,11 @@ class FusedAdam(FusedOptimizer):
         first: bool,
     ) -> None:
         # After infinitely many steps both corrections are 1.
-        count = torch.tensor(float(group["step"]) if group["bias_correction"] else torch.inf, device=params[0].device)
+        steps = group["step"] if group["bias_correction"] else torch.inf
+        if isinstance(steps, Tensor):
+            count = steps.to(torch.float32).view(())
+        else:
+            count = torch.full((), float(steps), dtype=torch.float32, device=params[0].device)
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         beta1, beta2 = group["betas"]
         fused(

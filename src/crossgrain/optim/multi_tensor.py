@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensor import QuantizedTensor
+
 TensorLists = Sequence[Sequence[Tensor]]
 
 
@@ -51,7 +53,7 @@ def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Like `multi_tensor_l2norm`, for ``tensors · inv_scale``."""
-    return _norms(tensor_lists[0], noop_flag, per_tensor, float(inv_scale))
+    return _norms(tensor_lists[0], noop_flag, per_tensor, inv_scale.to(torch.float32).view(()))
 
 
 def multi_tensor_adam(
@@ -69,12 +71,11 @@ def multi_tensor_adam(
 ) -> None:
     """Do one step of Adam in float32 for ``[gradients, parameters, exp_avgs, exp_avg_sqs]``.
 
-    Nothing is done if the flag is set. A fifth list has master weights: these are updated, and the parameters become
+    Nothing changes if the flag is set. A fifth list has master weights: these are updated, and the parameters become
     copies of them. ``mode`` 1 decays the weights themselves (AdamW); ``mode`` 0 adds the decay to the gradient.
     """
     _checked("multi_tensor_adam", tensor_lists, 4, 5)
-    if bool(noop_flag.any()):
-        return
+    keep = _kept_if_set(noop_flag)
     masters = tensor_lists[4] if len(tensor_lists) > 4 else tensor_lists[1]
     first = 1 - beta1**step if bias_correction else 1.0
     second = 1 - beta2**step if bias_correction else 1.0
@@ -87,11 +88,11 @@ def multi_tensor_adam(
         update = (m / first) / ((v / second).sqrt() + epsilon)
         if mode == 1:
             update = update + weight_decay * wide
-        master.copy_(wide - lr * update)
+        keep(master, wide - lr * update)
         if param is not master:
-            param.copy_(master)
-        exp_avg.copy_(m)
-        exp_avg_sq.copy_(v)
+            keep(param, master)
+        keep(exp_avg, m)
+        keep(exp_avg_sq, v)
 
 
 def multi_tensor_sgd(
@@ -107,13 +108,12 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Do one step of SGD for ``[gradients, parameters, momenta]``. Nothing is done if the flag is set.
+    """Do one step of SGD for ``[gradients, parameters, momenta]``. Nothing changes if the flag is set.
 
     A fourth list gets copies of the parameters.
     """
     _checked("multi_tensor_sgd", tensor_lists, 3, 4)
-    if bool(noop_flag.any()):
-        return
+    keep = _kept_if_set(noop_flag)
     copies: Sequence[Tensor | None] = tensor_lists[3] if len(tensor_lists) > 3 else [None] * len(tensor_lists[0])
     for grad, param, buffer, copy in zip(*tensor_lists[:3], copies, strict=True):
         wide, g = param.to(torch.float32), grad.to(torch.float32) * scale
@@ -121,13 +121,13 @@ def multi_tensor_sgd(
             g = g + weight_decay * wide
         if momentum:
             kept = g if first_run else momentum * buffer.to(torch.float32) + (1 - dampening) * g
-            buffer.copy_(kept)
+            keep(buffer, kept)
             g = g + momentum * kept if nesterov else kept
         if wd_after_momentum:
             g = g + weight_decay * wide
-        param.copy_(wide - lr * g)
+        keep(param, wide - lr * g)
         if copy is not None:
-            copy.copy_(param)
+            keep(copy, param)
 
 
 def _checked(name: str, lists: TensorLists, *counts: int) -> TensorLists:
@@ -140,7 +140,9 @@ def _checked(name: str, lists: TensorLists, *counts: int) -> TensorLists:
     return lists
 
 
-def _norms(tensors: Sequence[Tensor], noop_flag: Tensor, per_tensor: bool, factor: float) -> tuple[Tensor, Tensor]:
+def _norms(
+    tensors: Sequence[Tensor], noop_flag: Tensor, per_tensor: bool, factor: float | Tensor
+) -> tuple[Tensor, Tensor]:
     device = noop_flag.device
     each = [torch.linalg.vector_norm(tensor, dtype=torch.float32) * factor for tensor in tensors]
     norms = torch.stack(each) if each else torch.zeros(0, device=device)
@@ -150,5 +152,17 @@ def _norms(tensors: Sequence[Tensor], noop_flag: Tensor, per_tensor: bool, facto
 
 
 def _note_unless_finite(values: Tensor, flag: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        flag.fill_(1)
+    flag.masked_fill_(~torch.isfinite(values).all().to(flag.device), 1)
+
+
+def _kept_if_set(flag: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """A function that writes a new value into a tensor, unless the flag is set. The flag is not read by the host."""
+    skip = flag.any()
+
+    def keep(old: Tensor, new: Tensor) -> None:
+        if isinstance(old, QuantizedTensor):
+            old.quantize_(new, noop_flag=skip.to(torch.float32))
+        else:
+            old.copy_(torch.where(skip, old, new.to(old.dtype)))
+
+    return keep

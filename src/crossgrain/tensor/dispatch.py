@@ -265,9 +265,14 @@ def _to_copy(
     """Copy. Bytes are kept for another device and for another nominal dtype; other dtypes get decoded numbers."""
     if dtype is not None and dtype not in HIGH_PRECISION:
         return tensor.dequantize().to(dtype=dtype, device=device, copy=True)
+    from .init_values import hand_on_init_value
+
     clone = tensor._clone()
     moved = clone._map_buffers(lambda buffer: buffer.to(device=device, non_blocking=non_blocking), dtype=dtype)
-    return moved._map_buffers(Tensor.pin_memory) if pin_memory else moved
+    moved = moved._map_buffers(Tensor.pin_memory) if pin_memory else moved
+    if moved.device != tensor.device:
+        hand_on_init_value(tensor, moved)
+    return moved
 
 
 @_handles(aten.copy_.default)

@@ -122,11 +122,12 @@ def preserved_value(parameter: Any) -> Tensor | None:
     For a sharded parameter it is the value of the part that this rank has.
     """
     own = local_part(parameter)
-    kept = _kept(own)
-    if kept is not None and kept.is_of(own):
-        return kept.get()
     noted = _noted(own)
-    return None if noted is None else noted.of_part(own)
+    value = None if noted is None else noted.of_part(own)
+    if value is not None:  # nothing has to be compared
+        return value
+    kept = _kept(own)
+    return kept.get() if kept is not None and kept.is_of(own) else None
 
 
 def _kept(parameter: Any) -> InitValue | None:

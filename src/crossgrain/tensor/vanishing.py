@@ -8,9 +8,13 @@ the model seems to train, but does not.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from ..runtime.callers import levels_to_caller
+from ..runtime.host_and_device import tell_later
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -34,13 +38,18 @@ def rounds_updates(tensor: QuantizedTensor) -> bool:
 
 def warn_if_vanished(tensor: QuantizedTensor, before: Tensor) -> None:
     """Warn if an update has left more than half of the numbers of ``tensor`` as they were."""
-    unchanged = tensor._decoded(before.dtype, None) == before
-    share = float(unchanged.float().mean()) if before.numel() else 0.0
+    if before.numel():
+        unchanged = tensor._decoded(before.dtype, None) == before
+        tell_later(unchanged.float().mean(), partial(_warn, type(tensor).__name__, list(tensor.shape)))
+
+
+def _warn(kind: str, shape: list[int], share: float) -> None:
+    """Warn if the ``share`` of numbers that an update left as they were is large. A GPU tells it a step later."""
     if share > 0.5:  # some numbers may stay in a normal step; more than half is a sign that updates are too small
         warnings.warn(
-            f"an in-place update left {share:.0%} of a {type(tensor).__name__} parameter of shape "
-            f"{list(tensor.shape)} as it was: the update is smaller than the distance between numbers of the format. "
-            "Keep float32 masters: crossgrain.optim.with_masters(torch.optim.AdamW, params, ...), or "
+            f"an in-place update left {share:.0%} of a {kind} parameter of shape {shape} as it was: the update is "
+            "smaller than the distance between numbers of the format. Keep float32 masters: "
+            "crossgrain.optim.with_masters(torch.optim.AdamW, params, ...), or "
             "crossgrain.optim.FusedAdam(params, master_weights=True).",
-            stacklevel=5,
+            stacklevel=levels_to_caller(),
         )
