@@ -39,6 +39,7 @@ from ..tensor.tensor import QuantizedTensor
 from .amax_reduction import AmaxReduction
 from .data_free import DataFree
 from .nonfinite import Policy
+from .noop_flag import is_set, undone_if_set
 from .subject import NO_SUBJECT, Subject
 from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
 
@@ -311,7 +312,7 @@ class Quantizer(AmaxReduction, DataFree):
             raise ValueError(
                 f"{type(self).__name__} can only write to a {self._tensor_class.__name__}, got a {type(dst).__name__}"
             )
-        if noop_flag is not None and noop_flag.item() != 0:
+        if noop_flag is not None and is_set(noop_flag):
             return dst
         planes = dst.planes()
         if not planes:
@@ -322,7 +323,8 @@ class Quantizer(AmaxReduction, DataFree):
                 f"{type(self).__name__}: cannot write a tensor of shape {list(src.shape)} on {src.device} to a "
                 f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
             )
-        self.encode_planes(src, dst, planes)
+        with nullcontext() if noop_flag is None else undone_if_set(noop_flag, dst, self):
+            self.encode_planes(src, dst, planes)
         return dst
 
     def encode_planes(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
@@ -383,6 +385,9 @@ class Quantizer(AmaxReduction, DataFree):
     def statistics(self) -> list[Tensor]:
         """The tensors with amaxes and scales of earlier steps, from which the next scales follow; written in place."""
         return []
+
+    def move_statistics(self, device: torch.device) -> None:
+        """Move scale and amax of the quantizer itself to a device. Others own those of delayed scaling."""
 
     # ---- checks --------------------------------------------------------------------------------
 

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from ..planes import COLUMNWISE, ROWWISE
 from ..runtime.devices import resolved_device
+from ..runtime.host_and_device import on_device
 from .base import Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
+from .noop_flag import is_set
 
 Shape = tuple[int, int]
 
@@ -88,9 +90,9 @@ class GroupedTensor:
         columns = self.tensor_shapes[0][1]
         self.device, self.num_tensors = device, len(rows)
         self.logical_shape = (sum(rows), columns)
-        self.first_dims = None if len(set(rows)) == 1 else torch.tensor(rows, device=device)
+        self.first_dims = None if len(set(rows)) == 1 else on_device(rows, device)
         self.offsets = [0, *itertools.accumulate(first * columns for first in rows)]
-        self.tensor_offsets = None if self.first_dims is None else torch.tensor(self.offsets, device=device)
+        self.tensor_offsets = None if self.first_dims is None else on_device(self.offsets, device)
 
     # ---- making them ---------------------------------------------------------------------------
 
@@ -221,7 +223,9 @@ class GroupedTensor:
         for member, tensor in zip(self.quantized_tensors, tensors, strict=True):
             if self.quantizer is not None:
                 member.quantize_(tensor, noop_flag=noop_flag)
-            elif noop_flag is None or noop_flag.item() == 0:
+            elif noop_flag is not None and noop_flag.device.type == "cuda":
+                member.copy_(torch.where(noop_flag.view(()) != 0, member, tensor.to(member.dtype)))
+            elif not is_set(noop_flag):
                 member.copy_(tensor)
         return self.quantized_tensors
 

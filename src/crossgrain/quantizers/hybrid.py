@@ -25,6 +25,7 @@ from ..tensor import QuantizedTensorStorage
 from .base import Quantizer
 from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .identity import IdentityQuantizer
+from .noop_flag import is_set, undone_if_set
 from .nvfp4 import NVFP4Quantizer
 from .request import QuantizerRequest
 from .writing import Job, make_planes, write_planes
@@ -305,7 +306,7 @@ class HybridQuantizer(Quantizer):
         """
         if not isinstance(dst, HybridQuantizedTensorStorage):
             raise ValueError(f"HybridQuantizer can only write to a hybrid tensor, got a {type(dst).__name__}")
-        if noop_flag is not None and noop_flag.item() != 0:
+        if is_set(noop_flag):
             return dst
         children = dst._children()
         if not any(dst.get_usages().values()):
@@ -319,11 +320,12 @@ class HybridQuantizer(Quantizer):
                 f"{type(dst).__name__} of shape {list(dst.shape)} on {dst.device}"
             )
         self.check_writable(dst)
-        if settings.strict and (unused := [d for d in children if not self.get_usages()[d.value]]):
-            self._write_in_use(src, dst, unused)
-            return dst
-        with dst._writing():
-            self._write_children(dst._apart_from(src.detach()), children)
+        with undone_if_set(noop_flag, dst, self):
+            if settings.strict and (unused := [d for d in children if not self.get_usages()[d.value]]):
+                self._write_in_use(src, dst, unused)
+                return dst
+            with dst._writing():
+                self._write_children(dst._apart_from(src.detach()), children)
         return dst
 
     def _write_in_use(self, src: Tensor, dst: Any, unused: Sequence[Direction]) -> None:

@@ -15,6 +15,7 @@ from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, PlanePair, PlaneSour
 from ..tensor import PlaneBuffers, QuantizedTensor, QuantizedTensorStorage
 from . import observer
 from .base import Quantizer
+from .noop_flag import is_set, undone_if_set
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -205,7 +206,7 @@ class IdentityQuantizer(Quantizer):
         """
         if not isinstance(dst, IdentityTensorStorage):
             raise ValueError(f"IdentityQuantizer can only write to an IdentityTensor, got a {type(dst).__name__}")
-        if noop_flag is not None and noop_flag.item() != 0:
+        if is_set(noop_flag):
             return dst
         src = self._checked(src, list(Direction))
         buffer = dst._buffer()
@@ -215,7 +216,10 @@ class IdentityQuantizer(Quantizer):
                 f"IdentityQuantizer: cannot write a tensor of shape {list(new.shape)} to one of shape {list(dst.shape)}"
             )
         if new.dtype == buffer.dtype and new.device == buffer.device:
-            buffer.copy_(new.clone() if overlaps(new, buffer) else new)
+            with undone_if_set(noop_flag, dst, self):
+                buffer.copy_(new.clone() if overlaps(new, buffer) else new)
+        elif noop_flag is not None and noop_flag.device.type == "cuda" and noop_flag.item() != 0:
+            return dst  # a new buffer of another kind cannot be chosen on the device
         elif dst._cut_axes:
             raise ValueError(
                 f"IdentityQuantizer: a slice of a {buffer.dtype} tensor on {buffer.device} cannot be replaced by "
