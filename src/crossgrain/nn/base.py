@@ -78,6 +78,7 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         self.tp_group: Any = None
         context = active()
         self._noted_for: Recipe | None = None
+        self._data_device: torch.device | None = None
         self._parameter_init = (
             ParameterInit(active_recipe(), context.preserve_init_value) if context.quantized_parameters else None
         )
@@ -184,12 +185,17 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         return bool(states) and all(state.fits(recipe, self._roles(mode), device) for mode, state in states.items())
 
     def _device(self) -> torch.device | None:
-        """The device of scales and histories: that of the parameters; None if these are on the meta device."""
+        """The device of scales and histories: that of the parameters; None if these are on the meta device.
+
+        A module without parameters has told the device of its input as ``_data_device``.
+        """
         for parameter in self._parameters.values():  # `parameters()` takes microseconds
             if parameter is not None:
                 return None if parameter.is_meta else parameter.device
         first = next(self.parameters(), None)
-        return None if first is None or first.is_meta else first.device
+        if first is None:
+            return self._data_device
+        return None if first.is_meta else first.device
 
     def _role_stamp(self) -> Any:
         """What the roles of the slots depend on; None: they have to be compared every time."""
@@ -302,7 +308,9 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._weight_cache.clear()  # parameters move or change: copies of them would be stale
         with kept_attributes(self):
-            return super()._apply(fn, recurse)
+            applied = super()._apply(fn, recurse)
+        self._move_histories(self._device())
+        return applied
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients are waiting to be computed by `backward_dw`."""

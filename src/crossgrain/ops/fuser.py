@@ -76,7 +76,7 @@ class OperationFuser:
             for given in self._given_ops:
                 given.pre_first_fuser_forward()
             self._ran_before = True
-        recipe = self._have_quantizers()
+        recipe = self._have_quantizers(input.device)
         with ExitStack() as steps:
             for op in self._basic_ops:
                 if op._recipe is not None and "forward" in op._built.states:
@@ -104,9 +104,10 @@ class OperationFuser:
             outputs = _FuserFunction.apply(run, len(parameters), input, *parameters, *extra_inputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def _have_quantizers(self) -> Recipe | None:
+    def _have_quantizers(self, device: torch.device) -> Recipe | None:
         recipes = [op._recipe_in_force() for op in self._basic_ops]
         for op, recipe in zip(self._basic_ops, recipes, strict=True):
+            op._data_device = device
             op.reset_recipe_state(recipe=recipe)
             state = op._built.states.get("forward") if recipe is not None else None
             if state is not None and state.delayed is not None and active().step is None:

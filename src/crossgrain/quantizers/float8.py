@@ -321,10 +321,18 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
         for target in targets[:1]:
             assert target.amax is not None
+            device = target.amax.device
+            for each in quantizers:
+                if each.scale.device != device:
+                    each.move_statistics(device)
             if not quantizers[0].use_existing_amax:
                 torch._foreach_copy_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
             scales = torch.split(kernels.tensor_scale(target), 1)
             torch._foreach_copy_([each.scale.view(1) for each in quantizers], scales)
+
+    def move_statistics(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.scale, self.amax = self.scale.to(device), self.amax.to(device)
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -89,6 +89,10 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
                     self.amax_history[:rows].copy_(other.amax_history[:rows])
         return same
 
+    def move_to(self, device: torch.device) -> None:
+        """Move the buffers to a device. Quantizers that were made before keep the old ones: make new ones after it."""
+        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+
     def end_step(self, reduced_amax: Tensor | None = None) -> None:
         """Update history and scale with the amaxes of this step.
 
