@@ -20,7 +20,7 @@ from ..linear.grouped_input import quantizer_of_rows, why_not_sent
 from ..planes import ROWWISE, Plane
 from ..planes.rows import bytes_of_rows, plane_of_rows
 from ..quantizers.base import Quantizer
-from ..runtime.collectives import group_size
+from ..runtime.collectives import collective_device, group_size
 from ..runtime.derivatives import differentiable_once, entrances
 from ..runtime.failures import communicate, telling_others
 from ..tensor import QuantizedTensor
@@ -125,14 +125,17 @@ class TokenExchange:
         here = counts.numel() // ranks
         arriving = counts.clone()
         if ranks > 1:
-            communicate(dist.all_to_all_single, arriving, counts, group=group)
+            sent = counts.to(collective_device(group))
+            there = torch.empty_like(sent)
+            communicate(dist.all_to_all_single, there, sent, group=group)
+            arriving = there.to("cpu")
         self._sent: list[int] = counts.view(ranks, here).sum(1).tolist()
         self._got: list[int] = arriving.view(ranks, here).sum(1).tolist()
         self.sizes: list[int] = arriving.view(ranks, here).sum(0).tolist()
         # They arrive by rank and then by expert; sorting keeps the order of the ranks within an expert.
         expert = torch.arange(here, device="cpu").repeat(ranks).repeat_interleave(arriving)
-        self._by_expert = expert.argsort(stable=True)
-        self._by_rank = self._by_expert.argsort()
+        self._by_expert = _Order(expert.argsort(stable=True))
+        self._by_rank = _Order(self._by_expert.order.argsort())
 
     def dispatch(self, rows: Tensor, quantizer: Quantizer | None = None) -> Tensor:
         """Send the rows of this rank to their experts, and return the rows that arrive for the experts of this rank.
@@ -152,7 +155,7 @@ class TokenExchange:
         with telling_others("dispatched tokens"):
             self._check(rows, sum(self._sent), "dispatched")
             if quantizer is None:
-                return all_to_all_rows(rows, self._sent, self._got, self.group)[self._by_expert.to(rows.device)]
+                return all_to_all_rows(rows, self._sent, self._got, self.group)[self._by_expert.on(rows.device)]
             out: Tensor = _QuantizedDispatch.apply(rows, self, _row_quantizer(quantizer, self.group))
         return out
 
@@ -167,7 +170,7 @@ class TokenExchange:
         """
         with telling_others("combined tokens"):
             self._check(rows, sum(self._got), "combined")
-            return all_to_all_rows(rows[self._by_rank.to(rows.device)], self._got, self._sent, self.group)
+            return all_to_all_rows(rows[self._by_rank.on(rows.device)], self._got, self._sent, self.group)
 
     def _check(self, rows: Tensor, count: int, done: str) -> None:
         if isinstance(rows, QuantizedTensor):
@@ -181,10 +184,25 @@ class TokenExchange:
 
     def _send_planes(self, plane: Plane) -> Plane:
         arrived = _exchanged(bytes_of_rows(plane), self._sent, self._got, self.group)
-        return plane_of_rows(arrived[self._by_expert.to(arrived.device)], plane)
+        return plane_of_rows(arrived[self._by_expert.on(arrived.device)], plane)
 
     def _send_back(self, gradient: Tensor) -> Tensor:
-        return _exchanged(gradient[self._by_rank.to(gradient.device)], self._got, self._sent, self.group)
+        return _exchanged(gradient[self._by_rank.on(gradient.device)], self._got, self._sent, self.group)
+
+
+class _Order:
+    """An order of rows that the host knows. It is copied to a device once, without waiting for it."""
+
+    def __init__(self, order: Tensor) -> None:
+        self.order = order
+        self._there: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """The order as a tensor on a device."""
+        if self._there is None or self._there.device != device:
+            waits = device.type != "cuda"
+            self._there = (self.order if waits else self.order.pin_memory()).to(device, non_blocking=not waits)
+        return self._there
 
 
 class _QuantizedDispatch(torch.autograd.Function):

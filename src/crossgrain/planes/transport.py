@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
+from ..runtime.host_and_device import require
 from .plane import Direction, Plane, empty_plane, round_up
 from .rows import m_major_buffers
 from .slicing import slice_plane
@@ -138,12 +139,18 @@ def _check_shared(plane: Plane, parts: Sequence[Tensor], rank: int, shipment: Sh
     shared = plane.scale_across((0,))
     if shared is None or rank == 0:
         return
-    if not torch.equal(shared.view(-1), parts[-1].view(-1)):
-        raise RuntimeError(
-            f"the shards of this tensor of shape {list(shipment.shape)} have different {plane.direction.value} "
-            f"{plane.format.name} scales for the whole tensor: rank 0 has {shared.view(-1)[:1].tolist()}, rank {rank} "
-            f"has {parts[-1].view(-1)[:1].tolist()}. A shard was written without reducing amaxes over the ranks."
-        )
+    theirs = parts[-1].view(-1)
+    known = (
+        f"the shards of this tensor of shape {list(shipment.shape)} have different {plane.direction.value} "
+        f"{plane.format.name} scales for the whole tensor"
+    )
+    cause = "A shard was written without reducing amaxes over the ranks."
+
+    def details() -> str:
+        first, other = shared.view(-1)[:1].tolist(), theirs[:1].tolist()
+        return f"{known}: rank 0 has {first}, rank {rank} has {other}. {cause}"
+
+    require((shared.view(-1) == theirs).all(), f"{known}, on rank 0 and rank {rank}. {cause}", details, RuntimeError)
 
 
 class _Place(NamedTuple):

@@ -19,7 +19,8 @@ from .. import kernels
 from ..kernels import GroupedTarget, Target, Within
 from ..planes import ROWWISE, Plane, empty_plane
 from ..planes.slicing import slice_plane
-from ..runtime.collectives import group_rank, group_size, maximise_
+from ..runtime.collectives import collective_device, group_rank, group_size, maximise_
+from ..runtime.host_and_device import on_device
 
 if TYPE_CHECKING:
     from .base import Quantizer
@@ -78,7 +79,7 @@ def agree(targets: Sequence[AnyTarget], shares: Shares, seeds: Sequence[int]) ->
         amaxes: list[Tensor] = [amax for at in places if (amax := ready[at].amax) is not None]
         riding = seeded is not None and group is seeded.group
         words: list[Tensor] = (
-            [_words(seeds, group, amaxes[0].device if amaxes else torch.device("cpu"))] if riding else []
+            [_words(seeds, group, amaxes[0].device if amaxes else _device_of(group))] if riding else []
         )
         packed = torch.cat([*amaxes, *words])
         maximise_(packed, group)
@@ -91,7 +92,7 @@ def agree(targets: Sequence[AnyTarget], shares: Shares, seeds: Sequence[int]) ->
 
 def agreed_seed(seed: int, group: Any) -> int:
     """The seed of the first rank of ``group``, which may be a tuple of groups."""
-    words = _words([seed], group, torch.device("cpu"))
+    words = _words([seed], group, _device_of(group))
     maximise_(words, group)
     return _seeds(words)[0]
 
@@ -100,7 +101,12 @@ def _words(seeds: Sequence[int], group: Any, device: torch.device) -> Tensor:
     """Seeds as float32 numbers of 16 bits each; zeros on all ranks but the first, so that the largest are its own."""
     is_first = all(group_rank(each) == 0 for each in (group if isinstance(group, tuple) else (group,)))
     words = [float((seed >> shift) & 0xFFFF) if is_first else 0.0 for seed in seeds for shift in (0, 16, 32, 48)]
-    return torch.tensor(words, dtype=torch.float32, device=device)
+    return on_device(words, device, torch.float32)
+
+
+def _device_of(group: Any) -> torch.device:
+    """The device of numbers that all members of ``group``, which may be a tuple of groups, can communicate."""
+    return collective_device(group[0] if isinstance(group, tuple) else group)
 
 
 def _seeds(words: Tensor) -> list[int]:

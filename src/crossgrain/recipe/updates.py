@@ -10,6 +10,7 @@ import threading
 import weakref
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.collectives import maximise_
+from ..runtime.host_and_device import on_device, require
 from .delayed_state import DelayedScalingRecipeState
 from .roles import QuantizerRole
 from .state import RecipeState
@@ -120,14 +122,14 @@ def _refuse_different_layouts(group: Any, states: list[DelayedScalingRecipeState
     """Raise on every rank if ranks have different tensors: a reduction of different lengths would hang or mix them."""
     layout = ",".join(f"{state.mode}:{state.num_quantizers}" for state in states)
     checksum = zlib.crc32(layout.encode())
-    bounds = torch.tensor([checksum, -checksum], dtype=torch.int64, device=states[0].device)
+    bounds = on_device([checksum, -checksum], states[0].device, torch.int64)
     maximise_(bounds, group)
-    if bounds[0].item() != -bounds[1].item():
-        raise RuntimeError(
-            "delayed scaling: the ranks of the amax reduction group ran different modules in this step "
-            f"(this rank: {len(states)} states with {sum(state.num_quantizers for state in states)} tensors). Every "
-            "rank must run the same modules in the same order; otherwise set reduce_amax=False in the recipe"
-        )
+    problem = (
+        "delayed scaling: the ranks of the amax reduction group ran different modules in this step "
+        f"(this rank: {len(states)} states with {sum(state.num_quantizers for state in states)} tensors). Every "
+        "rank must run the same modules in the same order; otherwise set reduce_amax=False in the recipe"
+    )
+    require(bounds[0] == -bounds[1], problem, partial(str, problem), RuntimeError)
 
 
 class BackwardSteps:

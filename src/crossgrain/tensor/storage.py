@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from .. import kernels
 from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
+from ..runtime.host_and_device import require
 from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
 from .holder import PlaneHolder, copied_epochs
@@ -155,11 +157,18 @@ class QuantizedTensorStorage(PlaneHolder):
         """Raise if a slice would get bytes with another per-tensor scale than that of its whole tensor."""
         for mine, theirs in pairs:
             shared, other = mine.scale_across(self._cut_axes), theirs.scale_across(self._cut_axes)
-            if shared is not None and other is not None and not torch.equal(shared, other.to(shared.device)):
-                self._refuse_slice_write(mine)
+            if shared is None or other is None or shared.is_set_to(other):
+                continue
+            refusal = self._slice_write_refusal(mine)
+            if shared.shape != other.shape:
+                raise RuntimeError(refusal)
+            require((shared == other.to(shared.device)).all(), refusal, partial(str, refusal), RuntimeError)
 
     def _refuse_slice_write(self, plane: Plane) -> None:
-        raise RuntimeError(
+        raise RuntimeError(self._slice_write_refusal(plane))
+
+    def _slice_write_refusal(self, plane: Plane) -> str:
+        return (
             f"{type(self).__name__}: the {plane.direction.value} plane of this slice of shape {list(self._shape)} "
             f"shares its per-tensor {plane.format.name} scale with the tensor that it is a slice of; writing to it "
             "would change the scale under the rest. Clone the slice, or write the whole tensor. To load checkpoints of "
