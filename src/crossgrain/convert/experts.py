@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..recipe.projections import LayerAdapter, Multiply, Projection, register_finder
@@ -47,7 +48,7 @@ class FusedExperts(LayerAdapter):
         top_k, experts = chosen.shape[-1], len(getattr(module, _up(module)))
         order = chosen.reshape(-1).argsort(stable=True)
         # Numbers beyond the last expert stand for experts of other ranks. They are sorted to the end and left out.
-        sizes = chosen.reshape(-1).bincount(minlength=experts)[:experts].tolist()
+        sizes = _rows_of_experts(chosen.reshape(-1), experts)
         order = order[: sum(sizes)]
         projected = multiply(_up(module), hidden[order // top_k], sizes=sizes)
         projected = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
@@ -59,6 +60,16 @@ class FusedExperts(LayerAdapter):
         places = weighted.new_zeros((chosen.numel(), weighted.shape[-1])).index_copy(0, order, weighted)
         total: Tensor = places.unflatten(0, (len(hidden), top_k)).sum(1).to(hidden.dtype)
         return total
+
+
+def _rows_of_experts(chosen: Tensor, experts: int) -> list[int]:
+    """How many rows go to each of ``experts``: the only numbers that have to be read from a GPU."""
+    counts = torch.zeros(experts + 2, dtype=torch.int64, device=chosen.device)
+    places = chosen.to(torch.int64).clamp(-1, experts) + 1
+    negative, *sizes, _ = counts.scatter_add_(0, places, torch.ones_like(places)).tolist()
+    if negative:
+        raise ValueError(f"numbers of experts must not be negative, but {negative} of {len(chosen)} are")
+    return sizes
 
 
 def _up(module: Any) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..quantizers.nonfinite import naming_places_in
 from ..runtime.derivatives import differentiable_once, entrances
+from ..runtime.host_and_device import on_device
 from ..tensor import QuantizedTensor
 from . import split_quantize  # the function is looked up when it is called, so that it can be replaced
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
@@ -289,7 +290,7 @@ def _by_parameter(
     if members is None or len(members) == len(packed):
         return [stacked]
     whole = stacked.new_zeros(packed.shape)
-    whole[members] = stacked
+    whole[on_device(members, whole.device)] = stacked
     return [whole]
 
 

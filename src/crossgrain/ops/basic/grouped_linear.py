@@ -22,6 +22,7 @@ from ...nn.module_interface import Mode
 from ...nn.options import parameter_options
 from ...quantizers.base import Quantizer
 from ...recipe import QuantizerRole, Recipe
+from ...runtime.host_and_device import on_device
 from ..computation import ComputationWithExtras
 from ..context import OperationContext
 from ..handover import plain
@@ -274,4 +275,4 @@ class GroupedLinear(GroupedParameters, ComputationWithExtras, LinearOperation):
 def _spread(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor:
     """The bias for each row, [M, N]."""
     stacked = torch.stack([bias for bias in biases if bias is not None])
-    return stacked.repeat_interleave(torch.tensor(sizes, device=stacked.device), dim=0)
+    return stacked.repeat_interleave(on_device(sizes, stacked.device), dim=0, output_size=sum(sizes))
