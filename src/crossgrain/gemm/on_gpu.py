@@ -99,7 +99,7 @@ def _decoded_product(a: Plane, b: Plane, way: Route, gpu: Gpu | None, product: T
     """
     if way.operands == "bf16":
         left, right = kernels.decode_bf16(a), kernels.decode_bf16(b)
-        if gpu is not None and gpu.has_kernels:
+        if product.device.type == "cuda" and gpu is not None and gpu.has_kernels:
             # An fp32 result also keeps partial sums in fp32, whatever the flags about reduced precision are.
             return torch.mm(left, right.t(), out_dtype=torch.float32, out=product)
         return torch.mm(left.to(torch.float32), right.to(torch.float32).t(), out=product)

@@ -10,6 +10,9 @@ The blocks of a rowwise plane are along K, those of a columnwise plane along M. 
 always along the last dimension: the operand of a rowwise plane is the matrix [M, K], and the operand of a columnwise
 plane is its transpose [K, M]. Kernels read and write only operands. This module defines how an operand is stored in
 memory, as strided views.
+
+Columns of MXFP8 are not stored transposed: their buffer is [M, K]. On GPUs that multiply MXFP8 codes this buffer has
+other strides, (1, M), so that its columns lie in memory as these GPUs read them. Shapes and numbers are the same.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formats import Format
+from ..runtime.gpu_capability import multiplies_mxfp8
 
 
 class Direction(enum.Enum):
@@ -140,6 +144,11 @@ class Plane:
             rows, length = self.operand_shape
             return self.data.view(rows, bytes_per_row(self.format, length))
         return self.data.view(self.shape).t()
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether the codes of each row of the operand lie next to each other in memory."""
+        return self._is_operand_major or self.operand_codes().stride(1) == 1
 
     def operand_scales(self) -> Tensor:
         """The scales of the operand without padding: one row per row or tile of the operand. It is a view."""
@@ -306,6 +315,8 @@ def empty_plane(
         return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
     sizes = buffer_shapes(fmt, direction, tuple(shape), transposed)
     data = torch.empty(sizes.data, dtype=torch.uint8, **options)
+    if sizes.cuts_rows and multiplies_mxfp8(device):
+        data = stored_by_columns(data)
     scale = (torch.zeros if sizes.pads else torch.empty)(sizes.scale, dtype=scale_dtype(fmt), **options)
     amax = None if sizes.amax is None else torch.empty(sizes.amax, dtype=torch.float32, **options)
     return Plane(fmt, direction, sizes.matrix, data, scale, amax, transposed)
@@ -319,6 +330,7 @@ class BufferShapes(NamedTuple):
     scale: tuple[int, ...]
     amax: tuple[int, ...] | None
     pads: bool  # whether the scale buffer has padding
+    cuts_rows: bool  # whether the codes of a row of the operand are not next to each other, if memory is contiguous
 
 
 @lru_cache(maxsize=4096)
@@ -333,7 +345,13 @@ def buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], tra
         scales,
         amax_shape(fmt, direction, shape),
         grid is not None and math.prod(grid) != math.prod(scales),
+        direction is COLUMNWISE and not transposed and not fmt.is_identity,
     )
+
+
+def stored_by_columns(codes: Tensor) -> Tensor:
+    """The memory of codes [..., K], with the strides that put the codes of a column next to each other."""
+    return codes.view(codes.shape[-1], *codes.shape[:-1]).movedim(0, -1)
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,8 @@ from .. import kernels
 from ..formats.encoding import Encoding
 from ..kernels import Target
 from ..planes import Direction, Plane
-from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype
+from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype, stored_by_columns
+from ..runtime.gpu_capability import multiplies_mxfp8
 from ..runtime.random_numbers import draw_seed
 from . import observer
 from .nonfinite import act_on_nonfinite
@@ -41,6 +42,8 @@ class PlaneSpec(NamedTuple):
         """Allocate the plane. ``scale`` is a scale buffer that it shares with another plane; None for a new one."""
         sizes = self.sizes
         data = torch.empty(sizes.data, dtype=torch.uint8, device=device)
+        if sizes.cuts_rows and device.type != "cpu" and multiplies_mxfp8(device):
+            data = stored_by_columns(data)
         if scale is None:
             fill = torch.zeros if sizes.pads else torch.empty
             scale = fill(sizes.scale, dtype=self.scale_dtype, device=device)

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...runtime.gpu_capability import capability_of
 from .scaled_call import ScaledCall, run
 
 
@@ -35,19 +36,17 @@ class Gpu:
 
 def gpu_of(device: torch.device) -> Gpu | None:
     """The GPU of a device; None for a device of another type. Asking does not wait for the device."""
-    if device.type != "cuda":
-        return None
-    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return _gpu(device, capability_of(device)) if device.type == "cuda" else None
 
 
 @lru_cache(maxsize=64)
-def _gpu(index: int) -> Gpu:
+def _gpu(device: torch.device, capability: tuple[int, int]) -> Gpu:
     arch = None
     if torch.version.hip is not None:
-        arch = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, _, minor = (torch.version.cuda or "0.0").partition(".")
     has_kernels = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CUDA")
-    return Gpu(torch.cuda.get_device_capability(index), arch, (int(major), int(minor)), has_kernels)
+    return Gpu(capability, arch, (int(major), int(minor)), has_kernels)
 
 
 @dataclass

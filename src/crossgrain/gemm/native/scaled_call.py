@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,13 +38,17 @@ class ScaledCall(NamedTuple):
     output_dtype: torch.dtype
 
 
-def run(call: ScaledCall) -> Tensor:
+def run(
+    call: ScaledCall,
+    new_interface: Callable[..., Tensor] = scaled_mm,
+    old_interface: Callable[..., Tensor] = torch._scaled_mm,
+) -> Tensor:
     """Call torch. Sums are accumulated in the full precision that the hardware has."""
     if needs_old_interface(call):
-        return torch._scaled_mm(
+        return old_interface(
             call.a, call.b, call.scale_a[0], call.scale_b[0], bias=call.bias, out_dtype=call.output_dtype
         )
-    return scaled_mm(
+    return new_interface(
         call.a,
         call.b,
         call.scale_a,
