@@ -17,6 +17,7 @@ from ..ptx.source import parse
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SASS = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 _GCN = re.compile(r"\s+((?:v|s|global|buffer|ds|flat|scratch)_\w+)(?:\s|$)")
+_GCN_ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_(?:d16_)?([a-z]+\d*(?:x\d)?)(?:_d16)?(?:_hi)?")
 _PADDING = ("NOP", "s_nop", "s_code_end")
 _SASS_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _GCN_BYTES = {"dwordx4": 16, "b128": 16, "dwordx3": 12, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4} | {
@@ -123,9 +124,7 @@ def _access(name: str) -> tuple[str, int] | None:
     if parts[0] in ("LDG", "STG"):
         size = next((_SASS_BYTES[each] for each in parts if each in _SASS_BYTES), 4)
         return ("load" if parts[0] == "LDG" else "store"), size
-    gcn = re.fullmatch(
-        r"(?:global|buffer|flat)_(load|store)_(?:format_)?(?:d16_)?([a-z]+\d*(?:x\d)?)(?:_d16)?(?:_hi)?", name
-    )
+    gcn = _GCN_ACCESS.fullmatch(name)
     if gcn and gcn[2] in _GCN_BYTES:
         return gcn[1], _GCN_BYTES[gcn[2]]
     if gcn:

@@ -64,22 +64,29 @@ class Report:
     def add_global(self, access: Access, warp: Array, address: Array) -> None:
         """One instruction: ``warp`` and ``address`` for each lane."""
         entry = self.sectors.setdefault(access, Sectors())
-        entry.requests += len(np.unique(warp))
-        key = warp.astype(np.int64) << 44 | address // access.width
-        entry.wanted += len(np.unique(key)) * access.width
-        per_sector = max(1, _SECTOR // access.width)
-        entry.moved += len(np.unique(warp.astype(np.int64) << 44 | address // access.width // per_sector)) * _SECTOR
+        entry.requests += len(_different(warp))
+        row = warp.astype(np.int64) << 44 | address // access.width
+        entry.wanted += len(_different(row)) * access.width
+        sector = warp.astype(np.int64) << 44 | address // _SECTOR
+        entry.moved += len(_different(sector)) * _SECTOR
 
     def add_shared(self, access: Access, warp: Array, lane: Array, address: Array) -> None:
         """One instruction; wide accesses are served in parts: 16 lanes of 8 bytes, 8 lanes of 16."""
         entry = self.conflicts.setdefault(access, Conflicts())
-        entry.requests += len(np.unique(warp))
+        entry.requests += len(_different(warp))
         together = min(32, 128 // access.width)
         group = warp.astype(np.int64) * (32 // together) + lane // together
         words = max(1, access.width // 4)
         word = (address[:, None] // 4 + np.arange(words)).reshape(-1)
-        different = np.unique(np.repeat(group, words) << 24 | word)  # a word that several lanes have costs once
-        parts, number = np.unique(different >> 24, return_inverse=True)
+        different = _different(np.repeat(group, words) << 24 | word)  # a word that several lanes have costs once
+        parts = _different(different >> 24)
+        number = np.searchsorted(parts, different >> 24)
         load = np.bincount(number * _BANKS + (different & 0xFFFFFF) % _BANKS, minlength=len(parts) * _BANKS)
         entry.turns += int(load.reshape(-1, _BANKS).max(axis=1).sum())
         entry.needed += len(parts)
+
+
+def _different(numbers: Array) -> Array:
+    """Each number once, in order; faster than np.unique on numbers that are nearly in order."""
+    ordered = np.sort(numbers)
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]

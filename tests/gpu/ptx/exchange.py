@@ -13,14 +13,7 @@ from .wave import Executor, Wave
 
 _REPEATABLE = {"min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
 _VERBS: dict[str, np.ufunc] = _REPEATABLE | {"add": np.add, "xor": np.bitwise_xor}
-_TYPES = {
-    "add": ("s32", "u32"),
-    "min": ("s32", "u32"),
-    "max": ("s32", "u32"),
-    "and": ("b32",),
-    "or": ("b32",),
-    "xor": ("b32",),
-}
+_TYPES = dict.fromkeys(("add", "min", "max"), ("s32", "u32")) | dict.fromkeys(("and", "or", "xor"), ("b32",))
 
 
 def decode_shuffle(instruction: Instruction) -> Executor:

@@ -48,15 +48,15 @@ def run(
     program = code.program
     if not 1 <= len(grid) <= 3 or min(grid) < 1:
         raise PtxError(f"a grid has one to three dimensions of at least one block, got {grid}")
-    whole = (*grid, 1, 1)[:3]
+    x, y, z = (*grid, 1, 1)[:3]
     memory = GlobalMemory(arguments, program.threads)
     parameters = _parameters(program.parameters, arguments, memory)
     report = Report()
-    blocks = int(np.prod(whole))
+    blocks = x * y * z
     at_once = max(1, _LANES // program.threads)
     for first in range(0, blocks, at_once):
         number = min(at_once, blocks - first)
-        wave = Wave(program, whole, first, number, parameters, memory, shared_bytes, report)
+        wave = Wave(program, (x, y, z), first, number, parameters, memory, shared_bytes, report)
         Scheduler(code, wave).run()
     memory.copy_back()
     return report

@@ -123,7 +123,7 @@ class GlobalMemory:
             raise PtxError(f"misaligned access: {width} bytes at offset {wrong % _BASE} of buffer {wrong // _BASE - 1}")
         number = address // _BASE - 1
         found: list[tuple[_Bytes, Array | slice, Array]] = []
-        for each in np.unique(number):
+        for each in np.unique(number) if number.min() != number.max() else number[:1]:
             if not 0 <= each < len(self._buffers):
                 raise PtxError(f"access to no buffer: address {int(address[number == each][0]):#x}")
             lanes: Array | slice = slice(None) if (number == each).all() else np.nonzero(number == each)[0]

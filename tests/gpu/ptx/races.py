@@ -11,7 +11,7 @@ orders them. The rules, stricter than today's hardware where PTX promises nothin
     the same number to the same place.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,45 +40,56 @@ class _Log:
         self._stamp = np.zeros(size, np.int32)
         self._apart = np.zeros(size, np.int8)
 
-    def clashes(self, rows: Array, width: int, now: Moment) -> Array:
-        """Whether somebody else touched bytes without an order, [lanes, width]."""
+    def clashes(self, rows: Array, width: int, now: Moment) -> Array | None:
+        """Whether somebody else touched bytes without an order, [lanes, width]; None if nobody did."""
         who = self.who.reshape(-1, width)[rows]
-        if not who.any():
-            return np.zeros(who.shape, bool)
-        apart = np.maximum(self._apart.reshape(-1, width)[rows], self._distance(who, now.thread[:, None]))
+        others = (who != 0) & (who != now.thread[:, None])
+        apart = self._apart.reshape(-1, width)[rows]
+        if not (others | (apart > _THREAD)).any():
+            return None
+        apart = np.maximum(apart, self._distance(who, now.thread[:, None]))
         return (who > 0) & (apart > _THREAD) & ~self._ordered(rows, width, now, apart)
 
     def set(self, rows: Array, width: int, now: Moment, where: Array) -> None:
         """Forget what was before, at the bytes ``where`` says."""
-        lane, byte = np.nonzero(where)
-        place = rows[lane] * width + byte
-        self.who[place] = now.thread[lane]
-        self._stamp[place] = now.stamp[lane]
-        self._apart[place] = _THREAD
+        place, lane = self._places(rows, width, where)
+        self.who.reshape(-1, width)[place] = now.thread[lane]
+        self._stamp.reshape(-1, width)[place] = now.stamp[lane]
+        self._apart.reshape(-1, width)[place] = _THREAD
 
     def add(self, rows: Array, width: int, now: Moment) -> None:
         """Remember an access together with those before that are not in order with it."""
         who = self.who.reshape(-1, width)
         apart, stamp = self._apart.reshape(-1, width), self._stamp.reshape(-1, width)
-        before = who[rows]
-        level = np.zeros(before.shape, np.int8)
+        before, thread = who[rows], now.thread[:, None]
+        level: Array = np.zeros((), np.int8)
         if before.any():
-            level = np.maximum(apart[rows], self._distance(before, now.thread[:, None]))
+            level = np.maximum(apart[rows], self._distance(before, thread))
             level = np.where((before == 0) | self._ordered(rows, width, now, level), _THREAD, level).astype(np.int8)
-        who[rows] = now.thread[:, None]
+        who[rows] = thread
         stamp[rows] = now.stamp[:, None]
         apart[rows] = level
         # Several lanes of this access may have the same bytes: the last one is written down, so all others say so.
-        among = np.maximum(level, self._distance(who[rows], now.thread[:, None]))
-        for each in (_WARP, _BLOCK, _GRID):
-            lane, byte = np.nonzero(among == each)
-            if len(lane):
+        last = who[rows]
+        if level.any() or (last != thread).any():
+            among = np.maximum(level, self._distance(last, thread))
+            for each in (_WARP, _BLOCK, _GRID):
+                lane, byte = np.nonzero(among == each)
                 apart[rows[lane], byte] = each
 
     def forget(self, rows: Array, width: int, where: Array) -> None:
         """Nobody touched the bytes ``where`` says."""
+        place, _ = self._places(rows, width, where)
+        self.who.reshape(-1, width)[place] = 0
+        self._apart.reshape(-1, width)[place] = _THREAD
+
+    @staticmethod
+    def _places(rows: Array, width: int, where: Array) -> tuple[Any, Any]:
+        """Indices of bytes, and of the lanes they belong to."""
+        if where.all():
+            return rows, np.s_[:, None]
         lane, byte = np.nonzero(where)
-        self.who[rows[lane] * width + byte] = 0
+        return (rows[lane], byte), lane
 
     def _ordered(self, rows: Array, width: int, now: Moment, apart: Array) -> Array:
         then = self._stamp.reshape(-1, width)[rows]
@@ -135,6 +146,8 @@ class Races:
 
     def _check(self, log: _Log, rows: Array, width: int, now: Moment, what: str, where: Array | None = None) -> None:
         clash = log.clashes(rows, width, now)
+        if clash is None:
+            return
         if where is not None:
             clash = clash & where
         if clash.any():

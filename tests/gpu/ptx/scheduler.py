@@ -1,8 +1,8 @@
 """Runs a wave: every lane has its own place in the program, and the lanes that are furthest behind go first.
 
 Lanes at the same place run together. So lanes that took different branches meet again where the branches do, and loops
-end for each lane in its own time. A barrier holds lanes back until all threads of their block stand at it. A thread that
-has returned never comes: PTX does not say that a barrier would go on without it.
+end for each lane in its own time. A barrier holds lanes back until all threads of their block stand at it. A thread
+that has returned never comes: PTX does not say that a barrier would go on without it.
 """
 
 import numpy as np
@@ -13,13 +13,11 @@ from .registry import decode
 from .source import Immediate, Instruction, Program, Symbol
 from .wave import Executor, Wave
 
-_BARRIERS = (
-    "bar.sync",
-    "barrier.sync",
-    "barrier.sync.aligned",
-    "bar.cta.sync",
-    "barrier.cta.sync",
-    "barrier.cta.sync.aligned",
+_BARRIERS = tuple(
+    f"{name}{scope}.sync{aligned}"
+    for name in ("bar", "barrier")
+    for scope in ("", ".cta")
+    for aligned in ("", ".aligned")
 )
 _RETURNS = ("ret", "exit")
 _BRANCHES = ("bra", "bra.uni")
