@@ -1,0 +1,383 @@
+"""The Triton backend: kernels for what they can be made for, and the reference for everything else.
+
+Both give the same bytes. No function waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..reference import ReferenceBackend
+from ..target import GroupedTarget, Target, Within
+from .decode import decode_kernel
+from .devices import Traits, device_traits
+from .encode import encode_kernel
+from .groups import GroupTable, group_table
+from .kinds import EncodingKind, PlaneKind, encoding_kind, plane_kind
+from .launch import Launcher, launch, uploaded
+from .measure import amax_kernel
+from .shapes import Tile, decoding_tile, encoding_tile, measuring_tile
+
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+_FAR = 1 << 31  # offsets from here on need 64 bits
+
+
+class _Writing(NamedTuple):
+    """A target, and how kernels write it."""
+
+    target: Target
+    kind: EncodingKind
+
+
+class TritonBackend(ReferenceBackend):
+    """The backend for GPUs.
+
+    Args:
+        launcher: runs kernels.
+        traits: conversion instructions that kernels may use; None to ask the device of each tensor.
+    """
+
+    name = "triton"
+
+    def __init__(self, launcher: Launcher = launch, traits: Traits | None = None) -> None:
+        self._launcher = launcher
+        self._traits = traits
+
+    # ---- encoding ------------------------------------------------------------------------------
+
+    def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]:
+        whole: list[Tensor] = []  # one, for all targets that need the amax of the tensor as it is
+        return [self._measured(x, target.plane, None, whole) for target in targets]
+
+    def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]:
+        whole: list[Tensor] = []
+        found: list[Tensor | None] = []
+        for target in targets:
+            planes = target.planes
+            matrix = Plane(planes.format, planes.direction, (sum(planes.heights), planes.width), planes.data)
+            found.append(self._measured(x, matrix, planes.heights, whole))
+        return found
+
+    def _measured(self, x: Tensor, plane: Plane, heights: tuple[int, ...] | None, whole: list[Tensor]) -> Tensor | None:
+        fmt = plane.format
+        of_tensor = fmt.global_amax == "tensor" or (fmt.block is None and not fmt.is_identity)
+        if of_tensor and fmt.rotation is None:
+            if not whole:
+                whole.append(self._amax(x, plane.shape, heights))
+            return whole[0].clone()
+        if fmt.global_amax is None:
+            return None
+        if fmt.global_amax == "row":
+            return self._amax(x, plane.shape, heights, of=plane.direction)
+        return self._amax(x, plane.shape, heights, rotation=fmt.rotation, direction=plane.direction)
+
+    def amax(self, x: Tensor) -> Tensor:
+        if x.is_contiguous() and x.numel() % 512 == 0:
+            shape = (x.numel() // 512, 512)
+        else:
+            shape = (x.numel() // x.shape[-1], x.shape[-1]) if x.dim() and x.numel() else (1, x.numel())
+        return self._amax(x, shape, None)
+
+    def _amax(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        heights: tuple[int, ...] | None,
+        *,
+        of: Direction | None = None,
+        rotation: int | None = None,
+        direction: Direction = ROWWISE,
+    ) -> Tensor:
+        """The amax of the tensor or of each group, or with ``of`` of each row of the operands of that direction."""
+        groups = 1 if heights is None else len(heights)
+        count = groups if of is None else shape[0] if of is ROWWISE else groups * shape[1]
+        out = torch.zeros(count, dtype=torch.int32, device=x.device)
+        if x.numel() and not isinstance(x, FakeTensor):
+            if x.dtype not in _INPUTS:
+                x = x.to(torch.float32)
+            matrix = x.reshape(shape)
+            tile = measuring_tile(rotation is not None)
+            table = None if heights is None else group_table(heights, shape[1], tile.rows, [None, None], x.device)
+            self._run(
+                amax_kernel,
+                matrix,
+                tile,
+                table,
+                out=out,
+                OF="tensor" if of is None else "row" if of is ROWWISE else "column",
+                ROTATION=-1 if rotation is None else rotation,
+                ROWWISE=direction is ROWWISE,
+                COMPILED=self._traits_of(x).compiled,
+                COLUMNS=GroupTable.COLUMNS,
+            )
+        return out.view(torch.float32)
+
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
+        kinds = [self._kind(x, target) for target in targets]
+        left = [target for target, kind in zip(targets, kinds, strict=True) if kind is None]
+        if left:
+            super().encode(x, left, seed)
+        ours = [_Writing(target, kind) for target, kind in zip(targets, kinds, strict=True) if kind is not None]
+        if ours and not isinstance(x, FakeTensor):
+            matrix = x.reshape(ours[0].target.plane.shape)
+            seeds = None if seed is None else uploaded([seed], x.device)
+            for row, column in _pairs(ours):
+                self._write(matrix, row, column, seeds)
+        return None
+
+    def _kind(self, x: Tensor, target: Target) -> EncodingKind | None:
+        if x.dtype not in _INPUTS or not x.numel() or not _is_usual(target):
+            return None
+        return encoding_kind(target, x.dtype, self._traits_of(x))
+
+    def _write(self, x: Tensor, row: _Writing | None, column: _Writing | None, seeds: Tensor | None) -> None:
+        tile = encoding_tile(row and row.kind, column and column.kind)
+        within = next(each.target.within for each in (row, column) if each is not None)
+        self._run(
+            encode_kernel,
+            x,
+            tile,
+            None,
+            seeds=seeds,
+            **_position(within, x.shape[1]),
+            **_plane_arguments("row", row and row.target),
+            **_plane_arguments("col", column and column.target),
+            ROW=row and row.kind,
+            COLUMN=column and column.kind,
+            ALIGNED=False,
+        )
+
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+        kinds = [self._kind_of_groups(x, target) for target in targets]
+        left = [target for target, kind in zip(targets, kinds, strict=True) if kind is None]
+        if left:
+            super().encode_groups(x, left, seeds)
+        ours = {t.planes.direction: (t, kind) for t, kind in zip(targets, kinds, strict=True) if kind is not None}
+        if ours and not isinstance(x, FakeTensor):
+            self._write_groups(x, ours.get(ROWWISE), ours.get(COLUMNWISE), seeds)
+        return None
+
+    def _kind_of_groups(self, x: Tensor, target: GroupedTarget) -> EncodingKind | None:
+        planes = target.planes
+        if x.dtype not in _INPUTS or not x.numel():
+            return None
+        whole = Plane(planes.format, planes.direction, (x.numel() // planes.width, planes.width), planes.data)
+        one = Target(
+            Plane(*whole_fields(whole), transposed=planes.transposed),
+            target.encoding,
+            None,
+            target.scale,
+            target.within,
+        )
+        return encoding_kind(one, x.dtype, self._traits_of(x))
+
+    def _write_groups(
+        self,
+        x: Tensor,
+        row: tuple[GroupedTarget, EncodingKind] | None,
+        column: tuple[GroupedTarget, EncodingKind] | None,
+        seeds: Sequence[int] | None,
+    ) -> None:
+        tile = encoding_tile(row and row[1], column and column[1])
+        target = (row or column)[0]  # type: ignore[index]
+        heights, width = target.planes.heights, target.planes.width
+        table = group_table(heights, width, tile.rows, [row and row[0].planes, column and column[0].planes], x.device)
+        self._run(
+            encode_kernel,
+            x.reshape(-1, width),
+            tile,
+            table,
+            seeds=None if seeds is None else uploaded(seeds, x.device),
+            **_position(target.within, width),
+            **_group_arguments("row", row and row[0]),
+            **_group_arguments("col", column and column[0]),
+            ROW=row and row[1],
+            COLUMN=column and column[1],
+            ALIGNED=table.aligned and x.stride(0) % 16 == 0,
+        )
+
+    def _run(self, kernel: Any, x: Tensor, tile: Tile, table: GroupTable | None, **arguments: Any) -> None:
+        rows, columns = x.shape
+        down = -(-rows // tile.rows) if table is None else table.tiles
+        self._launcher(
+            kernel,
+            down * -(-columns // tile.columns),
+            x.device,
+            tile.warps,
+            {
+                "x": x,
+                "x_m": x.stride(0),
+                "x_k": x.stride(1),
+                "M": rows,
+                "K": columns,
+                "groups": None if table is None else table.tile_groups,
+                "table": None if table is None else table.lines,
+                **arguments,
+                "BM": tile.rows,
+                "BK": tile.columns,
+                "GROUPED": table is not None,
+                "WIDE": tile.rows * max(x.stride(0), rows) >= _FAR or tile.columns * max(rows, x.stride(1)) >= _FAR,
+            },
+        )
+
+    # ---- decoding ------------------------------------------------------------------------------
+
+    def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
+        kind = self._readable_kind(plane)
+        if kind is None or dtype not in _INPUTS:
+            return super().decode(plane, dtype)
+        out = torch.empty(plane.shape, dtype=dtype, device=plane.data.device)
+        self._decode(plane, kind, out if plane.direction is ROWWISE else out.t(), unrotate=kind.rotation >= 0)
+        return out
+
+    def decode_operand(self, plane: Plane, workspace: Tensor | None = None) -> Tensor:
+        kind = self._readable_kind(plane)
+        if kind is None:
+            return super().decode_operand(plane, workspace)
+        out = self._operand_memory(plane, kind, torch.float32, workspace)
+        self._decode(plane, kind, out)
+        return out
+
+    def _operand_memory(
+        self, plane: Plane, kind: PlaneKind, dtype: torch.dtype, workspace: Tensor | None = None
+    ) -> Tensor:
+        """Memory for an operand, in the order in which its codes are stored."""
+        shape = plane.operand_shape if kind.operand_major else plane.shape
+        if workspace is None:
+            out = torch.empty(shape, dtype=dtype, device=plane.data.device)
+        else:
+            out = workspace[: shape[0] * shape[1]].view(shape)
+        return out if kind.operand_major else out.t()
+
+    def _readable_kind(self, plane: Plane) -> PlaneKind | None:
+        if plane.format.is_identity or not plane.data.numel() or not _codes_are_usual(plane):
+            return None
+        return plane_kind(plane.format, plane.direction, plane.transposed, self._traits_of(plane.data))
+
+    def _decode(
+        self, plane: Plane, kind: PlaneKind, out: Tensor, *, with_global_scale: bool = True, unrotate: bool = False
+    ) -> None:
+        if isinstance(plane.data, FakeTensor):
+            return
+        rows, length = plane.operand_shape
+        codes, scales = plane.operand_codes(), plane.operand_scales()
+        tile = decoding_tile(kind)
+        stride = codes.stride(0 if kind.operand_major else 1)
+        self._launcher(
+            decode_kernel,
+            -(-rows // tile.rows) * -(-length // tile.columns),
+            plane.data.device,
+            tile.warps,
+            {
+                "codes": codes,
+                "code_stride": stride,
+                "scales": scales,
+                "scale_r": scales.stride(0),
+                "scale_c": scales.stride(1),
+                "amax": plane.amax,
+                "out": out,
+                "out_r": out.stride(0),
+                "out_c": out.stride(1),
+                "R": rows,
+                "C": length,
+                "PLANE": kind,
+                "GLOBAL": with_global_scale,
+                "UNROTATE": unrotate,
+                "BR": tile.rows,
+                "BC": tile.columns,
+                "WIDE": max(tile.rows, tile.columns) * max(rows, length) >= _FAR,
+            },
+        )
+
+    def _traits_of(self, x: Tensor) -> Traits:
+        return device_traits(x.device) if self._traits is None else self._traits
+
+
+def whole_fields(plane: Plane) -> tuple[Any, ...]:
+    return plane.format, plane.direction, plane.shape, plane.data
+
+
+def _pairs(ours: Sequence[_Writing]) -> list[tuple[_Writing | None, _Writing | None]]:
+    """A rowwise and a columnwise target for each pass, as far as there are both."""
+    rows = [each for each in ours if each.target.plane.direction is ROWWISE]
+    columns = [each for each in ours if each.target.plane.direction is COLUMNWISE]
+    pairs: list[tuple[_Writing | None, _Writing | None]] = []
+    while rows or columns:
+        row, column = rows.pop(0) if rows else None, columns.pop(0) if columns else None
+        if row is not None and column is not None and row.target.within != column.target.within:
+            pairs += [(row, None), (None, column)]
+        else:
+            pairs.append((row, column))
+    return pairs
+
+
+def _position(within: Within | None, width: int) -> dict[str, int]:
+    top, left, width = within or (0, 0, width)
+    return {"top": top, "left": left, "width": width}
+
+
+def _plane_arguments(name: str, target: Target | None) -> dict[str, Any]:
+    if target is None:
+        return _arguments(name, None, 0, None, (0, 0), None, None, None)
+    plane = target.plane
+    codes, scales = plane.operand_codes(), plane.operand_scales()
+    stride = codes.stride(0 if plane.direction is ROWWISE or plane.transposed else 1)
+    return _arguments(name, codes, stride, scales, scales.stride(), target.amax, target.scale, plane.amax)
+
+
+def _group_arguments(name: str, target: GroupedTarget | None) -> dict[str, Any]:
+    if target is None:
+        return _plane_arguments(name, None)
+    planes = target.planes
+    stride = planes.planes[0].operand_codes().stride(0 if planes.direction is ROWWISE or planes.transposed else 1)
+    return _arguments(name, planes.data, stride, planes.scale, (0, 0), target.amax, target.scale, planes.amax)
+
+
+def _arguments(
+    name: str,
+    codes: Tensor | None,
+    code_stride: int,
+    scales: Tensor | None,
+    scale_strides: tuple[int, ...],
+    amax: Tensor | None,
+    given: Tensor | None,
+    amax_out: Tensor | None,
+) -> dict[str, Any]:
+    """The arguments of one plane of `encode_kernel`."""
+    return {
+        f"{name}_codes": codes,
+        f"{name}_code_stride": code_stride,
+        f"{name}_scales": scales,
+        f"{name}_scale_r": scale_strides[0],
+        f"{name}_scale_c": scale_strides[1],
+        f"{name}_amax": amax,
+        f"{name}_given": given,
+        f"{name}_amax_out": amax_out,
+    }
+
+
+def _is_usual(target: Target) -> bool:
+    """Whether kernels can write a target: its codes are aligned, and it has as many amaxes as its format says."""
+    amax, kind = target.amax, target.encoding.format.global_amax
+    if kind is not None:
+        if amax is None or amax.numel() != (target.plane.operand_shape[0] if kind == "row" else 1):
+            return False
+        if not amax.is_contiguous():
+            return False
+    return _codes_are_usual(target.plane)
+
+
+def _codes_are_usual(plane: Plane) -> bool:
+    """Whether codes can be read and written in words of 4 bytes, one next to the other."""
+    if plane.format.is_identity:
+        return False
+    codes = plane.operand_codes()
+    along = codes.stride(1 if plane.direction is ROWWISE or plane.transposed else 0)
+    packed = plane.format.element is not None and plane.format.element.bits == 4
+    return along == 1 and (not packed or plane.data.storage_offset() % 4 == 0)

@@ -1,0 +1,109 @@
+"""`encode_kernel`: write one or two planes of a matrix, or of groups of its rows, in one pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .encode_blocks import write_blocks
+from .encode_sixteens import write_sixteens
+from .sixteens import sixteen_of_rows
+from .tiles import aligned, loaded_columns, loaded_tile
+
+TABLE_COLUMNS = tl.constexpr(12)
+"""Numbers for each group: first row, rows, and for both planes: codes, scales, stride of codes, strides of scales."""
+
+
+@triton.jit(do_not_specialize=["top", "left", "width"])
+def encode_kernel(
+    x, x_m, x_k, M, K, seeds, top, left, width, groups, table,
+    row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c, row_amax, row_given, row_amax_out,
+    col_codes, col_code_stride, col_scales, col_scale_r, col_scale_c, col_amax, col_given, col_amax_out,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    GROUPED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the tile of this program to the planes ``ROW`` and ``COLUMN``, of which one may be None.
+
+    ``groups`` has the group of each tile, and its first row. The planes of a group are those of a matrix of its own.
+    """
+    across = tl.cdiv(K, BK)
+    k0 = tl.program_id(0) % across * BK
+    down = tl.program_id(0) // across
+    group = 0
+    if GROUPED:
+        group = tl.load(groups + 2 * down)
+        m0 = tl.load(groups + 2 * down + 1)
+        line = table + group * TABLE_COLUMNS
+        first = tl.load(line)
+        M = tl.load(line + 1).to(tl.int32)
+        x += aligned(first * x_m, ALIGNED)
+        if ROW is not None:
+            row_codes += aligned(tl.load(line + 2), ALIGNED)
+            row_scales += tl.load(line + 3)
+            row_scale_r = tl.load(line + 5)
+            row_scale_c = tl.load(line + 6)
+            if ROW.plane.row_amax:
+                row_amax += first
+                row_amax_out += first
+        if COLUMN is not None:
+            col_codes += aligned(tl.load(line + 7), ALIGNED)
+            col_scales += tl.load(line + 8)
+            col_code_stride = aligned(tl.load(line + 9), ALIGNED)
+            col_scale_r = tl.load(line + 10)
+            col_scale_c = tl.load(line + 11)
+            if COLUMN.plane.row_amax:
+                col_amax += group * K
+                col_amax_out += group * K
+    else:
+        m0 = down * BM
+    shared: tl.constexpr = (ROW is not None and not ROW.plane.sixteen) or (
+        COLUMN is not None and not COLUMN.plane.sixteen
+    )
+    if shared:
+        tile = loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
+    if ROW is not None:
+        seed = loaded_seed(seeds, group, ROW.stochastic)
+        if ROW.plane.sixteen:
+            v = sixteen_of_rows(loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE))
+            write_sixteens(
+                v, m0, k0 // 16, M, K // 16, row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c,
+                of_group(row_amax, group, not ROW.plane.row_amax), of_group(row_amax_out, group, not ROW.plane.row_amax),
+                seed, top, left, width, ROW,
+            )  # fmt: skip
+        else:
+            write_blocks(
+                tile, m0, k0, M, K, row_codes, row_code_stride, row_scales, row_scale_r,
+                row_scale_c, of_group(row_amax, group, ROW.plane.block_rows == 0),
+                of_group(row_given, group, ROW.given_scale), seed, top, left, width, ROW, WIDE,
+            )  # fmt: skip
+    if COLUMN is not None:
+        seed = loaded_seed(seeds, group, COLUMN.stochastic)
+        if COLUMN.plane.sixteen:
+            v = loaded_columns(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
+            write_sixteens(
+                v, k0, m0 // 16, K, M // 16, col_codes, col_code_stride, col_scales, col_scale_r, col_scale_c,
+                of_group(col_amax, group, not COLUMN.plane.row_amax),
+                of_group(col_amax_out, group, not COLUMN.plane.row_amax), seed, top, left, width, COLUMN,
+            )  # fmt: skip
+        else:
+            write_blocks(
+                tl.trans(tile), k0, m0, K, M, col_codes, col_code_stride, col_scales,
+                col_scale_r, col_scale_c, of_group(col_amax, group, COLUMN.plane.block_rows == 0),
+                of_group(col_given, group, COLUMN.given_scale), seed, top, left, width, COLUMN, WIDE,
+            )  # fmt: skip
+
+
+@triton.jit
+def of_group(pointer, group, USED: tl.constexpr):
+    """A pointer to the number of a group, in an array with one for each; 0 if it is not used."""
+    if USED:
+        return pointer + group
+    return pointer
+
+
+@triton.jit
+def loaded_seed(seeds, group, STOCHASTIC: tl.constexpr):
+    """The seed of a group (int64)."""
+    if STOCHASTIC:
+        return tl.load(seeds + group)
+    return 0

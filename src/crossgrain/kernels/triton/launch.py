@@ -1,0 +1,40 @@
+"""Launch kernels: on the device of the tensors, on its current stream, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Launcher(Protocol):
+    """Something that runs kernels. Tests have others, which run what is compiled for GPUs that are not there."""
+
+    def __call__(
+        self, kernel: Any, programs: int, device: torch.device, warps: int, arguments: dict[str, Any]
+    ) -> None: ...
+
+
+def launch(kernel: Any, programs: int, device: torch.device, warps: int, arguments: dict[str, Any]) -> None:
+    """Run a kernel on the current stream of ``device``, whatever the current device is.
+
+    Args:
+        kernel: the kernel.
+        programs: number of programs.
+        device: the device of all tensors.
+        warps: warps of each program.
+        arguments: all arguments of the kernel by name.
+    """
+    if device.type == "cpu":  # the interpreter
+        kernel[(programs,)](**arguments, num_warps=warps, enable_fp_fusion=False)
+        return
+    with torch.cuda.device(device):
+        kernel[(programs,)](**arguments, num_warps=warps, enable_fp_fusion=False)
+
+
+def uploaded(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Numbers (int64) in the memory of a device. The copy is from pinned memory, so the device is not waited for."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
