@@ -315,7 +315,7 @@ def empty_plane(
         return Plane(fmt, direction, matrix_shape(shape), torch.empty(tuple(shape), dtype=dtype, **options))
     sizes = buffer_shapes(fmt, direction, tuple(shape), transposed)
     data = torch.empty(sizes.data, dtype=torch.uint8, **options)
-    if sizes.cuts_rows and multiplies_mxfp8(device):
+    if sizes.cuts_rows and device.type != "cpu" and multiplies_mxfp8(device):
         data = stored_by_columns(data)
     scale = (torch.zeros if sizes.pads else torch.empty)(sizes.scale, dtype=scale_dtype(fmt), **options)
     amax = None if sizes.amax is None else torch.empty(sizes.amax, dtype=torch.float32, **options)
@@ -345,7 +345,7 @@ def buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], tra
         scales,
         amax_shape(fmt, direction, shape),
         grid is not None and math.prod(grid) != math.prod(scales),
-        direction is COLUMNWISE and not transposed and not fmt.is_identity,
+        direction is COLUMNWISE and not transposed and fmt.block is not None,
     )
 
 
