@@ -29,6 +29,7 @@ class _Bytes:
 
     def __init__(self, data: Array, threads: int, name: str) -> None:
         self.data = data
+        self._name = name
         self.races = Races(len(data), threads, name)
 
     def load(self, rows: Array, size: int, count: int, now: Moment) -> Array:
@@ -42,8 +43,10 @@ class _Bytes:
         raw = np.ascontiguousarray(value).view(np.uint8).reshape(len(rows), size * count)
         changed = raw != np.ascontiguousarray(there[rows]).view(np.uint8).reshape(raw.shape)
         there[rows] = value
-        if (there[rows] != value).any():
-            raise PtxError("race: lanes of one instruction write different numbers to the same place")
+        lost = np.nonzero((there[rows] != value).any(axis=1))[0]
+        if len(lost):
+            place = int(rows[lost[0]]) * size * count
+            raise PtxError(f"race: threads write different numbers to byte {place} of {self._name} in one instruction")
         self.races.write(rows, size * count, now, changed if fresh is None else changed | fresh)
 
 

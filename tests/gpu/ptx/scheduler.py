@@ -98,7 +98,7 @@ class Scheduler:
     def _guarded(self, instruction: Instruction, lanes: Lanes) -> Lanes:
         if instruction.guard is None:
             return lanes
-        return lanes.only(self._wave.predicate(instruction.guard, lanes) != instruction.negated)
+        return lanes.only(self._wave.fetch(instruction.guard, 1, lanes).value != instruction.negated)
 
     def _control(self, instruction: Instruction, at: int, lanes: Lanes, active: Lanes) -> None:
         """Send active lanes where the instruction says, all others on."""

@@ -51,6 +51,8 @@ class Wave:
         """What an operand holds, as unsigned numbers of ``bits``."""
         if isinstance(operand, Register):
             held = self._read(operand, lanes)
+            if operand.bits == 1 and held.undefined is not None:
+                raise PtxError(f"predicate {operand.name} is undefined")
             if operand.bits == bits:
                 return held
             if not any_width or operand.bits < bits:
@@ -77,13 +79,6 @@ class Wave:
             return Bits(value)
         mine = lanes.take(undefined)
         return Bits(value, mine if mine.any() else None)
-
-    def predicate(self, register: Register, lanes: Lanes) -> Array:
-        """A truth value for each lane."""
-        held = self._read(register, lanes)
-        if held.undefined is not None:
-            raise PtxError(f"predicate {register.name} is undefined")
-        return lanes.spread(held.value)
 
     def put(self, operand: Operand, lanes: Lanes, bits: Bits, *, any_width: bool = False) -> None:
         """Write a register, for these lanes alone."""
