@@ -1,0 +1,31 @@
+"""What `crossgrain.runtime` does on a GPU: seeds by pointer, checks by the device, numbers that arrive later."""
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("fake_cuda")
+
+
+def test_seeds_are_copied_without_waiting(told):
+    assert told["seeds"]["usual"] == ["cuda:0", "torch.int64", [1], True]
+    assert told["seeds"]["waits"] == 0
+    assert told["seeds"]["after"], "after a capture, the seed of the host is used again"
+
+
+def test_a_graph_draws_its_seeds_from_the_device(told):
+    is_of_host, shared, collides = told["seeds"]["captured"]
+    assert not is_of_host, "a number of the host would be frozen in the graph"
+    assert shared, "a recomputation rounds as the first pass did"
+    assert not collides
+    (message,) = told["seeds"]["warnings"]
+    assert "CUDA graph draws its seeds from the generator of the GPU" in message
+
+
+def test_the_device_checks_by_itself(told):
+    assert told["checks"]["error"] == "RuntimeError: x > 0"
+
+
+def test_numbers_of_the_device_are_told_later(told):
+    """What was sent before is told by a later call, when it has arrived, without waiting for it."""
+    before, after = told["checks"]["told"]
+    assert before == [1.0] and after == [1.0, 2.0]
+    assert told["checks"]["waits"] == 0
