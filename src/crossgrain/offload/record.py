@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,9 @@ class Record:
     def __init__(self, tensor: Tensor, source: Tensor, place: Place, index: int, releases: bool) -> None:
         self.source: Tensor | None = source
         self.nbytes, self.device = source.numel(), source.device
+        # Copies run in a thread that has a stream of its own: they must wait for what has been queued on this one.
+        on_gpu = self.device.type == "cuda"
+        self._stream: Any = torch.accelerator.current_stream(self.device) if on_gpu else nullcontext()
         self.place, self.index, self.releases = place, index, releases
         self.watch = Watch(tensor)
         self.storage = StorageWeakRef(tensor.untyped_storage())  # its address is a key as long as this lives
@@ -53,13 +57,15 @@ class Record:
         source = self.source
         if source is None:
             return
-        self.place.store.write(self.place, source.cpu())
+        with self._stream:
+            self.place.store.write(self.place, source.cpu())
         if self.releases:
             self.source = None
 
     def read(self) -> Tensor:
         """Read the bytes back; runs in the background thread."""
-        return self.place.store.read(self.place, self.nbytes).to(self.device)
+        with self._stream:
+            return self.place.store.read(self.place, self.nbytes).to(self.device)
 
 
 class Stored(NamedTuple):

@@ -20,6 +20,7 @@ from ..formats.encoding import Encoding, cached_encoding
 from ..kernels import GroupedTarget, Target
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, matrix_shape
 from ..runtime.devices import resolved_device
+from ..runtime.host_and_device import number_on
 from ..runtime.settings import is_non_tn_fp8_gemm_supported
 from ..runtime.strict import strict_error
 from ..tensor import PlaneBuffers, QuantizedTensor
@@ -332,7 +333,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
 
     def move_statistics(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.scale, self.amax = self.scale.to(device), self.amax.to(device)
+            self.scale, self.amax = number_on(self.scale, device), number_on(self.amax, device)
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -23,6 +23,13 @@ def on_device(
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
+def number_on(number: Tensor, device: torch.device) -> Tensor:
+    """A tensor with one number on another device. A number of the CPU travels with the launch of a kernel."""
+    if number.device.type != "cpu" or device.type != "cuda":
+        return number.to(device)
+    return torch.full(number.shape, float(number), dtype=number.dtype, device=device)
+
+
 def require(
     holds: Tensor, rule: str, details: Callable[[], str], error: Callable[[str], Exception] = ValueError
 ) -> None:

@@ -22,6 +22,7 @@ from ..planes import Direction
 from ..planes.transport import Shipment, kind_of, packed, rows_of_chunks, unpack
 from ..runtime.collectives import joined_groups
 from ..runtime.failures import communicate, telling_others
+from ..runtime.host_and_device import on_device
 
 if TYPE_CHECKING:
     from .storage import QuantizedTensorStorage
@@ -240,9 +241,10 @@ def _agreed_counts(shard: QuantizedTensor, group: Any, ranks: int) -> list[int]:
 
 def exchanged(numbers: Sequence[int], group: Any, ranks: int, device: torch.device) -> list[list[int]]:
     """Exchange a few numbers: the lists of all ranks."""
-    mine = torch.tensor([int(number) for number in numbers], device=device)
+    own = [int(number) for number in numbers]
     if ranks == 1:
-        return [mine.tolist()]
+        return [own]
+    mine = on_device(own, device)
     theirs = [torch.empty_like(mine) for _ in range(ranks)]
     communicate(torch.distributed.all_gather, theirs, mine, group=group)
     return [other.tolist() for other in theirs]
