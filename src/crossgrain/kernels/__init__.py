@@ -15,7 +15,7 @@ from ..planes import Plane, shape_problem
 from .backend import Backend
 from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
 from .global_scale import GlobalScale, global_scale, has_global_scale, under_scale_one
-from .layout import swizzle_scales, unswizzle_scales
+from .layout import check_is_matrix, unswizzle_scales
 from .target import GroupedTarget, Target, Within
 from .transpose import transposed_plane
 from .workspaces import free_workspaces, workspace
@@ -223,6 +223,23 @@ def _check_readable(*planes: Plane) -> None:
     for plane in planes:
         plane.check_readable()
         plane.check_buffers()
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Convert compact scales to the swizzled layout that GEMMs of GPUs read, see `layout`.
+
+    Args:
+        scales: compact scales [R, C], of an operand. Transpose columnwise scales that are not stored transposed
+            (MXFP8) first.
+
+    Returns:
+        Swizzled scales, with R padded to a multiple of 128 and C to a multiple of 4 by zeros.
+
+    Raises:
+        ValueError: the scales are not a matrix.
+    """
+    check_is_matrix(scales)
+    return _backend(scales).swizzle_scales(scales)
 
 
 def fingerprint(x: Tensor) -> bytes | None:

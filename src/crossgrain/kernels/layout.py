@@ -13,19 +13,8 @@ from ..planes import round_up
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Convert compact scales to the swizzled layout.
-
-    Args:
-        scales: compact scales [R, C], of an operand. Transpose columnwise scales that are not stored transposed
-            (MXFP8) first.
-
-    Returns:
-        Swizzled scales, with R padded to a multiple of 128 and C to a multiple of 4 by zeros.
-
-    Raises:
-        ValueError: the scales are not a matrix.
-    """
-    rows, blocks = _matrix(scales)
+    """Convert compact scales to the swizzled layout, see `kernels.swizzle_scales`."""
+    rows, blocks = scales.shape
     row_tiles, block_tiles = round_up(rows, 128) // 128, round_up(blocks, 4) // 4
     padded = torch.nn.functional.pad(scales, (0, block_tiles * 4 - blocks, 0, row_tiles * 128 - rows))
     tiles = padded.reshape(row_tiles, 4, 32, block_tiles, 4).permute(0, 3, 2, 1, 4)
@@ -43,7 +32,8 @@ def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
     Raises:
         ValueError: the swizzled scales do not have the padded shape.
     """
-    padded_rows, padded_blocks = _matrix(swizzled)
+    check_is_matrix(swizzled)
+    padded_rows, padded_blocks = swizzled.shape
     if (padded_rows, padded_blocks) != (round_up(rows, 128), round_up(blocks, 4)):
         raise ValueError(
             f"swizzled scales for [{rows}, {blocks}] must have shape "
@@ -53,7 +43,7 @@ def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
     return tiles.reshape(padded_rows, padded_blocks)[:rows, :blocks].contiguous()
 
 
-def _matrix(scales: Tensor) -> tuple[int, int]:
+def check_is_matrix(scales: Tensor) -> None:
+    """Raise ValueError if scales are not a matrix."""
     if scales.dim() != 2:
         raise ValueError(f"scales must be a matrix [rows, blocks], got shape {list(scales.shape)}")
-    return scales.shape[0], scales.shape[1]

@@ -74,13 +74,14 @@ def build(
     source = ASTSource(kernel, types, constexprs=constexprs, attrs=attributes)
     start = time.perf_counter()
     made = triton.compile(
-        source, target=_target(target), options={"num_warps": num_warps, "enable_fp_fusion": False, **options}
+        source, target=gpu_target(target), options={"num_warps": num_warps, "enable_fp_fusion": False, **options}
     )
     threads = num_warps * (32 if target in _CUDA else _HIP[target])
     return Built(target, dict(made.asm), made.metadata.shared, threads, time.perf_counter() - start)
 
 
-def _target(name: str) -> GPUTarget:
+def gpu_target(name: str) -> GPUTarget:
+    """Triton's name of a target."""
     return GPUTarget("cuda", _CUDA[name], 32) if name in _CUDA else GPUTarget("hip", name, _HIP[name])
 
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planes import Plane
 from ..global_scale import GlobalScale, under_scale_one
+from ..layout import swizzle_scales
 from ..target import GroupedTarget, Target
 from . import decode as _decode
 from . import encode as _encode
@@ -78,6 +79,9 @@ class ReferenceBackend:
         beta: float | None,
     ) -> None:
         _epilogue.epilogue(product, out, row_scale, column_scale, alpha, bias, beta)
+
+    def swizzle_scales(self, scales: Tensor) -> Tensor:
+        return swizzle_scales(scales)
 
     def amax(self, x: Tensor) -> Tensor:
         return amax(x)

@@ -13,19 +13,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ..global_scale import GlobalScale
 from ..reference import ReferenceBackend
-from ..target import GroupedTarget, Target, Within
-from .decode import decode_kernel
-from .devices import Traits, device_traits
-from .encode import encode_kernel
+from ..target import GroupedTarget, Target
+from .arguments import FAR, group_arguments, plane_arguments, position
+from .device.encode import encode_kernel
+from .device.measure import amax_kernel
+from .finishing import finish, joint_scale, swizzled
 from .groups import GroupTable, group_table
-from .kinds import EncodingKind, PlaneKind, encoding_kind, plane_kind
+from .kinds import EncodingKind, encoding_kind
 from .launch import Launcher, launch, uploaded
-from .measure import amax_kernel
-from .shapes import Tile, decoding_tile, encoding_tile, measuring_tile
+from .reading import decoded, decoded_operand, has_usual_codes, readable_kind
+from .shapes import Tile, encoding_tile, measuring_tile
+from .traits import Traits, device_traits
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
-_FAR = 1 << 31  # offsets from here on need 64 bits
 
 
 class _Writing(NamedTuple):
@@ -145,9 +147,9 @@ class TritonBackend(ReferenceBackend):
             tile,
             None,
             seeds=seeds,
-            **_position(within, x.shape[1]),
-            **_plane_arguments("row", row and row.target),
-            **_plane_arguments("col", column and column.target),
+            **position(within, x.shape[1]),
+            **plane_arguments("row", row and row.target),
+            **plane_arguments("col", column and column.target),
             ROW=row and row.kind,
             COLUMN=column and column.kind,
             ALIGNED=False,
@@ -167,14 +169,9 @@ class TritonBackend(ReferenceBackend):
         planes = target.planes
         if x.dtype not in _INPUTS or not x.numel():
             return None
-        whole = Plane(planes.format, planes.direction, (x.numel() // planes.width, planes.width), planes.data)
-        one = Target(
-            Plane(*whole_fields(whole), transposed=planes.transposed),
-            target.encoding,
-            None,
-            target.scale,
-            target.within,
-        )
+        shape = (x.numel() // planes.width, planes.width)
+        plane = Plane(planes.format, planes.direction, shape, planes.data, transposed=planes.transposed)
+        one = Target(plane, target.encoding, None, target.scale, target.within)
         return encoding_kind(one, x.dtype, self._traits_of(x))
 
     def _write_groups(
@@ -194,9 +191,9 @@ class TritonBackend(ReferenceBackend):
             tile,
             table,
             seeds=None if seeds is None else uploaded(seeds, x.device),
-            **_position(target.within, width),
-            **_group_arguments("row", row and row[0]),
-            **_group_arguments("col", column and column[0]),
+            **position(target.within, width),
+            **group_arguments("row", row and row[0]),
+            **group_arguments("col", column and column[0]),
             ROW=row and row[1],
             COLUMN=column and column[1],
             ALIGNED=table.aligned and x.stride(0) % 16 == 0,
@@ -222,85 +219,55 @@ class TritonBackend(ReferenceBackend):
                 "BM": tile.rows,
                 "BK": tile.columns,
                 "GROUPED": table is not None,
-                "WIDE": tile.rows * max(x.stride(0), rows) >= _FAR or tile.columns * max(rows, x.stride(1)) >= _FAR,
+                "WIDE": tile.rows * max(x.stride(0), rows) >= FAR or tile.columns * max(rows, x.stride(1)) >= FAR,
             },
         )
 
     # ---- decoding ------------------------------------------------------------------------------
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
-        kind = self._readable_kind(plane)
+        kind = readable_kind(plane, self._traits_of(plane.data))
         if kind is None or dtype not in _INPUTS:
             return super().decode(plane, dtype)
-        out = torch.empty(plane.shape, dtype=dtype, device=plane.data.device)
-        self._decode(plane, kind, out if plane.direction is ROWWISE else out.t(), unrotate=kind.rotation >= 0)
-        return out
+        return decoded(self._launcher, plane, kind, dtype)
 
     def decode_operand(self, plane: Plane, workspace: Tensor | None = None) -> Tensor:
-        kind = self._readable_kind(plane)
+        kind = readable_kind(plane, self._traits_of(plane.data))
         if kind is None:
             return super().decode_operand(plane, workspace)
-        out = self._operand_memory(plane, kind, torch.float32, workspace)
-        self._decode(plane, kind, out)
-        return out
+        return decoded_operand(self._launcher, plane, kind, torch.float32, workspace)
 
-    def _operand_memory(
-        self, plane: Plane, kind: PlaneKind, dtype: torch.dtype, workspace: Tensor | None = None
+    def decode_bf16(self, plane: Plane) -> Tensor:
+        kind = readable_kind(plane, self._traits_of(plane.data))
+        if kind is None:
+            return super().decode_bf16(plane)
+        return decoded_operand(self._launcher, plane, kind, torch.bfloat16, with_global_scale=False)
+
+    # ---- GEMMs ---------------------------------------------------------------------------------
+
+    def joint_scale(
+        self, row_scale: GlobalScale | None, column_scale: GlobalScale | None, alpha: float, like: Tensor
     ) -> Tensor:
-        """Memory for an operand, in the order in which its codes are stored."""
-        shape = plane.operand_shape if kind.operand_major else plane.shape
-        if workspace is None:
-            out = torch.empty(shape, dtype=dtype, device=plane.data.device)
-        else:
-            out = workspace[: shape[0] * shape[1]].view(shape)
-        return out if kind.operand_major else out.t()
+        return joint_scale(self._launcher, row_scale, column_scale, alpha, like)
 
-    def _readable_kind(self, plane: Plane) -> PlaneKind | None:
-        if plane.format.is_identity or not plane.data.numel() or not _codes_are_usual(plane):
-            return None
-        return plane_kind(plane.format, plane.direction, plane.transposed, self._traits_of(plane.data))
-
-    def _decode(
-        self, plane: Plane, kind: PlaneKind, out: Tensor, *, with_global_scale: bool = True, unrotate: bool = False
+    def epilogue(
+        self,
+        product: Tensor,
+        out: Tensor,
+        row_scale: GlobalScale | None,
+        column_scale: GlobalScale | None,
+        alpha: float,
+        bias: Tensor | None,
+        beta: float | None,
     ) -> None:
-        if isinstance(plane.data, FakeTensor):
-            return
-        rows, length = plane.operand_shape
-        codes, scales = plane.operand_codes(), plane.operand_scales()
-        tile = decoding_tile(kind)
-        stride = codes.stride(0 if kind.operand_major else 1)
-        self._launcher(
-            decode_kernel,
-            -(-rows // tile.rows) * -(-length // tile.columns),
-            plane.data.device,
-            tile.warps,
-            {
-                "codes": codes,
-                "code_stride": stride,
-                "scales": scales,
-                "scale_r": scales.stride(0),
-                "scale_c": scales.stride(1),
-                "amax": plane.amax,
-                "out": out,
-                "out_r": out.stride(0),
-                "out_c": out.stride(1),
-                "R": rows,
-                "C": length,
-                "PLANE": kind,
-                "GLOBAL": with_global_scale,
-                "UNROTATE": unrotate,
-                "BR": tile.rows,
-                "BC": tile.columns,
-                "WIDE": max(tile.rows, tile.columns) * max(rows, length) >= _FAR,
-            },
-        )
+        compiled = self._traits_of(product).compiled
+        finish(self._launcher, compiled, product, out, row_scale, column_scale, alpha, bias, beta)
+
+    def swizzle_scales(self, scales: Tensor) -> Tensor:
+        return swizzled(self._launcher, scales)
 
     def _traits_of(self, x: Tensor) -> Traits:
         return device_traits(x.device) if self._traits is None else self._traits
-
-
-def whole_fields(plane: Plane) -> tuple[Any, ...]:
-    return plane.format, plane.direction, plane.shape, plane.data
 
 
 def _pairs(ours: Sequence[_Writing]) -> list[tuple[_Writing | None, _Writing | None]]:
@@ -317,51 +284,6 @@ def _pairs(ours: Sequence[_Writing]) -> list[tuple[_Writing | None, _Writing | N
     return pairs
 
 
-def _position(within: Within | None, width: int) -> dict[str, int]:
-    top, left, width = within or (0, 0, width)
-    return {"top": top, "left": left, "width": width}
-
-
-def _plane_arguments(name: str, target: Target | None) -> dict[str, Any]:
-    if target is None:
-        return _arguments(name, None, 0, None, (0, 0), None, None, None)
-    plane = target.plane
-    codes, scales = plane.operand_codes(), plane.operand_scales()
-    stride = codes.stride(0 if plane.direction is ROWWISE or plane.transposed else 1)
-    return _arguments(name, codes, stride, scales, scales.stride(), target.amax, target.scale, plane.amax)
-
-
-def _group_arguments(name: str, target: GroupedTarget | None) -> dict[str, Any]:
-    if target is None:
-        return _plane_arguments(name, None)
-    planes = target.planes
-    stride = planes.planes[0].operand_codes().stride(0 if planes.direction is ROWWISE or planes.transposed else 1)
-    return _arguments(name, planes.data, stride, planes.scale, (0, 0), target.amax, target.scale, planes.amax)
-
-
-def _arguments(
-    name: str,
-    codes: Tensor | None,
-    code_stride: int,
-    scales: Tensor | None,
-    scale_strides: tuple[int, ...],
-    amax: Tensor | None,
-    given: Tensor | None,
-    amax_out: Tensor | None,
-) -> dict[str, Any]:
-    """The arguments of one plane of `encode_kernel`."""
-    return {
-        f"{name}_codes": codes,
-        f"{name}_code_stride": code_stride,
-        f"{name}_scales": scales,
-        f"{name}_scale_r": scale_strides[0],
-        f"{name}_scale_c": scale_strides[1],
-        f"{name}_amax": amax,
-        f"{name}_given": given,
-        f"{name}_amax_out": amax_out,
-    }
-
-
 def _is_usual(target: Target) -> bool:
     """Whether kernels can write a target: its codes are aligned, and it has as many amaxes as its format says."""
     amax, kind = target.amax, target.encoding.format.global_amax
@@ -370,14 +292,4 @@ def _is_usual(target: Target) -> bool:
             return False
         if not amax.is_contiguous():
             return False
-    return _codes_are_usual(target.plane)
-
-
-def _codes_are_usual(plane: Plane) -> bool:
-    """Whether codes can be read and written in words of 4 bytes, one next to the other."""
-    if plane.format.is_identity:
-        return False
-    codes = plane.operand_codes()
-    along = codes.stride(1 if plane.direction is ROWWISE or plane.transposed else 0)
-    packed = plane.format.element is not None and plane.format.element.bits == 4
-    return along == 1 and (not packed or plane.data.storage_offset() % 4 == 0)
+    return has_usual_codes(target.plane)

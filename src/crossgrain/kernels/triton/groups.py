@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...planes import ROWWISE
 from ...planes.groups import PlaneGroups
-from .encode import TABLE_COLUMNS
+from .device.encode import TABLE_COLUMNS
 from .launch import uploaded
 
 
@@ -44,7 +44,7 @@ def group_table(
     """The table for groups of rows and a pair of planes. It is copied to the device without waiting for it."""
     tiles: list[int] = []
     for group, height in enumerate(heights):
-        for first in range(0, height, tile_rows):
+        for first in range(0, max(height, 1), tile_rows):  # a group without rows has a scale and an amax all the same
             tiles += [group, first]
     lines: list[int] = []
     aligned = width % 16 == 0

@@ -18,7 +18,7 @@ from ...formats.mxint8 import INT8
 from ...planes import ROWWISE, Direction
 from ..reference.elements import FP32_MAX
 from ..target import Target, Within
-from .devices import Traits
+from .traits import Traits
 
 _MOST_EXPONENT = 100  # larger exponents would be lost when the power of two for rounding is added
 _BLOCK_OF_SIXTEEN = ((1, 16), (16, 16))

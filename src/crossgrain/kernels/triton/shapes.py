@@ -34,3 +34,10 @@ def decoding_tile(plane: PlaneKind) -> Tile:
     """The tile for decoding: it holds whole blocks."""
     rows, columns = max(32, plane.block_rows), max(128, plane.block_length)
     return Tile(rows, columns, max(4, rows * columns // 2048)) if plane.operand_major else Tile(columns, rows, 4)
+
+
+EPILOGUE_TILE = Tile(16, 256, 4)
+"""The tile of the end of GEMMs."""
+
+SWIZZLED_TILES = 4
+"""Tiles of 128x4 scales for each program that swizzles them."""

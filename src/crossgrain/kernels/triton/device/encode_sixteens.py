@@ -33,7 +33,7 @@ def write_sixteens(
         scales: the scales, with strides ``scale_r`` and ``scale_c``.
         amax: the amax of the tensor, or of each row.
         amax_out: where to keep it.
-        seed: seed of stochastic rounding.
+        seed: pointer to the seed of stochastic rounding.
         top, left, width: see `encode_blocks.write_blocks`.
     """
     PLANE: tl.constexpr = KIND.plane
@@ -82,7 +82,7 @@ def packed(v, factor, r0, b0, seed, top, left, width, KIND: tl.constexpr):
     """The codes of all blocks in two int32 each, the first code in the lowest bits."""
     PLANE: tl.constexpr = KIND.plane
     if KIND.stochastic:
-        key0, key1 = stream_keys(seed, PLANE.rowwise)
+        key0, key1 = stream_keys(tl.load(seed), PLANE.rowwise)
         r = r0 + tl.arange(0, v[0].shape[0])[:, None]
         c = (b0 + tl.arange(0, v[0].shape[1])[None, :]) * 16
         low = tl.zeros(v[0].shape, tl.int32)

@@ -62,13 +62,13 @@ def encode_kernel(
     if shared:
         tile = loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
     if ROW is not None:
-        seed = loaded_seed(seeds, group, ROW.stochastic)
+        seed = of_group(seeds, group, ROW.stochastic)
         if ROW.plane.sixteen:
             v = sixteen_of_rows(loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE))
             write_sixteens(
                 v, m0, k0 // 16, M, K // 16, row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c,
-                of_group(row_amax, group, not ROW.plane.row_amax), of_group(row_amax_out, group, not ROW.plane.row_amax),
-                seed, top, left, width, ROW,
+                of_group(row_amax, group, not ROW.plane.row_amax),
+                of_group(row_amax_out, group, not ROW.plane.row_amax), seed, top, left, width, ROW,
             )  # fmt: skip
         else:
             write_blocks(
@@ -77,7 +77,7 @@ def encode_kernel(
                 of_group(row_given, group, ROW.given_scale), seed, top, left, width, ROW, WIDE,
             )  # fmt: skip
     if COLUMN is not None:
-        seed = loaded_seed(seeds, group, COLUMN.stochastic)
+        seed = of_group(seeds, group, COLUMN.stochastic)
         if COLUMN.plane.sixteen:
             v = loaded_columns(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
             write_sixteens(
@@ -95,15 +95,7 @@ def encode_kernel(
 
 @triton.jit
 def of_group(pointer, group, USED: tl.constexpr):
-    """A pointer to the number of a group, in an array with one for each; 0 if it is not used."""
+    """A pointer to the number of a group, in an array with one for each; as it is if there is none."""
     if USED:
         return pointer + group
     return pointer
-
-
-@triton.jit
-def loaded_seed(seeds, group, STOCHASTIC: tl.constexpr):
-    """The seed of a group (int64)."""
-    if STOCHASTIC:
-        return tl.load(seeds + group)
-    return 0

@@ -31,7 +31,7 @@ def write_blocks(
         scales: the scales of the operand, with strides ``scale_r`` and ``scale_c``.
         amax: the amax of the tensor, for one scale per tensor.
         given: the scale of the tensor, if it is given.
-        seed: seed of stochastic rounding.
+        seed: pointer to the seed of stochastic rounding.
         top, left, width: where the matrix lies in a larger one, in which random words are counted.
         WIDE: offsets inside of a tile need 64 bits.
     """
@@ -138,7 +138,7 @@ def store_strided_bytes(values, r0, c0, R, C, codes, stride, STEP: tl.constexpr)
 @triton.jit
 def random_fractions(r0, c0, seed, top, left, width, BR: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr):
     """Random bytes [BR, BC] as `stochastic_codes` wants them. Four neighbours along a row share a word."""
-    key0, key1 = stream_keys(seed, KIND.plane.rowwise)
+    key0, key1 = stream_keys(tl.load(seed), KIND.plane.rowwise)
     counter = word_counters(
         r0 + tl.arange(0, BR)[:, None], c0 + 4 * tl.arange(0, BC // 4)[None, :], top, left, width, KIND
     )

@@ -1,0 +1,58 @@
+"""The arguments of `encode_kernel` for targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...planes import ROWWISE
+from ..target import GroupedTarget, Target, Within
+
+FAR = 1 << 31
+"""Offsets from here on need 64 bits."""
+
+
+def position(within: Within | None, width: int) -> dict[str, int]:
+    top, left, width = within or (0, 0, width)
+    return {"top": top, "left": left, "width": width}
+
+
+def plane_arguments(name: str, target: Target | None) -> dict[str, Any]:
+    if target is None:
+        return _arguments(name, None, 0, None, (0, 0), None, None, None)
+    plane = target.plane
+    codes, scales = plane.operand_codes(), plane.operand_scales()
+    stride = codes.stride(0 if plane.direction is ROWWISE or plane.transposed else 1)
+    return _arguments(name, codes, stride, scales, scales.stride(), target.amax, target.scale, plane.amax)
+
+
+def group_arguments(name: str, target: GroupedTarget | None) -> dict[str, Any]:
+    if target is None:
+        return plane_arguments(name, None)
+    planes = target.planes
+    stride = planes.planes[0].operand_codes().stride(0 if planes.direction is ROWWISE or planes.transposed else 1)
+    return _arguments(name, planes.data, stride, planes.scale, (0, 0), target.amax, target.scale, planes.amax)
+
+
+def _arguments(
+    name: str,
+    codes: Tensor | None,
+    code_stride: int,
+    scales: Tensor | None,
+    scale_strides: tuple[int, ...],
+    amax: Tensor | None,
+    given: Tensor | None,
+    amax_out: Tensor | None,
+) -> dict[str, Any]:
+    """The arguments of one plane of `encode_kernel`."""
+    return {
+        f"{name}_codes": codes,
+        f"{name}_code_stride": code_stride,
+        f"{name}_scales": scales,
+        f"{name}_scale_r": scale_strides[0],
+        f"{name}_scale_c": scale_strides[1],
+        f"{name}_amax": amax,
+        f"{name}_given": given,
+        f"{name}_amax_out": amax_out,
+    }
