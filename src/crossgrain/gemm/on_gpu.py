@@ -99,7 +99,7 @@ def _decoded_product(a: Plane, b: Plane, way: Route, gpu: Gpu | None, product: T
     """
     if way.operands == "bf16":
         left, right = kernels.decode_bf16(a), kernels.decode_bf16(b)
-        if product.device.type == "cuda" and gpu is not None and gpu.has_kernels:
+        if product.device.type != "cpu" and gpu is not None and gpu.has_kernels:
             # An fp32 result also keeps partial sums in fp32, whatever the flags about reduced precision are.
             return torch.mm(left, right.t(), out_dtype=torch.float32, out=product)
         return torch.mm(left.to(torch.float32), right.to(torch.float32).t(), out=product)
@@ -120,7 +120,7 @@ def _rounds_once(a: Plane, b: Plane, out_dtype: torch.dtype, way: Route) -> bool
 
     Unless torch is told not to, it lets partial sums be rounded to bf16.
     """
-    if way.operands != "bf16" or out_dtype != torch.bfloat16 or a.data.device.type != "cuda":
+    if way.operands != "bf16" or out_dtype != torch.bfloat16 or a.data.device.type == "cpu":
         return False
     scaled = kernels.has_global_scale(a.format) or kernels.has_global_scale(b.format)
     return not scaled and not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

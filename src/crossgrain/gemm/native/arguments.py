@@ -71,7 +71,7 @@ def lies_as_read(codes: Tensor) -> bool:
 def _codes(plane: Plane) -> Tensor:
     codes = plane.operand_codes()
     if not lies_as_read(codes):
-        codes = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device).copy_(codes)
+        codes = codes.clone(memory_format=torch.contiguous_format)
     return codes.view(torch_dtype(plane.format))
 
 
