@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 import crossgrain as cg
 from crossgrain import CudaRNGStatesTracker
-from crossgrain.runtime.random_numbers import DrawRecord, draw_seed
+from crossgrain.runtime.random_numbers import DrawRecord, draw_seed, seed_for_device
 
 
 def test_forks_go_on_where_they_ended_and_leave_no_trace():
@@ -184,3 +184,53 @@ def test_variants_of_recorded_draws_differ_and_leave_torchs_generator_as_it_was(
     (one, after), (again, _), (other, _) = (recorded(SR, record.repeating(variant)) for variant in (1, 1, 2))
     assert same(one, again) and torch.equal(state, after)
     assert not same(one, found) and not same(one, other)
+
+
+class _Gpu:
+    """A generator of the CPU in place of that of a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.generator = torch.Generator().manual_seed(99)
+        functions = {
+            "is_available": lambda: True,
+            "get_rng_state": self.generator.get_state,
+            "set_rng_state": self.generator.set_state,
+            "manual_seed": self.generator.manual_seed,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def rand(self):
+        return torch.rand(3, generator=self.generator)
+
+
+def test_forks_also_switch_the_generator_of_a_gpu(monkeypatch):
+    gpu = _Gpu(monkeypatch)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    outside = gpu.generator.get_state()
+    drawn = []
+    for _ in range(2):
+        with tracker.fork("a"):
+            drawn.append(gpu.rand())
+            saved = tracker.get_states()
+    assert torch.equal(gpu.generator.get_state(), outside)
+    assert torch.equal(torch.cat(drawn), torch.rand(6, generator=torch.Generator().manual_seed(1)))
+    tracker.set_states(saved)  # as they were before the last fork ended
+    with tracker.fork("a"):
+        assert torch.equal(gpu.rand(), drawn[1])
+
+
+def test_states_without_a_gpu_are_refused_on_one(monkeypatch):
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    states = tracker.get_states()
+    _Gpu(monkeypatch)
+    with pytest.raises(ValueError, match="the random state 'a' was made without a GPU"):
+        tracker.set_states(states)
+
+
+def test_the_seed_for_a_device_is_the_seed():
+    for seed in (0, -(2**63), 2**63 - 1):
+        tensor = seed_for_device(seed, torch.device("cpu"))
+        assert tensor.dtype == torch.int64 and tensor.tolist() == [seed]

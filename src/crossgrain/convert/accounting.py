@@ -25,6 +25,7 @@ from ..nn import QuantizedModule
 from ..recipe import autocast
 from ..recipe.binding import is_conv1d
 from ..recipe.projections import Projection, adapter_for
+from ..runtime.random_numbers import forked_generators
 from .projections import ConvertedProjections
 
 
@@ -152,7 +153,7 @@ def _aside(model: nn.Module) -> Iterator[None]:
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer in one operator
     try:
-        with torch.random.fork_rng(devices=[]):
+        with forked_generators():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

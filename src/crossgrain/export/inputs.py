@@ -17,6 +17,7 @@ from ..planes import ROWWISE
 from ..quantizers.float8 import Float8Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..recipe import Recipe, autocast
+from ..runtime.random_numbers import forked_generators
 from ..tensor import QuantizedTensor
 from .walk import ExportedWeight
 
@@ -83,7 +84,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast(enabled=False):
+        with torch.no_grad(), forked_generators(), autocast(enabled=False):
             yield
     finally:
         for module, training in modes.items():

@@ -39,6 +39,7 @@ from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..recipe import Recipe
 from ..recipe.projections import Projection
+from ..runtime.random_numbers import forked_generators
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded
 
@@ -364,7 +365,7 @@ def _plane(module: Any, part: Part, quantizer: Quantizer | None, padding: Paddin
     padded = padding.padded(Sizes(0, columns, rows), backward=True)
     # A copy, because quantizers of delayed scaling record what they see; the export must not change the next step.
     quantizer = copy.deepcopy(quantizer)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), forked_generators():
         made = quantizer.make_planes(weight_matrix(weight, padded), rowwise=True, columnwise=False).plane(ROWWISE)
     assert made is not None
     return made

@@ -18,6 +18,7 @@ from ..convert import ScheduledConversion, convert
 from ..files import Checkpoint, load_checkpoint, save_checkpoint
 from ..files.random_state import get_random_state, set_random_state
 from ..recipe import Recipe, RecipeSchedule
+from ..runtime.random_numbers import forked_generators
 from .data import even_batch, load_text, random_batch
 from .model import GPT, GPTConfig
 
@@ -268,7 +269,7 @@ def _contents(found: Checkpoint) -> dict[str, Any]:
 @contextmanager
 def _random_numbers(seed: int) -> Iterator[None]:
     """Use the random numbers of this seed inside the block, and restore the generator after it."""
-    with torch.random.fork_rng(devices=[]):
+    with forked_generators():
         torch.manual_seed(seed)
         yield
 
@@ -284,7 +285,7 @@ def saved_bytes(model: GPT, values: Tensor, following: Tensor) -> int:
             storages[storage.data_ptr()] = storage
         return tensor
 
-    with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with forked_generators(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model.loss(values, following)
     del loss
     return sum(storage.nbytes() for storage in storages.values())

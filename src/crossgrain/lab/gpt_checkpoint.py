@@ -14,6 +14,7 @@ from ..convert import convert
 from ..gpt.data import even_batch, load_text, random_batch
 from ..gpt.model import GPT, GPTConfig
 from ..recipe import GemmRecipe
+from ..runtime.random_numbers import forked_generators
 from .start import Start
 
 Batch = tuple[Tensor, Tensor]
@@ -40,7 +41,7 @@ class GPTCheckpoint:
         self.config, self.batch, self.learning_rate, self.include = config, batch, learning_rate, include
         self._data = torch.Generator().manual_seed(seed)
         self.steps = 0
-        with torch.random.fork_rng(devices=[]):
+        with forked_generators():
             torch.manual_seed(seed)
             model = GPT(config)
         optimizer = self._optimizer(model)
@@ -60,7 +61,7 @@ class GPTCheckpoint:
 
     def restored(self) -> tuple[GPT, torch.optim.Optimizer]:
         """A new model and a new optimizer in the state of this checkpoint."""
-        with torch.random.fork_rng(devices=[]):
+        with forked_generators():
             model = GPT(self.config)
         model.load_state_dict(self._states["model"])
         optimizer = self._optimizer(model)

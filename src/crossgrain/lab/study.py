@@ -12,11 +12,10 @@ from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..files.durable import whole_file
 from ..planning import device_of
 from ..recipe import GemmRecipe
+from ..runtime.random_numbers import forked_generators
 from .distributions import distributions_of
 from .progress import OnProgress
 from .report import write_report
@@ -221,7 +220,7 @@ class _Clock:
         """The number of seeds for verification, after some steps in high precision and with a recipe were timed."""
         assert start.branch is not None
         seconds = []
-        with torch.random.fork_rng(devices=[]):
+        with forked_generators():
             list(islice(start.branch(recipe, 0), 2))  # kernels are compiled
             for each in (None, recipe):
                 begin = time.monotonic()

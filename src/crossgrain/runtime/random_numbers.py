@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from .passes import same_seed, same_value
 
 
 class CudaRNGStatesTracker:
-    """Named states of torch's CPU generator. The name of the class is that of Transformer Engine and Megatron.
+    """Named states of torch's generators: of the CPU, and of the current GPU if there is one.
+
+    The name of the class is that of Transformer Engine and Megatron.
 
     >>> tracker = CudaRNGStatesTracker()
     >>> tracker.add("model-parallel-rng", seed)       # another seed on each rank
@@ -36,11 +38,21 @@ class CudaRNGStatesTracker:
         self._seeds.clear()
 
     def get_states(self) -> dict[str, Tensor]:
-        """Copies of the states by name."""
+        """Copies of the states by name: bytes of the CPU's generator, followed by those of the GPU's."""
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Set the states that `get_states` returned."""
+        """Set the states that `get_states` returned.
+
+        Raises:
+            ValueError: a state was made without a GPU, and now there is one.
+        """
+        for name, state in states.items():
+            if torch.cuda.is_available() and len(state) == len(torch.get_rng_state()):
+                raise ValueError(
+                    f"the random state {name!r} was made without a GPU, whose generator would not follow it: reset the "
+                    "tracker and add the state again"
+                )
         self._states = {name: state.clone() for name, state in states.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +80,7 @@ class CudaRNGStatesTracker:
         if name in self._states:
             raise ValueError(f"a state with the name {name!r} was already added")
         self._seeds.add(seed)
-        self._states[name] = torch.Generator().manual_seed(seed).get_state()
+        self._states[name] = _states_from(seed)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -79,13 +91,43 @@ class CudaRNGStatesTracker:
         """
         if name not in self._states:
             raise KeyError(f"there is no state {name!r}; available: {', '.join(self._states) or 'none'}")
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self._states[name])
+        outer = _generator_states()
+        _set_generator_states(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(outer)
+            self._states[name] = _generator_states()
+            _set_generator_states(outer)
+
+
+def _states_from(seed: int) -> Tensor:
+    """The states of `_generator_states` that begin from a seed. The generators themselves do not change."""
+    cpu = torch.Generator().manual_seed(seed).get_state()
+    if not torch.cuda.is_available():
+        return cpu
+    outer = torch.cuda.get_rng_state()
+    torch.cuda.manual_seed(seed)  # of the current GPU only
+    seeded = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(outer)
+    return torch.cat((cpu, seeded))
+
+
+def _generator_states() -> Tensor:
+    """The states of torch's generators of the CPU and of the current GPU, if there is one, in one tensor of bytes."""
+    cpu = torch.get_rng_state()
+    return torch.cat((cpu, torch.cuda.get_rng_state())) if torch.cuda.is_available() else cpu
+
+
+def _set_generator_states(states: Tensor) -> None:
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(states[:size].clone())  # generators read the memory of a tensor from its beginning
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[size:].clone())
+
+
+def forked_generators() -> AbstractContextManager[None]:
+    """A context manager: torch's generators, also that of a GPU in use, are afterwards as they were before."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 class LayerDraws:

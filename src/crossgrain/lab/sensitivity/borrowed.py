@@ -19,6 +19,7 @@ from ...convert.selection import follows_recipes
 from ...linear.saved_planes import Operand
 from ...recipe import GemmRecipe
 from ...recipe.binding import check_names, layers_of
+from ...runtime.random_numbers import forked_generators
 from ...tensor import QuantizedTensor
 
 HIGH_PRECISION = GemmRecipe.load("all: hp, allow_mixed: true")  # weights that are kept quantized are decoded
@@ -117,7 +118,7 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
         ValueError: the model has no linear layer or is compiled, or a layer is not named by its path.
     """
     _refuse_compiled(model)
-    with _restoring(model), torch.random.fork_rng(devices=[]):
+    with _restoring(model), forked_generators():
         by_default = left_by_default(model)
         norms = any(isinstance(module, ConvertedNorm) for module in model.modules())
         with warnings.catch_warnings(record=True) as caught:

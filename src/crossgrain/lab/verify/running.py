@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.random_numbers import draws_by_layer
+from ...runtime.random_numbers import draws_by_layer, forked_generators
 from .labels import AnyRecipe, Loaded, labelled, loaded, text_of
 from .result import BranchRun, Verification
 
@@ -204,7 +204,7 @@ def _run(branch: Branch, recipe: Loaded, run: BranchRun, result: Verification, o
 @contextmanager
 def _random_numbers(seed: int, control: bool) -> Iterator[None]:
     """Random numbers of a run: data and dropout by the seed alone, rounding by the seed and whether it is a control."""
-    with torch.random.fork_rng(devices=[]), draws_by_layer(_mixed(f"rounding {seed} {control}")):
+    with forked_generators(), draws_by_layer(_mixed(f"rounding {seed} {control}")):
         # Not the seed itself, which branches give to generators of their own.
         torch.manual_seed(_mixed(f"torch {seed}"))
         yield
