@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def install() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1]),
         "is_current_stream_capturing": lambda: _capturing,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),  # kernels of the CPU draw the numbers
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
