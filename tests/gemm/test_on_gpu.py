@@ -95,8 +95,8 @@ def test_native_gemms_true_refuses_to_decode_and_says_why():
     a, b = planes_of("dgrad", "mxfp8")
     message = (
         r"dgrad multiplies grad_output rowwise \(mxfp8_e5m2 \[32, 96\]\) by weight columnwise \(mxfp8 \[96, 64\]\), "
-        r"which cannot be done natively: MXFP8 needs compute capability 10.0, this is compute capability 8.0. Change the "
-        r"format or the shape, or set settings.native_gemms to None"
+        r"which cannot be done natively: MXFP8 needs compute capability 10.0, this is compute capability 8.0. Change "
+        r"the format or the shape, or set settings.native_gemms to None"
     )
     with cg.settings.override(native_gemms=True), machine.replaced(A100), pytest.raises(RuntimeError, match=message):
         gemm("dgrad", a, b)
