@@ -1,7 +1,7 @@
 """The test kernels with their inputs and what must come out, computed in numpy."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -90,18 +90,26 @@ def _launch_transpose(ptx: str, shared: int) -> Result:
 
 
 def _tile(hardware: bool) -> Case:
-    signature = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8", "row_sizes": "*fp32", "largest": "*i32", "M": "i32", "N": "i32"}  # fmt: skip
+    pointers = {"x": "*bf16", "row_codes": "*u8", "col_codes": "*u8", "row_sizes": "*fp32", "largest": "*i32"}
+    signature = pointers | {"M": "i32", "N": "i32"}
     constants = {"BM": _BM, "BN": _BN, "HARDWARE": hardware}
     return Case("tile_kernel", signature, constants, tuple(signature), _launch_tile)
 
 
+def _integers(kernel: str, pointers: tuple[str, ...], launch: Callable[[str, int], Result], **constants: int) -> Case:
+    return Case(kernel, dict.fromkeys(pointers, "*i32"), constants, pointers, launch)
+
+
+_RAGGED = _integers("ragged_kernel", ("x", "lengths", "sums"), _launch_ragged, B=128)
 CASES = {
     "tile": _tile(hardware=True),
     "tile_on_bits": _tile(hardware=False),
-    "ragged": Case("ragged_kernel", {"x": "*i32", "lengths": "*i32", "sums": "*i32", "width": "i32"}, {"B": 128}, ("x",), _launch_ragged),
-    "scan": Case("scan_kernel", {"x": "*i32", "running": "*i32", "ordered": "*i32"}, {"N": 256}, ("x", "running", "ordered"), _launch_scan),
-    "transpose": Case("transpose_kernel", {"x": "*bf16", "y": "*bf16"}, {"R": 64, "C": 64}, ("x", "y"), _launch_transpose),
-}  # fmt: skip
+    "ragged": replace(_RAGGED, signature=_RAGGED.signature | {"width": "i32"}),
+    "scan": _integers("scan_kernel", ("x", "running", "ordered"), _launch_scan, N=256),
+    "transpose": Case(
+        "transpose_kernel", {"x": "*bf16", "y": "*bf16"}, {"R": 64, "C": 64}, ("x", "y"), _launch_transpose
+    ),
+}
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 

@@ -118,7 +118,7 @@ def _packed(convert: Compute, each: int, bits: int) -> Operation:
     word = unsigned(bits)
 
     def compute(a: Array, b: Array) -> Array:
-        return convert(a).astype(word) << word(each) | convert(b).astype(word)
+        return np.asarray(convert(a).astype(word) << word(each) | convert(b).astype(word))
 
     return Operation(bits, (32, 32), compute, undefined.of_packed(each, 2), any_width=True)
 

@@ -11,7 +11,7 @@ from .source import Instruction, Operand, Pair, Sink
 from .values import Array, Bits, every_byte, of_type
 from .wave import Executor, Wave
 
-_REPEATABLE = {"min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+_REPEATABLE: dict[str, np.ufunc] = {"min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
 _VERBS: dict[str, np.ufunc] = _REPEATABLE | {"add": np.add, "xor": np.bitwise_xor}
 _TYPES = dict.fromkeys(("add", "min", "max"), ("s32", "u32")) | dict.fromkeys(("and", "or", "xor"), ("b32",))
 

@@ -76,7 +76,7 @@ def canonical(value: Array, bits: int) -> Array:
     """Raw bits of IEEE numbers, with the one NaN that instructions make."""
     raw = np.asarray(value).view(unsigned(bits))
     nan = np.isnan(value)
-    return np.where(nan, unsigned(bits)(_CANONICAL[bits]), raw) if nan.any() else raw
+    return np.asarray(np.where(nan, unsigned(bits)(_CANONICAL[bits]), raw) if nan.any() else raw)
 
 
 def extreme(verb: str, values: Compute, bits: int, keeps_nan: bool) -> Compute:

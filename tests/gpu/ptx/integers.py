@@ -78,7 +78,7 @@ def on_halves(compute: Callable[..., Array], bits: int) -> Callable[..., Array]:
     def both(*operands: Array) -> Array:
         low = compute(*(each.astype(half) for each in operands))
         high = compute(*((each >> wide(bits // 2)).astype(half) for each in operands))
-        return low.astype(wide) | high.astype(wide) << wide(bits // 2)
+        return np.asarray(low.astype(wide) | high.astype(wide) << wide(bits // 2))
 
     return both
 
@@ -107,7 +107,7 @@ def _divided(dtype: type[Any], bits: int, remainder: bool) -> Callable[[Array, A
             over, under = x, y
         size = over % under if remainder else over // under
         negative = x < 0 if remainder else (x < 0) != (y < 0)
-        return np.where(negative, -size.view(signed(bits)), size.view(signed(bits))).view(unsigned(bits))
+        return np.asarray(np.where(negative, -size.view(signed(bits)), size.view(signed(bits))).view(unsigned(bits)))
 
     return compute
 
@@ -133,7 +133,7 @@ def _high_half(dtype: type[Any], bits: int) -> Callable[[Array, Array], Array]:
 
 def _shift_left(a: Array, by: Array) -> Array:
     bits = a.dtype.itemsize * 8
-    return np.where(by < bits, a << np.minimum(by, bits - 1).astype(a.dtype), a.dtype.type(0))
+    return np.asarray(np.where(by < bits, a << np.minimum(by, bits - 1).astype(a.dtype), a.dtype.type(0)))
 
 
 def _shift_right(dtype: type[Any], bits: int) -> Callable[[Array, Array], Array]:
@@ -141,7 +141,7 @@ def _shift_right(dtype: type[Any], bits: int) -> Callable[[Array, Array], Array]
 
     def compute(a: Array, by: Array) -> Array:
         out = np.asarray(a.view(dtype) >> np.minimum(by, bits - 1).astype(dtype)).view(unsigned(bits))
-        return out if fills else np.where(by < bits, out, unsigned(bits)(0))
+        return out if fills else np.asarray(np.where(by < bits, out, unsigned(bits)(0)))
 
     return compute
 
@@ -185,13 +185,13 @@ def _field(bits: int, with_sign: bool) -> Callable[[Array, Array, Array], Array]
         kept = np.where(size < bits, (word(1) << np.minimum(size, bits - 1).astype(word)) - word(1), ~word(0))
         field = np.where(start < bits, a >> np.minimum(start, bits - 1).astype(word), word(0)) & kept
         if not with_sign:
-            return field
+            return np.asarray(field)
         top = np.minimum(np.maximum(start.astype(np.int64) + size - 1, 0), bits - 1).astype(word)
         sign = (a >> top & word(1)).astype(bool) & (size > 0)
         # Bits of the field that lie beyond the register are the sign as well.
         inside = np.clip(bits - start.astype(np.int64), 0, size)
         real = np.where(inside < bits, (word(1) << np.minimum(inside, bits - 1).astype(word)) - word(1), ~word(0))
-        return np.where(sign, field | ~real, field & real)
+        return np.asarray(np.where(sign, field | ~real, field & real))
 
     return compute
 

@@ -23,14 +23,13 @@ def e4m3_codes(value, HARDWARE: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:
-        bits = value.to(tl.int32, bitcast=True)
-        size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Beside 2**14, neighbours in fp32 are as far apart as subnormal E4M3 numbers.
-        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size < 0x3C800000, small, normal)
-        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Beside 2**14, neighbours in fp32 are as far apart as subnormal E4M3 numbers.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

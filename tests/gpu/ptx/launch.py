@@ -25,6 +25,7 @@ def run(
     shared_bytes: int,
     *,
     allow_fma: bool = False,
+    most_steps: int = 1 << 18,
 ) -> Report:
     """Run a kernel.
 
@@ -35,6 +36,7 @@ def run(
             ints and floats. Pointers that Triton adds at the end (scratch memory) may be left out, and are null.
         shared_bytes: The size of the dynamic shared memory.
         allow_fma: Whether fused multiply-adds are run; they are exact, but rarely what a reference does.
+        most_steps: After so many steps of a wave of blocks, it is taken for one that never ends.
 
     Returns:
         Counts of instructions, sectors and bank conflicts.
@@ -57,7 +59,7 @@ def run(
     for first in range(0, blocks, at_once):
         number = min(at_once, blocks - first)
         wave = Wave(program, (x, y, z), first, number, parameters, memory, shared_bytes, report)
-        Scheduler(code, wave).run()
+        Scheduler(code, wave, most_steps).run()
     memory.copy_back()
     return report
 

@@ -34,7 +34,7 @@ class _Bytes:
 
     def load(self, rows: Array, size: int, count: int, now: Moment) -> Array:
         self.races.read(rows, size * count, now)
-        return self.data.view(unsigned(size * 8)).reshape(-1, count)[rows]
+        return np.asarray(self.data.view(unsigned(size * 8)).reshape(-1, count)[rows])
 
     def store(self, rows: Array, value: Array, now: Moment, fresh: Array | None = None) -> None:
         """``value`` [lanes, count]; ``fresh`` are bytes that had nothing before."""
@@ -179,7 +179,7 @@ class SharedMemory:
                 f"out of bounds: {width} bytes at offset {int(place.min())} to {int(place.max())} of shared memory, "
                 f"which has {self._size}"
             )
-        return (block * self._stride + place) // width
+        return np.asarray((block * self._stride + place) // width)
 
     def _moment(self, now: Moment) -> Moment:
         return Moment(now.thread - self._first, now.stamp)

@@ -42,7 +42,8 @@ def odd_sum(a: Array, b: Array) -> Array:
         return total
     raw = total.view(np.int64)
     beyond = (error < 0) != (total < 0)  # the sum was rounded away from zero
-    return np.where(inexact, (raw - beyond) | 1, raw).view(np.float64)
+    odd: Array = np.where(inexact, (raw - beyond) | 1, raw).view(np.float64)
+    return odd
 
 
 def encode(value: Array, layout: Layout, *, saturate: bool = False, towards_zero: bool = False) -> Array:

@@ -53,8 +53,9 @@ def _check_control(instruction: Instruction, program: Program) -> bool:
 class Scheduler:
     """One wave from its first instruction to its last."""
 
-    def __init__(self, code: Code, wave: Wave) -> None:
+    def __init__(self, code: Code, wave: Wave, most_steps: int) -> None:
         self._code, self._wave = code, wave
+        self._steps_left = most_steps
         self._ready: dict[int, Lanes] = {}  # place in the program -> lanes that stand there
         self._waiting: dict[int, Lanes] = {}  # barrier -> lanes that have come to it
 
@@ -79,6 +80,9 @@ class Scheduler:
         while True:
             if at >= len(self._code.executors):
                 raise PtxError("the program ends without a return")
+            if not self._steps_left:
+                raise PtxError("the program does not end: more steps than were allowed")
+            self._steps_left -= 1
             instruction, executor = self._code.program.instructions[at], self._code.executors[at]
             self._wave.report.counts[instruction.opcode] += lanes.warps
             try:

@@ -44,8 +44,9 @@ def test_blocks_return_early() -> None:
 
 def test_a_grid_of_three_dimensions() -> None:
     out = np.zeros((5, 3, 2), np.uint32)
-    body = """mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mov.u32 %r3, %ctaid.z; mov.u32 %r4, %nctaid.x; mov.u32 %r5, %nctaid.y;
-        mad.lo.s32 %r6, %r3, %r5, %r2; mad.lo.s32 %r7, %r6, %r4, %r1; ld.param.b64 %rd0, [k_param_0]; mad.wide.u32 %rd1, %r7, 4, %rd0;
+    body = """mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mov.u32 %r3, %ctaid.z;
+        mov.u32 %r4, %nctaid.x; mov.u32 %r5, %nctaid.y; mad.lo.s32 %r6, %r3, %r5, %r2; mad.lo.s32 %r7, %r6, %r4, %r1;
+        ld.param.b64 %rd0, [k_param_0]; mad.wide.u32 %rd1, %r7, 4, %rd0;
         mul.lo.s32 %r8, %r3, 100; mad.lo.s32 %r9, %r2, 10, %r8; add.s32 %r10, %r9, %r1; st.global.b32 [%rd1], %r10;"""
     run(kernel(body), (2, 3, 5), [out], 0)
     assert np.array_equal(out, np.fromfunction(lambda z, y, x: 100 * z + 10 * y + x, (5, 3, 2)))
@@ -71,7 +72,8 @@ def test_warps_wait_for_each_other_at_a_barrier() -> None:
         """mov.b32 %r1, global_smem; shr.u32 %r2, %r0, 5; mul.lo.s32 %r3, %r2, 10;
         AGAIN: setp.eq.b32 %p1, %r3, 0; @%p1 bra STORE; sub.s32 %r3, %r3, 1; bra AGAIN;
         STORE: shl.b32 %r4, %r0, 2; add.s32 %r5, %r1, %r4; st.shared.b32 [%r5], %r0;
-        bar.sync 0; xor.b32 %r6, %r4, 128; add.s32 %r7, %r1, %r6; ld.shared.b32 %r8, [%r7]; st.global.b32 [%rd0], %r8;""",
+        bar.sync 0; xor.b32 %r6, %r4, 128; add.s32 %r7, %r1, %r6; ld.shared.b32 %r8, [%r7];
+        st.global.b32 [%rd0], %r8;""",
         out, threads=64, shared=256,
     )  # fmt: skip
     assert out.tolist() == [i ^ 32 for i in range(64)]
@@ -80,7 +82,8 @@ def test_warps_wait_for_each_other_at_a_barrier() -> None:
 def test_a_guard_leaves_other_lanes_alone() -> None:
     out = np.arange(32, dtype=np.uint32)
     execute(
-        "mov.b32 %r1, 5; setp.lt.u32 %p1, %r0, 4; @%p1 mov.b32 %r1, 6; @!%p1 add.s32 %r1, %r1, 10; st.global.b32 [%rd0], %r1;",
+        """mov.b32 %r1, 5; setp.lt.u32 %p1, %r0, 4; @%p1 mov.b32 %r1, 6; @!%p1 add.s32 %r1, %r1, 10;
+        st.global.b32 [%rd0], %r1;""",
         out,
     )
     assert out.tolist() == [6] * 4 + [15] * 28
@@ -103,3 +106,8 @@ def test_other_barriers_and_jumps_are_refused() -> None:
     ):
         with pytest.raises(PtxError, match="not known|not declared"):
             execute(f"{instruction};", threads=64)
+
+
+def test_a_loop_without_an_end_is_an_error() -> None:
+    with pytest.raises(PtxError, match="does not end"):
+        execute("AGAIN: bra AGAIN;", most_steps=1000)

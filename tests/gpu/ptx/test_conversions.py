@@ -52,7 +52,7 @@ def test_bytes_of_pairs_of_f16(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(_SMALL))
 def test_small_floats_are_exact_in_f16(name: str) -> None:
-    dtype, _, nan = _SMALL[name]
+    dtype, _, _ = _SMALL[name]
     bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(name, 8)
     codes = np.arange(1 << bits, dtype=np.uint16)
     both = (codes[::-1] << (4 if bits == 4 else 8) | codes).astype(np.uint8 if bits == 4 else np.uint16)
@@ -63,7 +63,8 @@ def test_small_floats_are_exact_in_f16(name: str) -> None:
 
 
 def test_powers_of_two() -> None:
-    up = evaluate("cvt.rp.satfinite.ue8m0x2.f32 d, b, a", floats(1.0, 1.1, 0.0, 3e38, np.nan, 2.0**-127), floats(3.0), result=np.uint16)  # fmt: skip
+    raw = floats(1.0, 1.1, 0.0, 3e38, np.nan, 2.0**-127)
+    up = evaluate("cvt.rp.satfinite.ue8m0x2.f32 d, b, a", raw, floats(3.0), result=np.uint16)
     assert [hex(each & 0xFF) for each in up] == ["0x7f", "0x80", "0x0", "0xfe", "0xff", "0x0"]
     assert set(up >> 8) == {0x81}
     down = evaluate(
@@ -82,7 +83,8 @@ def test_stochastic_rounding_to_four_bits() -> None:
     """The examples of the project's specification: (number, byte) -> result."""
     examples = [(0.3, 102, 0), (0.3, 103, 0.5), (5, 127, 4), (5, 128, 6), (-5, 128, -6), (1.9, 200, 2), (6, 255, 6)]
     for place in range(4):  # the other three are exact, so their bytes do not matter
-        value = [np.array([each[0] for each in examples], np.float32) if i == place else np.ones(7, np.float32) for i in range(4)]  # fmt: skip
+        value = [np.ones(7, np.float32) for _ in range(4)]
+        value[place] = np.array([each[0] for each in examples], np.float32)
         random = np.array([each[1] << 8 * place | 0x5A5A5A5A & ~(0xFF << 8 * place) for each in examples], np.uint32)
         got = evaluate("cvt.rs.satfinite.e2m1x4.f32 d, {e, c, b, a}, f", *value, random, result=np.uint16)
         codes = (got >> 4 * place & 15).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
@@ -96,7 +98,7 @@ def test_f32_to_16_bits(name: str, dtype: type) -> None:
     raw = patterns()
     value = raw.view(np.float32)
     with np.errstate(all="ignore"):
-        nearest = value.astype(dtype)
+        nearest: Array = value.astype(dtype)
         back = nearest.astype(np.float32)
         towards = np.where(np.abs(back) > np.abs(value), nearest.view(np.uint16) - 1, nearest.view(np.uint16))
     nan = np.isnan(value)
@@ -134,7 +136,8 @@ def test_integers_to_floats_round_to_nearest() -> None:
         evaluate("cvt.rn.f32.s32 d, a", raw, result=np.float32), raw.view(np.int32).astype(np.float32)
     )
     wide = np.array([2**53 + 1, 2**63 + 2**39, 2**63 + 2**39 + 1, 2**64 - 1], np.uint64)
-    assert evaluate("cvt.rn.f32.u64 d, a", wide, result=np.float32).tolist() == [2.0**53, 2.0**63, 2.0**63 + 2.0**40, 2.0**64]  # fmt: skip
+    got = evaluate("cvt.rn.f32.u64 d, a", wide, result=np.float32).tolist()
+    assert got == [2.0**53, 2.0**63, 2.0**63 + 2.0**40, 2.0**64]
     assert evaluate("cvt.rn.f64.u64 d, a", wide, result=np.float64)[0] == 2.0**53
 
 

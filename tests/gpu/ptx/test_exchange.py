@@ -94,7 +94,8 @@ def test_votes() -> None:
 def test_unknown_exchanges_are_refused() -> None:
     for instruction in (
         "shfl.bfly.b32 %r2, %r1, 1, 31", "shfl.sync.bfly.b64 %r2, %r1, 1, 31, -1", "redux.sync.add.f32 %r2, %r1, -1",
-        "redux.sync.and.s32 %r2, %r1, -1", "vote.all.pred %p1, %p1", "activemask.b32 %r2", "match.any.sync.b32 %r2, %r1, -1",
+        "redux.sync.and.s32 %r2, %r1, -1", "vote.all.pred %p1, %p1", "activemask.b32 %r2",
+        "match.any.sync.b32 %r2, %r1, -1",
     ):  # fmt: skip
         with pytest.raises(PtxError, match="not known"):
             execute(f"mov.u32 %r1, %r0; {instruction};")
@@ -113,7 +114,8 @@ def test_matrices_of_shared_memory(transposed: bool) -> None:
     out = np.zeros((32, 4), np.uint32)
     body = "ld.param.b64 %rd3, [k_param_0]; mad.wide.u32 %rd4, %r0, 16, %rd3;" + _FILL
     body += f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{%r5, %r6, %r7, %r8}}, [%r22];"
-    body += "ld.param.b64 %rd3, [k_param_1]; mad.wide.u32 %rd4, %r0, 16, %rd3; st.global.v4.b32 [%rd4], {%r5, %r6, %r7, %r8};"
+    body += "ld.param.b64 %rd3, [k_param_1]; mad.wide.u32 %rd4, %r0, 16, %rd3;"
+    body += "st.global.v4.b32 [%rd4], {%r5, %r6, %r7, %r8};"
     execute(body, matrices, out, shared=512)
     held = matrices.transpose(0, 2, 1) if transposed else matrices
     want = np.ascontiguousarray(held).reshape(4, 32, 2).transpose(1, 0, 2)

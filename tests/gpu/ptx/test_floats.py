@@ -48,7 +48,8 @@ def test_known_bits() -> None:
         _NAN,
         1 << 31,
     ]
-    assert evaluate("rcp.rn.f32 d, a", floats(3.0, 0.0, -0.0), result=np.uint32).tolist() == [0x3EAAAAAB, 0x7F800000, 0xFF800000]  # fmt: skip
+    got = evaluate("rcp.rn.f32 d, a", floats(3.0, 0.0, -0.0), result=np.uint32).tolist()
+    assert got == [0x3EAAAAAB, 0x7F800000, 0xFF800000]
 
 
 def test_pairs_of_f32_are_two_numbers() -> None:
@@ -107,7 +108,7 @@ def test_fused_multiply_adds_of_narrow_numbers_round_once() -> None:
         raw = rng.integers(0, 1 << 16, (1500, 3), dtype=np.uint16)
         with np.errstate(all="ignore"):
             value = raw.view(dtype).astype(np.float64)
-        finite = np.isfinite(value).all(axis=1)
+        finite = np.isfinite(value).all(axis=1).tolist()
         got = evaluate(
             f"fma.rn.{name} d, a, b, c", *(raw[:, i].copy() for i in range(3)), result=np.uint16, allow_fma=True
         )

@@ -1,5 +1,7 @@
 """Global and shared memory: bounds, alignment, widths, parameters, atomics."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -54,7 +56,8 @@ def test_misaligned_accesses_are_found() -> None:
 
 def test_a_pointer_into_a_buffer() -> None:
     x, y = np.arange(64, dtype=np.uint8), np.zeros(32, np.uint8)
-    body = "ld.param.b64 %rd5, [k_param_0]; cvt.u64.u32 %rd6, %r0; add.s64 %rd5, %rd5, %rd6; ld.global.b8 %rs1, [%rd5]; st.global.b8 [%rd1], %rs1;"
+    body = """ld.param.b64 %rd5, [k_param_0]; cvt.u64.u32 %rd6, %r0; add.s64 %rd5, %rd5, %rd6;
+        ld.global.b8 %rs1, [%rd5]; st.global.b8 [%rd1], %rs1;"""
     execute(body, Pointer(x, 7), y)
     assert np.array_equal(y, x[7:39])
     with pytest.raises(PtxError, match="out of bounds"):
@@ -96,10 +99,13 @@ def test_scalars_are_checked_against_their_types() -> None:
     out = np.zeros(4, np.int32)
     run(ptx, (1,), [-5, 1.5, out], 0)  # the last pointer is scratch memory
     assert out[0] == -5 and out[1:2].view(np.float32)[0] == 1.5 and out[2:].view(np.int64)[0] == -5
-    for arguments, what in (
-        ([1 << 32, 1.5, out], "does not fit"), ([1, 1.5, out, out, out], "5 arguments"), ([1], "not all others are pointers"),
+    wrong: list[tuple[list[Any], str]] = [
+        ([1 << 32, 1.5, out], "does not fit"),
+        ([1, 1.5, out, out, out], "5 arguments"),
+        ([1], "not all others are pointers"),
         ([out, 1.5, out], "cannot be a pointer"),
-    ):  # fmt: skip
+    ]
+    for arguments, what in wrong:
         with pytest.raises(PtxError, match=what):
             run(ptx, (1,), arguments, 0)
 
@@ -113,10 +119,17 @@ def test_modifiers_of_caches_change_nothing_and_unknown_ones_are_refused() -> No
     )  # fmt: skip
     assert np.array_equal(x, y)
     for instruction in (
-        "ld.b32 %r1, [%rd0]", "ld.global.nc.b32 %r1, [%rd0]", "ld.volatile.global.b32 %r1, [%rd0]", "ld.local.b32 %r1, [%rd0]",
-        "ld.global.v3.b32 {%r1, %r2, %r3}, [%rd0]", "ld.global.v2.b32 {%r1}, [%rd0]", "st.global.relaxed.gpu.b32 [%rd0], %r1",
-        "ld.global.b32 %rs1, [%rd0]", "ld.global.L2::cache_hint.b32 %r1, [%rd0]", "cp.async.ca.shared.global [%r1], [%rd0], 4",
-    ):  # fmt: skip
+        "ld.b32 %r1, [%rd0]",
+        "ld.global.nc.b32 %r1, [%rd0]",
+        "ld.volatile.global.b32 %r1, [%rd0]",
+        "ld.local.b32 %r1, [%rd0]",
+        "ld.global.v3.b32 {%r1, %r2, %r3}, [%rd0]",
+        "ld.global.v2.b32 {%r1}, [%rd0]",
+        "st.global.relaxed.gpu.b32 [%rd0], %r1",
+        "ld.global.b32 %rs1, [%rd0]",
+        "ld.global.L2::cache_hint.b32 %r1, [%rd0]",
+        "cp.async.ca.shared.global [%r1], [%rd0], 4",
+    ):
         with pytest.raises(PtxError, match=r"(not known|must be|registers for|has 16 bits)"):
             execute(f"{instruction};", x)
 
@@ -151,8 +164,8 @@ def test_blocks_have_their_own_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     "change, start, want",
-    [("add.u32", 10, 10 + 2 * sum(range(32))), ("max.s32", 5, 31), ("max.u32", 5, 31), ("min.s32", 5, 0), ("or.b32", 64, 95)],
-)  # fmt: skip
+    [("add.u32", 10, 10 + 992), ("max.s32", 5, 31), ("max.u32", 5, 31), ("min.s32", 5, 0), ("or.b32", 64, 95)],
+)
 def test_atomics_are_done_for_every_thread(change: str, start: int, want: int) -> None:
     for verb, to in (("atom", "%r9, "), ("red", "")):
         out = np.full(1, start, np.uint32)
@@ -162,15 +175,18 @@ def test_atomics_are_done_for_every_thread(change: str, start: int, want: int) -
 
 def test_what_an_atomic_returns_depends_on_the_order_and_is_not_used() -> None:
     out = np.zeros(32, np.uint32)
+    body = "ld.param.b64 %rd5, [k_param_0]; atom.global.gpu.relaxed.add.u32 %r9, [%rd5], 1;"
+    execute(body, out)
     with pytest.raises(PtxError, match="an undefined value is stored"):
-        execute("ld.param.b64 %rd5, [k_param_0]; atom.global.gpu.relaxed.add.u32 %r9, [%rd5], 1; st.global.b32 [%rd1], %r9;", out, out.copy())  # fmt: skip
+        execute(body + "st.global.b32 [%rd1], %r9;", out, out.copy())
 
 
 def test_atomics_whose_result_is_open_are_refused() -> None:
     out = np.zeros(32, np.uint32)
     for instruction in (
         "atom.global.gpu.relaxed.add.f32 %r9, [%rd0], %r0", "atom.global.gpu.relaxed.exch.b32 %r9, [%rd0], %r0",
-        "atom.global.gpu.relaxed.cas.b32 %r9, [%rd0], %r0, %r0", "red.add.u32 [%rd0], %r0", "red.shared.gpu.relaxed.add.u32 [%r1], 1",
+        "atom.global.gpu.relaxed.cas.b32 %r9, [%rd0], %r0, %r0", "red.add.u32 [%rd0], %r0",
+        "red.shared.gpu.relaxed.add.u32 [%r1], 1",
     ):  # fmt: skip
         with pytest.raises(PtxError, match="not known|must be said"):
             execute(f"{instruction};", out)

@@ -46,7 +46,8 @@ def test_shuffles_order_nothing() -> None:
 
 
 def test_a_write_after_many_reads_needs_a_barrier() -> None:
-    body = "setp.eq.b32 %p1, %r0, 0; @%p1 st.shared.b32 [%r1], 5; bar.sync 0; ld.shared.b32 %r9, [%r1]; {} @%p1 st.shared.b32 [%r1], 6;"
+    body = """setp.eq.b32 %p1, %r0, 0; @%p1 st.shared.b32 [%r1], 5; bar.sync 0; ld.shared.b32 %r9, [%r1];
+        {} @%p1 st.shared.b32 [%r1], 6;"""
     for threads in (32, 64):
         _run(body.format("bar.sync 0;"), threads)
         with pytest.raises(PtxError, match="is written, and read by"):
@@ -94,16 +95,15 @@ def test_a_block_may_not_read_what_another_writes() -> None:
 def test_blocks_of_different_waves_are_compared() -> None:
     """More blocks than run at once: the first and the last meet in one byte."""
     blocks = 1200
-    body = (
-        _MINE
-        + f"setp.eq.b32 %p1, %r2, 0; setp.eq.b32 %p2, %r2, {blocks - 1}; @%p1 ld.global.b32 %r4, [%rd0]; @%p2 st.global.b32 [%rd0], 9;"
-    )
+    body = f"""setp.eq.b32 %p1, %r2, 0; setp.eq.b32 %p2, %r2, {blocks - 1};
+        @%p1 ld.global.b32 %r4, [%rd0]; @%p2 st.global.b32 [%rd0], 9;"""
     with pytest.raises(PtxError, match=f"is written, and read by.*block {blocks - 1}.*block 0"):
-        execute(body, np.zeros(32, np.uint32), blocks=blocks)
+        execute(_MINE + body, np.zeros(32, np.uint32), blocks=blocks)
 
 
 def test_global_memory_in_a_block_needs_a_barrier_as_well() -> None:
-    body = "xor.b32 %r3, %r0, 32; ld.param.b64 %rd5, [k_param_0]; mad.wide.u32 %rd6, %r3, 4, %rd5; st.global.b32 [%rd0], 3; {} ld.global.b32 %r4, [%rd6];"
+    body = """xor.b32 %r3, %r0, 32; ld.param.b64 %rd5, [k_param_0]; mad.wide.u32 %rd6, %r3, 4, %rd5;
+        st.global.b32 [%rd0], 3; {} ld.global.b32 %r4, [%rd6];"""
     execute(body.format("bar.sync 0;"), np.zeros(64, np.uint32), threads=64)
     with pytest.raises(PtxError, match="is read, and written by"):
         execute(body.format(""), np.zeros(64, np.uint32), threads=64)

