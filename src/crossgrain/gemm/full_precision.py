@@ -20,20 +20,18 @@ _restore: Callable[[], None] | None = None
 
 @contextmanager
 def full_fp32() -> Iterator[None]:
-    """A context manager in which fp32 GEMMs of GPUs do not use TF32. It costs one read if TF32 is off anyway."""
+    """A context manager in which fp32 GEMMs of GPUs do not use TF32. If it is off anyway, this costs one read."""
     global _inside, _restore
-    if _inside == 0 and torch.backends.cuda.matmul.fp32_precision != "tf32":
-        yield
-        return
     with _lock:
-        if _inside == 0:
+        switched = _inside > 0 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+        if switched and _inside == 0:
             _restore = _switched_off()
-        _inside += 1
+        _inside += switched
     try:
         yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside -= switched
             if _inside == 0 and _restore is not None:
                 _restore()
                 _restore = None

@@ -164,17 +164,18 @@ def test_a_bf16_gemm_with_a_bf16_result_is_used_only_if_it_rounds_once(monkeypat
         return real(a, b, **options)
 
     monkeypatch.setattr(torch, "mm", noting)
-    planes = empty_planes("fprop", dict.fromkeys(("input", "weight"), get_format("mxfp8")), (64, 128, 192), META)
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     try:
-        for allowed in (True, False):
+        for name, allowed in (("mxfp8", True), ("mxfp8", False), ("nvfp4", False)):
             matmul.allow_bf16_reduced_precision_reduction = allowed
+            planes = empty_planes("fprop", dict.fromkeys(("input", "weight"), get_format(name)), (64, 128, 192), META)
             with machine.replaced(Gpu((8, 0))):
                 gemm("fprop", *planes, out_dtype=torch.bfloat16)
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
-    assert seen == [(torch.float32, torch.float32), (None, torch.bfloat16)]
+    by_epilogue = (torch.float32, torch.float32)  # NVFP4 has a scale that comes after the sums
+    assert seen == [by_epilogue, (None, torch.bfloat16), by_epilogue]
 
 
 # ---- columns of MXFP8 ---------------------------------------------------------------------------------
