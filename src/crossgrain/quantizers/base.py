@@ -386,9 +386,6 @@ class Quantizer(AmaxReduction, DataFree):
         """The tensors with amaxes and scales of earlier steps, from which the next scales follow; written in place."""
         return []
 
-    def move_statistics(self, device: torch.device) -> None:
-        """Move scale and amax of the quantizer itself to a device. Others own those of delayed scaling."""
-
     # ---- checks --------------------------------------------------------------------------------
 
     def is_quantizable(self, inp: Tensor) -> bool:

@@ -324,14 +324,14 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             assert target.amax is not None
             device = target.amax.device
             for each in quantizers:
-                if each.scale.device != device:
-                    each.move_statistics(device)
+                if each.scale.device != device:  # made by a recipe, which does not know the device
+                    each._move_statistics(device)
             if not quantizers[0].use_existing_amax:
                 torch._foreach_copy_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
             scales = torch.split(kernels.tensor_scale(target), 1)
             torch._foreach_copy_([each.scale.view(1) for each in quantizers], scales)
 
-    def move_statistics(self, device: torch.device) -> None:
+    def _move_statistics(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.scale, self.amax = number_on(self.scale, device), number_on(self.amax, device)
 

@@ -38,9 +38,6 @@ class CustomRecipeState(RecipeState, kind="custom"):
             resolved.setdefault(slot, {})[direction] = next(made)
         for slot, parts in resolved.items():
             answers[slot] = parts[None] if None in parts else answers[slot].resolved(parts)
-        for answer in answers:
-            for plain in answer.plain_quantizers():
-                plain.move_statistics(self.device)
         return answers
 
     def _asked(self) -> list[Any]:

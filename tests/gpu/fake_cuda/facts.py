@@ -136,6 +136,22 @@ def checks() -> dict[str, Any]:
     }
 
 
+def scales_of_layers() -> dict[str, Any]:
+    """The scales that a layer tells after a step on the device, and after the same on the CPU."""
+    found = {}
+    for name in ("fp8", "fp8_line", "fp8_delayed"):
+        scales = []
+        for on in ("cpu", "cuda"):
+            torch.manual_seed(1)
+            model = cg.Linear(WIDTH, WIDTH, **OPTIONS).to(on)
+            trained(model, numbers(on, 32, WIDTH), RECIPES[name]())
+            quantizers = [each for slots in model.quantizers.values() for each in slots]
+            plain = [part for each in quantizers for part in each.plain_quantizers() if hasattr(part, "scale")]
+            scales.append([[str(each.scale.device), each.scale.tolist()] for each in plain])
+        found[name] = scales
+    return found
+
+
 def shapes_of_operators() -> dict[str, Any]:
     """What the custom operators return for fake tensors of the device, and what they return there in truth."""
     found = {}
@@ -173,5 +189,14 @@ def compiled_models() -> dict[str, Any]:
 
 FACTS: dict[str, Callable[[], dict[str, Any]]] = {
     each.__name__: each
-    for each in (what_waits, mixing_devices, a_read_in_a_layer, seeds, checks, shapes_of_operators, compiled_models)
+    for each in (
+        what_waits,
+        mixing_devices,
+        a_read_in_a_layer,
+        seeds,
+        checks,
+        scales_of_layers,
+        shapes_of_operators,
+        compiled_models,
+    )
 }

@@ -29,3 +29,11 @@ def test_numbers_of_the_device_are_told_later(told):
     before, after = told["checks"]["told"]
     assert before == [1.0] and after == [1.0, 2.0]
     assert told["checks"]["waits"] == 0
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_line", "fp8_delayed"])
+def test_layers_have_their_scales_on_the_device(told, recipe):
+    cpu, gpu = told["scales_of_layers"][recipe]
+    assert [scale for _, scale in gpu] == [scale for _, scale in cpu]
+    assert {device for device, _ in gpu} == {"cuda:0"}
+    assert any(scale != [1.0] for _, scale in gpu)
