@@ -53,11 +53,17 @@ def butterfly(v, D: tl.constexpr):
 
 
 @triton.jit
+def negated(x):
+    """``-x``, which Triton computes as 0 - x, so that -0 would be lost."""
+    return x * -1.0
+
+
+@triton.jit
 def rotated(v, SIGNS: tl.constexpr, COMPILED: tl.constexpr):
     """16 tensors rotated as `reference.hadamard.rotate` does, and rounded to bf16."""
     out = ()
     for i in tl.static_range(16):
-        out = out + (-v[i] if (SIGNS >> i) & 1 else v[i],)
+        out = out + (negated(v[i]) if (SIGNS >> i) & 1 else v[i],)
     out = butterfly(butterfly(butterfly(butterfly(out, 1), 2), 4), 8)
     rounded = ()
     for i in tl.static_range(16):
@@ -72,7 +78,7 @@ def unrotated(v, SIGNS: tl.constexpr):
     out = ()
     for i in tl.static_range(16):
         number = v[i] * 0.25
-        out = out + (-number if (SIGNS >> i) & 1 else number,)
+        out = out + (negated(number) if (SIGNS >> i) & 1 else number,)
     return out
 
 
