@@ -134,3 +134,15 @@ def test_matrices_go_back_to_shared_memory() -> None:
         registers, out, shared=256,
     )  # fmt: skip
     assert np.array_equal(out.reshape(2, 32, 2), registers.view(np.uint16).reshape(32, 2, 2).transpose(1, 0, 2))
+
+
+def test_matrices_need_whole_warps_and_rows_of_16_bytes() -> None:
+    body = "mov.b32 %r20, global_smem; st.shared.b32 [%r20], 0; setp.lt.u32 %p1, %r0, 16; {} {{%r1}}, [{}];"
+    load = "ldmatrix.sync.aligned.m8n8.x1.shared.b16"
+    with pytest.raises(PtxError, match="all lanes of a warp must come"):
+        execute(body.format(f"@%p1 {load}", "%r20"), shared=256)
+    with pytest.raises(PtxError, match="misaligned.*a multiple of 16 bytes"):
+        execute(body.format(load, "%r20 + 8"), shared=256)
+    for unknown in ("ldmatrix.sync.aligned.m16n16.x1.shared.b8", "ldmatrix.sync.aligned.m8n8.x2.shared.b16"):
+        with pytest.raises(PtxError, match="matrix is not known"):
+            execute(body.format(unknown, "%r20"), shared=256)

@@ -80,8 +80,11 @@ def _nearest(value: Fraction, mantissa: int, smallest: int, largest_exponent: in
 
 
 def test_a_fused_multiply_add_rounds_once() -> None:
-    # 2**24 + 1 + a little: a sum in float64 that is rounded to nearest loses the little, and then ties to even.
+    # A little beside the middle between two numbers: a sum in float64 loses the little, and then ties to even.
     traps = [
+        (2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23), 1 + 2.0**-23),
+        (2.0**-12 * (1 + 2.0**-23), -(2.0**-12) * (1 - 2.0**-23), 1 + 2.0**-23),
+        (2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23), -1 - 2.0**-23),
         (1.0 + 2.0**-23, 1.0 + 2.0**-23, 2.0**-60),
         (16777217.0 - 1, 1.0, 1.0 + 2.0**-23),
         (1.0 + 2.0**-12, 1.0 - 2.0**-12, -(2.0**-80)),

@@ -127,6 +127,7 @@ def test_modifiers_of_caches_change_nothing_and_unknown_ones_are_refused() -> No
         "ld.global.v2.b32 {%r1}, [%rd0]",
         "st.global.relaxed.gpu.b32 [%rd0], %r1",
         "ld.global.b32 %rs1, [%rd0]",
+        "ld.global.b32.unified %r1, [%rd0]",
         "ld.global.L2::cache_hint.b32 %r1, [%rd0]",
         "cp.async.ca.shared.global [%r1], [%rd0], 4",
     ):

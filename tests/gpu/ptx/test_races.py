@@ -38,6 +38,8 @@ def test_a_barrier_of_the_warp_orders_its_lanes_alone() -> None:
     _run(body, 32)
     with pytest.raises(PtxError, match="race"):
         _run(body, 64)
+    with pytest.raises(PtxError, match="a barrier of a part of a warp is not known"):
+        _run("setp.lt.u32 %p1, %r0, 16; @%p1 bar.warp.sync 0xffff;", 32)
 
 
 def test_shuffles_order_nothing() -> None:
@@ -45,13 +47,22 @@ def test_shuffles_order_nothing() -> None:
         _run("st.shared.b32 [%r3], %r0; shfl.sync.bfly.b32 %r9, %r0, 1, 31, -1; ld.shared.b32 %r10, [%r4];", 32)
 
 
-def test_a_write_after_many_reads_needs_a_barrier() -> None:
-    body = """setp.eq.b32 %p1, %r0, 0; @%p1 st.shared.b32 [%r1], 5; bar.sync 0; ld.shared.b32 %r9, [%r1];
-        {} @%p1 st.shared.b32 [%r1], 6;"""
-    for threads in (32, 64):
-        _run(body.format("bar.sync 0;"), threads)
-        with pytest.raises(PtxError, match="is written, and read by"):
-            _run(body.format(""), threads)
+@pytest.mark.parametrize("threads, writer", [(32, 0), (32, 31), (64, 0), (64, 63)])
+def test_a_write_after_many_reads_needs_a_barrier(threads: int, writer: int) -> None:
+    """All threads read the same, and the first or the last of them writes."""
+    body = f"""setp.eq.b32 %p1, %r0, {writer}; @%p1 st.shared.b32 [%r1], 5; bar.sync 0; ld.shared.b32 %r9, [%r1];
+        <> @%p1 st.shared.b32 [%r1], 6;"""
+    _run(body.replace("<>", "bar.sync 0;"), threads)
+    with pytest.raises(PtxError, match="is written, and read by"):
+        _run(body.replace("<>", ""), threads)
+
+
+def test_reads_one_after_the_other_are_all_remembered() -> None:
+    body = """setp.eq.b32 %p1, %r0, 3; setp.eq.b32 %p2, %r0, 40; @%p1 st.shared.b32 [%r1], 5; bar.sync 0;
+        @%p1 ld.shared.b32 %r9, [%r1]; @%p2 ld.shared.b32 %r9, [%r1]; {} @%p2 st.shared.b32 [%r1], 6;"""
+    _run(body.format("bar.sync 0;"), 64)
+    with pytest.raises(PtxError, match="is written, and read by"):
+        _run(body.format(""), 64)
 
 
 def test_the_same_number_may_be_written_by_all() -> None:
@@ -86,8 +97,9 @@ def test_blocks_may_not_write_different_numbers_to_the_same_place() -> None:
 def test_a_block_may_not_read_what_another_writes() -> None:
     read_first = _MINE + "setp.eq.b32 %p1, %r2, 0; @%p1 ld.global.b32 %r4, [%rd0]; @!%p1 st.global.b32 [%rd0], 9;"
     write_first = _MINE + "setp.eq.b32 %p1, %r2, 0; @%p1 st.global.b32 [%rd0], 9; @!%p1 ld.global.b32 %r4, [%rd0];"
-    with pytest.raises(PtxError, match="is written, and read by"):
-        execute(read_first, np.zeros(32, np.uint32), blocks=2)
+    for between in ("@!%p1", "bar.sync 0; @!%p1"):  # a barrier is one of a block
+        with pytest.raises(PtxError, match="is written, and read by"):
+            execute(read_first.replace("@!%p1", between), np.zeros(32, np.uint32), blocks=2)
     with pytest.raises(PtxError, match="is read, and written by"):
         execute(write_first, np.zeros(32, np.uint32), blocks=2)
 
