@@ -64,7 +64,7 @@ def test_where_there_is_cuda_it_is_meant(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert devices.resolved_device("cuda") == torch.device("cuda")
+        assert devices.resolved_device("cuda") == torch.device("cuda", 3), "as tensors on it name it"
         assert devices.resolved_device(1) == torch.device("cuda", 1)
         assert te.utils.canonicalize_device("cuda") == torch.device("cuda", 3)
         assert te.utils.devices_match("cuda", "cuda:3") and not te.utils.devices_match("cuda", "cuda:0")

@@ -250,7 +250,7 @@ def _write(path: Path, content: Any) -> None:
                 raise error.__context__ from None  # torch's own error does not say why a write failed
             raise
     try:
-        torch.load(path, weights_only=True, mmap=True)  # looks at the structure and leaves the numbers on the disk
+        torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # the numbers stay on the disk
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error)
         raise TypeError(

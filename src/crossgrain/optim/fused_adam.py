@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,6 +84,12 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.capturable = capturable
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if isinstance(group.get("step"), Tensor):
+                group["step"] = group["step"].to(group["params"][0].device)
+
     def _begin(self, group: dict[str, Any]) -> None:
         step = group.get("step", 0)
         if self.capturable and not isinstance(step, Tensor):
@@ -101,7 +108,7 @@ class FusedAdam(FusedOptimizer):
         # After infinitely many steps both corrections are 1.
         steps = group["step"] if group["bias_correction"] else torch.inf
         if isinstance(steps, Tensor):
-            count = steps.to(torch.float32).view(())
+            count = steps.to(params[0].device, torch.float32).view(())
         else:
             count = torch.full((), float(steps), dtype=torch.float32, device=params[0].device)
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_

@@ -12,14 +12,19 @@ _warned = False
 
 
 def resolved_device(device: torch.device | str | int | None) -> torch.device:
-    """The device to use. None is torch's default device. Without CUDA, "cuda" is the CPU, with one warning."""
+    """The device to use, as tensors name it: "cuda" is the current GPU, "cuda:0".
+
+    None is torch's default device. Without CUDA, "cuda" is the CPU, with one warning.
+    """
     if device is None:
-        return torch.get_default_device()
+        device = torch.get_default_device()
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type != "cuda" or torch.cuda.is_available():
+    if device.type != "cuda":
         return device
-    _warn_once()
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        _warn_once()
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def accelerator() -> torch.device:

@@ -86,7 +86,9 @@ def install() -> None:
     }
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
-    torch.UntypedStorage.clone = _cloned_storage  # type: ignore[method-assign]
+    # What the CPU build of torch cannot do with storages of the device
+    torch.UntypedStorage.clone = lambda self: _bytes_of(self).clone().untyped_storage()  # type: ignore[method-assign]
+    torch.UntypedStorage.cpu = lambda self: _bytes_of(self).cpu().untyped_storage()  # type: ignore[method-assign]
     _let_resize(library)
 
 
@@ -103,11 +105,9 @@ def _let_resize(library: Any) -> None:
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
 
 
-def _cloned_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A copy of a storage. The CPU build of torch cannot make one of the device by itself."""
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     count = storage.nbytes()
-    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (count,), (1,))
-    return there.clone().untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (count,), (1,))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,8 @@ from crossgrain.runtime.host_and_device import number_on, on_device, require, te
 from crossgrain.runtime.random_numbers import seed_for_device
 
 from . import device
-from .runs.common import DTYPE, OPTIONS, WIDTH, numbers, trained
+from .allowed import is_allowed
+from .runs.common import DTYPE, OPTIONS, WIDTH, Results, numbers, trained
 from .runs.recipes import RECIPES
 
 _GPU = torch.device("cuda", 0)
@@ -152,6 +154,40 @@ def scales_of_layers() -> dict[str, Any]:
     return found
 
 
+def resumed_runs() -> dict[str, Any]:
+    """What differs between a run on the device and one that was saved and loaded there, and where that one waits."""
+    found = {}
+    for capturable in (False, True):
+        with tempfile.TemporaryDirectory() as directory:
+            model, optimizer, x = _begun(1, capturable)
+            cg.files.save_checkpoint(directory, 1, model=model, optimizer=optimizer)
+            other, its_optimizer, _ = _begun(2, capturable)
+            cg.files.load_checkpoint(directory, model=other, optimizer=its_optimizer)
+        results = []
+        for each, own in ((model, optimizer), (other, its_optimizer)):
+            each.zero_grad()
+            x.grad = None
+            with device.watched() as waits:
+                results.append(trained(each, x, RECIPES["fp8_delayed"](), None, own))
+        places = {wait.place for wait in waits if not is_allowed(wait)}
+        found[f"capturable={capturable}"] = _differences(*results) + sorted(places)
+    return found
+
+
+def _begun(seed: int, capturable: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(seed)
+    with cg.quantized_model_init(recipe=RECIPES["fp8_delayed"]()):
+        model = cg.Linear(WIDTH, WIDTH, **OPTIONS).to("cuda")
+    optimizer = cg.optim.FusedAdam(model.parameters(), master_weights=True, capturable=capturable)
+    x = numbers("cuda", 32, WIDTH)
+    trained(model, x, RECIPES["fp8_delayed"](), None, optimizer)
+    return model, optimizer, x
+
+
+def _differences(one: Results, other: Results) -> list[str]:
+    return [name for name, each in one.items() if not torch.equal(each, other[name])]
+
+
 def shapes_of_operators() -> dict[str, Any]:
     """What the custom operators return for fake tensors of the device, and what they return there in truth."""
     found = {}
@@ -183,7 +219,7 @@ def compiled_models() -> dict[str, Any]:
             call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
             torch.manual_seed(2)
             results.append(trained(model, x, RECIPES[name](), lambda _, x, call=call: call(x)))
-        found[name] = [key for key, each in results[0].items() if not torch.equal(each, results[1][key])]
+        found[name] = _differences(*results)
     return found
 
 
@@ -196,6 +232,7 @@ FACTS: dict[str, Callable[[], dict[str, Any]]] = {
         seeds,
         checks,
         scales_of_layers,
+        resumed_runs,
         shapes_of_operators,
         compiled_models,
     )

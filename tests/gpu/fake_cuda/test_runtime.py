@@ -37,3 +37,7 @@ def test_layers_have_their_scales_on_the_device(told, recipe):
     assert [scale for _, scale in gpu] == [scale for _, scale in cpu]
     assert {device for device, _ in gpu} == {"cuda:0"}
     assert any(scale != [1.0] for _, scale in gpu)
+
+
+def test_a_run_resumes_on_the_device(told):
+    assert told["resumed_runs"] == {"capturable=False": [], "capturable=True": []}

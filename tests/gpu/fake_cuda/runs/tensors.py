@@ -84,6 +84,18 @@ def _flagged(device: str, make: Any, is_set: bool) -> Step:
     return step
 
 
+def _named(device: str, name: str) -> Step:
+    """Memory on the device by its name without a number, which a tensor on it is written to."""
+    x = _values(device)
+
+    def step() -> Results:
+        made = cg.quantizer_for(name).make_empty(x.shape, dtype=DTYPE, device=device)
+        made.quantize_(x)
+        return _planes(made)
+
+    return step
+
+
 def _grouped(device: str) -> Step:
     x = _values(device, 96)
 
@@ -116,6 +128,7 @@ RUNS: dict[str, Run] = {
         for name, make in _FLAGGED.items()
         for is_set in (False, True)
     },
+    **{f"tensors named {name}": partial(_named, name=name) for name in ("fp8", "mxfp8", "nvfp4")},
     "tensors group": _grouped,
 }
 SHORT = [name for name in RUNS if not name.startswith("tensors life")] + ["tensors life fp8", "tensors life nvfp4"]
