@@ -77,7 +77,9 @@ def build(
         source, target=gpu_target(target), options={"num_warps": num_warps, "enable_fp_fusion": False, **options}
     )
     threads = num_warps * (32 if target in _CUDA else _HIP[target])
-    return Built(target, dict(made.asm), made.metadata.shared, threads, time.perf_counter() - start)
+    return Built(
+        target, dict(made.asm), made.metadata.shared, threads, time.perf_counter() - start, frozenset(constants)
+    )
 
 
 def gpu_target(name: str) -> GPUTarget:

@@ -136,10 +136,14 @@ def decode_change(instruction: Instruction) -> Executor:
         raise PtxError("this atomic is not known: its result may depend on the order of threads")
     ufunc, types = _CHANGES[change]
     kind = modifiers.one_of(types)
+    if kind is None:
+        raise PtxError(
+            f"an atomic {change} is known of {', '.join(types)}; that of floats depends on the order of threads"
+        )
     modifiers.done()
     operands = instruction.operands
     to = operands[0] if verb == "atom" else None
-    if kind is None or len(operands) != (3 if verb == "atom" else 2) or not isinstance(operands[-2], Address):
+    if len(operands) != (3 if verb == "atom" else 2) or not isinstance(operands[-2], Address):
         raise PtxError("this atomic is not known")
     place = _Place(verb, "global", kind, 1, operands[-2])
     (source,) = _registers(operands[-1], 1)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .errors import PtxError
 from .values import Array
 
 _SECTOR = 32
@@ -49,8 +50,15 @@ class Report:
     counts: Counter[str] = field(default_factory=Counter)
     sectors: dict[Access, Sectors] = field(default_factory=dict)
     conflicts: dict[Access, Conflicts] = field(default_factory=dict)
-    races: list[str] = field(default_factory=list)
-    undefined: Counter[str] = field(default_factory=Counter)  # instructions that read undefined registers
+    races: list[str] = field(default_factory=list)  # those that did not end the run
+    undefined: Counter[str] = field(default_factory=Counter)  # registers that were read before they were written
+    raise_races: bool = True
+
+    def tell_race(self, what: str) -> None:
+        """End the run with an error, or write the race down."""
+        if self.raise_races:
+            raise PtxError(what)
+        self.races.append(what)
 
     @property
     def instructions(self) -> int:

@@ -26,6 +26,7 @@ def run(
     *,
     allow_fma: bool = False,
     most_steps: int = 1 << 18,
+    raise_races: bool = True,
 ) -> Report:
     """Run a kernel.
 
@@ -37,6 +38,7 @@ def run(
         shared_bytes: The size of the dynamic shared memory.
         allow_fma: Whether fused multiply-adds are run; they are exact, but rarely what a reference does.
         most_steps: After so many steps of a wave of blocks, it is taken for one that never ends.
+        raise_races: Whether a race is an error; otherwise all are listed in the report.
 
     Returns:
         Counts of instructions, sectors and bank conflicts.
@@ -51,9 +53,9 @@ def run(
     if not 1 <= len(grid) <= 3 or min(grid) < 1:
         raise PtxError(f"a grid has one to three dimensions of at least one block, got {grid}")
     x, y, z = (*grid, 1, 1)[:3]
-    memory = GlobalMemory(arguments, program.threads)
+    report = Report(raise_races=raise_races)
+    memory = GlobalMemory(arguments, program.threads, report.tell_race)
     parameters = _parameters(program.parameters, arguments, memory)
-    report = Report()
     blocks = x * y * z
     at_once = max(1, _LANES // program.threads)
     for first in range(0, blocks, at_once):

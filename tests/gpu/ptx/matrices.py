@@ -1,12 +1,14 @@
 """ldmatrix and stmatrix: 8 x 8 matrices of 16 bits between shared memory and the lanes of a warp."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .counting import Access
 from .errors import PtxError
 from .lanes import Lanes
 from .source import Address, Instruction, Vector
-from .values import Array, Bits, undefined_mask
+from .values import Array, Bits, unsigned
 from .wave import Executor, Wave
 
 _COUNTS = {"x1": 1, "x2": 2, "x4": 4}
@@ -38,23 +40,29 @@ def decode_matrix(instruction: Instruction) -> Executor:
             if (mine % 16).any():
                 raise PtxError("misaligned access: a row of a matrix lies at a multiple of 16 bytes")
             _count(wave, lanes, parts[0], mine)
-            places = _places(mine, transposed)
+            parts_of_lane = _parts(mine, transposed)
             if loads:
-                wave.put(register, lanes, _load(wave, lanes, places))
+                wave.put(register, lanes, _load(wave, lanes, parts_of_lane))
             else:
-                _store(wave, lanes, places, wave.fetch(register, 32, lanes))
+                _store(wave, lanes, parts_of_lane, wave.fetch(register, 32, lanes))
 
     return execute
 
 
-def _places(rows: Array, transposed: bool) -> tuple[Array, Array]:
-    """The addresses of both 16-bit numbers of each lane."""
+class _Part(NamedTuple):
+    """Bytes of a lane's register and where they lie in shared memory."""
+
+    first: int
+    size: int
+    address: Array
+
+
+def _parts(rows: Array, transposed: bool) -> list[_Part]:
+    """A lane has two neighbours of a row; transposed, they are in rows one below the other."""
     lane = np.arange(32)
-    if transposed:
-        low, high = ((2 * (lane % 4) + half, lane // 4) for half in (0, 1))
-    else:
-        low, high = ((lane // 4, 2 * (lane % 4) + half) for half in (0, 1))
-    return (rows[:, low[0]] + 2 * low[1]).reshape(-1), (rows[:, high[0]] + 2 * high[1]).reshape(-1)
+    if not transposed:
+        return [_Part(0, 4, (rows[:, lane // 4] + lane % 4 * 4).reshape(-1))]
+    return [_Part(2 * half, 2, (rows[:, lane % 4 * 2 + half] + lane // 4 * 2).reshape(-1)) for half in (0, 1)]
 
 
 def _count(wave: Wave, lanes: Lanes, verb: str, rows: Array) -> None:
@@ -62,21 +70,22 @@ def _count(wave: Wave, lanes: Lanes, verb: str, rows: Array) -> None:
     wave.report.add_shared(Access(verb, 16), warp, np.tile(np.arange(8), len(rows)), rows.reshape(-1))
 
 
-def _load(wave: Wave, lanes: Lanes, places: tuple[Array, Array]) -> Bits:
+def _load(wave: Wave, lanes: Lanes, parts: list[_Part]) -> Bits:
     value: Array = np.zeros((), np.uint32)
     undefined: Array = np.zeros((), np.uint8)
-    for half, place in enumerate(places):
-        got, spoiled = wave.shared.load(wave.block[lanes.numbers], place, 2, 1, wave.moment(lanes))
-        value = value | got[:, 0].astype(np.uint32) << np.uint32(16 * half)
+    for part in parts:
+        got, spoiled = wave.shared.load(wave.block[lanes.numbers], part.address, part.size, 1, wave.moment(lanes))
+        value = value | got[:, 0].astype(np.uint32) << np.uint32(8 * part.first)
         if spoiled is not None:
-            undefined = undefined | ((spoiled[:, 0] | spoiled[:, 1] << 1) << 2 * half).astype(np.uint8)
+            undefined = undefined | np.packbits(spoiled, axis=1, bitorder="little")[:, 0] << np.uint8(part.first)
     return Bits(value, undefined if undefined.any() else None)
 
 
-def _store(wave: Wave, lanes: Lanes, places: tuple[Array, Array], held: Bits) -> None:
-    for half, place in enumerate(places):
-        value = (lanes.spread(held.value) >> np.uint32(16 * half)).astype(np.uint16)[:, None]
-        mask = lanes.spread(undefined_mask(held)) >> np.uint8(2 * half)
-        spoiled = np.stack((mask & 1, mask >> 1 & 1), axis=1).astype(bool)
-        undefined = spoiled if spoiled.any() else None
-        wave.shared.store(wave.block[lanes.numbers], place, value, undefined, wave.moment(lanes))
+def _store(wave: Wave, lanes: Lanes, parts: list[_Part], held: Bits) -> None:
+    for part in parts:
+        value = (lanes.spread(held.value) >> np.uint32(8 * part.first)).astype(unsigned(8 * part.size))[:, None]
+        spoiled = None
+        if held.undefined is not None:
+            mask = lanes.spread(held.undefined) >> np.uint8(part.first)
+            spoiled = np.unpackbits(mask[:, None], axis=1, bitorder="little")[:, : part.size].astype(bool)
+        wave.shared.store(wave.block[lanes.numbers], part.address, value, spoiled, wave.moment(lanes))

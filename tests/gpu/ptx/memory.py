@@ -1,6 +1,6 @@
 """Global buffers and shared memory: bounds, alignment, races and undefined bytes of every access."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ class Pointer:
 class _Bytes:
     """Bytes with their watchers; widths divide all places, so an access is a row."""
 
-    def __init__(self, data: Array, threads: int, name: str) -> None:
+    def __init__(self, data: Array, threads: int, name: str, tell: Callable[[str], None]) -> None:
         self.data = data
         self._name = name
-        self.races = Races(len(data), threads, name)
+        self.races = Races(len(data), threads, name, tell)
 
     def load(self, rows: Array, size: int, count: int, now: Moment) -> Array:
         self.races.read(rows, size * count, now)
@@ -46,22 +46,23 @@ class _Bytes:
         lost = np.nonzero((there[rows] != value).any(axis=1))[0]
         if len(lost):
             place = int(rows[lost[0]]) * size * count
-            raise PtxError(f"race: threads write different numbers to byte {place} of {self._name} in one instruction")
+            what = f"race: threads write different numbers to byte {place} of {self._name} in one instruction"
+            self.races.tell(what)
         self.races.write(rows, size * count, now, changed if fresh is None else changed | fresh)
 
 
 class GlobalMemory:
     """The buffers of a launch. They are copied here, and copied back when all has gone well."""
 
-    def __init__(self, arguments: Sequence[object], threads: int) -> None:
+    def __init__(self, arguments: Sequence[object], threads: int, tell: Callable[[str], None]) -> None:
         self._arrays: list[np.ndarray[Any, Any]] = []
         self._buffers: list[_Bytes] = []
         for each in arguments:
             array = each.array if isinstance(each, Pointer) else each
             if isinstance(array, np.ndarray) and self._number(array) is None:
-                self._add(array, threads)
+                self._add(array, threads, tell)
 
-    def _add(self, array: np.ndarray[Any, Any], threads: int) -> None:
+    def _add(self, array: np.ndarray[Any, Any], threads: int, tell: Callable[[str], None]) -> None:
         if not array.flags.c_contiguous:
             raise PtxError("a buffer must be contiguous")
         if any(np.may_share_memory(array, other) for other in self._arrays):
@@ -69,7 +70,7 @@ class GlobalMemory:
         size = -(-array.nbytes // 32) * 32 + _PADDING
         data = np.full(size, _CANARY, np.uint8)
         data[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        self._buffers.append(_Bytes(data, threads, f"buffer {len(self._buffers)}"))
+        self._buffers.append(_Bytes(data, threads, f"buffer {len(self._buffers)}", tell))
         self._arrays.append(array)
 
     def _number(self, array: np.ndarray[Any, Any]) -> int | None:
@@ -143,11 +144,11 @@ class GlobalMemory:
 class SharedMemory:
     """The shared memory of all blocks of a wave, one after the other."""
 
-    def __init__(self, blocks: int, size: int, threads: int, first_thread: int) -> None:
+    def __init__(self, blocks: int, size: int, threads: int, first_thread: int, tell: Callable[[str], None]) -> None:
         self._size = size
         self._stride = -(-size // 32) * 32
         self._first = first_thread  # of the wave: watchers count from it
-        self._bytes = _Bytes(np.zeros(blocks * self._stride, np.uint8), threads, "shared memory")
+        self._bytes = _Bytes(np.zeros(blocks * self._stride, np.uint8), threads, "shared memory", tell)
         self._undefined: Array | None = None
 
     def load(self, block: Array, address: Array, size: int, count: int, now: Moment) -> tuple[Array, Array | None]:

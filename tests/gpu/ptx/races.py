@@ -11,11 +11,11 @@ orders them. The rules, stricter than today's hardware where PTX promises nothin
     the same number to the same place.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import PtxError
 from .values import Array
 
 _THREAD, _WARP, _BLOCK, _GRID = range(4)  # how far apart the threads are that touched a byte
@@ -106,8 +106,9 @@ class _Log:
 class Races:
     """Watches the bytes of one buffer, or of the shared memory of all blocks."""
 
-    def __init__(self, size: int, threads: int, name: str) -> None:
+    def __init__(self, size: int, threads: int, name: str, tell: Callable[[str], None]) -> None:
         self._name = name
+        self.tell = tell  # what is done about a race
         self._writes = _Log(size, threads)
         self._reads = _Log(size, threads)
         self._size, self._threads = size, threads
@@ -154,7 +155,7 @@ class Races:
             lane, byte = (int(each[0]) for each in np.nonzero(clash))
             place = int(rows[lane]) * width + byte
             one, other = int(now.thread[lane]) - 1, int(log.who[place]) - 1
-            raise PtxError(
+            self.tell(
                 f"race: byte {place} of {self._name} {what} another thread without a barrier between: "
                 f"block {one // self._threads} thread {one % self._threads}, "
                 f"block {other // self._threads} thread {other % self._threads}"

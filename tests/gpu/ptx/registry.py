@@ -1,5 +1,7 @@
 """From an instruction to what executes it. What is not in a table is refused, with the reason where there is one."""
 
+from functools import cache
+
 import numpy as np
 
 from . import accesses, comparisons, conversions, exchange, floats, integers, matrices, moves
@@ -44,8 +46,8 @@ def decode(instruction: Instruction, allow_fma: bool) -> Executor:
 
 def _decode(instruction: Instruction, allow_fma: bool) -> Executor:
     verb = instruction.parts[0]
-    if inexact_reason(instruction.opcode):
-        raise PtxError(inexact_reason(instruction.opcode))
+    if reason := inexact_reason(instruction.opcode):
+        raise PtxError(reason)
     if instruction.opcode in OPERATIONS:
         operation = OPERATIONS[instruction.opcode]
         if operation.fused and not allow_fma:
@@ -58,6 +60,7 @@ def _decode(instruction: Instruction, allow_fma: bool) -> Executor:
     raise PtxError(f"instruction {instruction.opcode} is not known")
 
 
+@cache
 def inexact_reason(opcode: str) -> str:
     """Why PTX leaves the result of an instruction open, or nothing."""
     verb, *modifiers = opcode.split(".")

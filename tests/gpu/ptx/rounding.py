@@ -70,4 +70,4 @@ def decode(code: Array, layout: Layout) -> Array:
         value = np.where(size == layout.infinity, np.inf, value)
     if layout.nan > layout.largest:
         value = np.where(size > (layout.infinity or layout.largest), np.nan, value)
-    return np.where(code >> code.dtype.type(layout.bits - 1) & 1, -value, value)
+    return np.asarray(np.where(code >> code.dtype.type(layout.bits - 1) & 1, -value, value))

@@ -187,6 +187,7 @@ class _Body:
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self._scopes = [_Scope(0)]
+        self._known: dict[str, Operand] = {}  # of the outer scope
         self._opened = 0
         while self._scopes:
             at = self._statement(text, at)
@@ -228,6 +229,7 @@ class _Body:
         if not found or found[1] not in _TYPE_BITS:
             raise PtxError(f"registers of this kind are not known: {statement}")
         scope, bits = self._scopes[-1], _TYPE_BITS[found[1]]
+        self._known.clear()
         for name in found[2].split(","):
             many = re.fullmatch(r"(%?[A-Za-z_$]+)<(\d+)>", name.strip())
             if many:
@@ -246,6 +248,13 @@ class _Body:
         return Instruction(found[3], operands, guard, bool(found[1]), statement)
 
     def _operand(self, text: str, statement: str) -> Operand:
+        if len(self._scopes) > 1:
+            return self._parsed(text, statement)
+        if text not in self._known:  # most operands are there many times
+            self._known[text] = self._parsed(text, statement)
+        return self._known[text]
+
+    def _parsed(self, text: str, statement: str) -> Operand:
         if text == "_":
             return Sink()
         if text.startswith("{"):

@@ -132,3 +132,11 @@ def test_atomics_race_with_plain_accesses_and_not_with_each_other() -> None:
         execute(_MINE + add + "st.global.b32 [%rd5], 77;", np.zeros(1, np.uint32))
     with pytest.raises(PtxError, match="is changed atomically, and written by"):
         execute(_MINE + "setp.eq.b32 %p1, %r0, 0; @%p1 st.global.b32 [%rd5], 77;" + add, np.zeros(1, np.uint32))
+
+
+def test_races_may_be_listed_instead() -> None:
+    out = np.zeros(32, np.uint32)
+    body = "st.shared.b32 [%r3], %r0; ld.shared.b32 %r10, [%r4]; ld.shared.b32 %r11, [%r4]; st.global.b32 [%rd0], %r10;"
+    report = execute(_PLACES + body, out, shared=128, raise_races=False)
+    assert len(report.races) == 2 and all("is read, and written by" in each for each in report.races)
+    assert out.tolist() == list(range(31, -1, -1))

@@ -1,6 +1,7 @@
 """A wave of blocks that runs together: registers of all its lanes, its shared memory, and its place in the grid."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Wave:
         self.memory = memory
         self.report = report
         self.total = blocks * program.threads
-        self.shared = SharedMemory(blocks, shared_bytes, program.threads, first * program.threads)
+        self.shared = SharedMemory(blocks, shared_bytes, program.threads, first * program.threads, report.tell_race)
         lane = np.arange(self.total)
         self.block = lane // program.threads
         self.warp = lane >> 5
@@ -94,7 +95,7 @@ class Wave:
         if size == 1 and bits.undefined is not None and bits.undefined.any():
             raise PtxError("an undefined value decides a predicate")
         if lanes.index is None:
-            self._values[operand.name] = np.broadcast_to(bits.value, (self.total,))
+            self._values[operand.name] = bits.value if bits.value.ndim else np.full(self.total, bits.value)
             self._mark(operand.name, bits.undefined)
             return
         self._put_some(operand, lanes.index, bits)
@@ -139,6 +140,7 @@ class Wave:
         self._stamp[np.unique(lanes.numbers >> 5)] += 1
 
 
+@lru_cache(maxsize=4096)
 def constant(operand: Immediate, bits: int) -> Array:
     """An immediate as an unsigned number of ``bits``."""
     text = operand.text
@@ -151,7 +153,9 @@ def constant(operand: Immediate, bits: int) -> Array:
         fits = -(1 << max(bits - 1, 0)) <= value < 1 << bits
     if not fits:
         raise PtxError(f"constant {text} is none of {bits} bits")
-    return np.asarray(value & ((1 << bits) - 1), unsigned(bits))
+    out = np.asarray(value & ((1 << bits) - 1), unsigned(bits))
+    out.setflags(write=False)  # others get the same
+    return out
 
 
 def _cut(undefined: Array | None, bits: int) -> Array | None:
