@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...planes import ROWWISE
 from ..target import GroupedTarget, Target, Within
 
 FAR = 1 << 31
@@ -23,7 +22,7 @@ def plane_arguments(name: str, target: Target | None) -> dict[str, Any]:
         return _arguments(name, None, 0, None, (0, 0), None, None, None)
     plane = target.plane
     codes, scales = plane.operand_codes(), plane.operand_scales()
-    stride = codes.stride(0 if plane.direction is ROWWISE or plane.transposed else 1)
+    stride = codes.stride(0 if plane.has_whole_rows else 1)
     return _arguments(name, codes, stride, scales, scales.stride(), target.amax, target.scale, plane.amax)
 
 
@@ -31,7 +30,8 @@ def group_arguments(name: str, target: GroupedTarget | None) -> dict[str, Any]:
     if target is None:
         return plane_arguments(name, None)
     planes = target.planes
-    stride = planes.planes[0].operand_codes().stride(0 if planes.direction is ROWWISE or planes.transposed else 1)
+    plane = planes.planes[0]
+    stride = plane.operand_codes().stride(0 if plane.has_whole_rows else 1)
     return _arguments(name, planes.data, stride, planes.scale, (0, 0), target.amax, target.scale, planes.amax)
 
 

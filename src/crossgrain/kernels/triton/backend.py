@@ -153,6 +153,7 @@ class TritonBackend(ReferenceBackend):
             ROW=row and row.kind,
             COLUMN=column and column.kind,
             ALIGNED=False,
+            EVEN=x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0,
         )
 
     def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
@@ -197,6 +198,7 @@ class TritonBackend(ReferenceBackend):
             ROW=row and row[1],
             COLUMN=column and column[1],
             ALIGNED=table.aligned and x.stride(0) % 16 == 0,
+            EVEN=all(n % 32 == 0 for n in (*heights, width)),
         )
 
     def _run(self, kernel: Any, x: Tensor, tile: Tile, table: GroupTable | None, **arguments: Any) -> None:

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...planes import ROWWISE
 from ...planes.groups import PlaneGroups
 from .device.encode import TABLE_COLUMNS
 from .launch import uploaded
@@ -56,8 +55,7 @@ def group_table(
                 lines += [0] * 5
                 continue
             plane = of_direction.planes[group]
-            major = of_direction.direction is ROWWISE or of_direction.transposed
-            stride, scales = plane.operand_codes().stride(0 if major else 1), plane.operand_scales()
+            stride, scales = plane.operand_codes().stride(0 if plane.has_whole_rows else 1), plane.operand_scales()
             lines += [code_begins[at], scale_begins[at], stride, *scales.stride()]
             aligned = aligned and code_begins[at] % 16 == 0 and stride % 16 == 0
             code_begins[at] += plane.data.numel()

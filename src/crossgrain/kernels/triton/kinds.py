@@ -43,6 +43,7 @@ class ElementKind:
         has_infinity: whether ``last_code`` is infinity.
         unit: the number by which `bits.element_values` multiplies.
         steps_per_one: distances between subnormal numbers from 0 to 1.
+        is_e4m3, is_e5m2, is_e2m1: whether it is just this element, for which there are instructions.
     """
 
     bits: int
@@ -61,6 +62,7 @@ class ElementKind:
     steps_per_one: float
     is_e4m3: bool
     is_e5m2: bool
+    is_e2m1: bool
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def element_kind(element: AnyElement) -> ElementKind | None:
         return ElementKind(
             8, 7, 128, 127 / 64, _bits(127 / 64), 127, 127, 127,
             signed=True, twos_complement=True, has_nan=False, has_infinity=False,
-            unit=1 / 64, steps_per_one=64.0, is_e4m3=False, is_e5m2=False,
+            unit=1 / 64, steps_per_one=64.0, is_e4m3=False, is_e5m2=False, is_e2m1=False,
         )  # fmt: skip
     if not isinstance(element, Element) or not element.mantissa_bits or element.max_exponent > _MOST_EXPONENT:
         return None
@@ -163,11 +165,12 @@ def element_kind(element: AnyElement) -> ElementKind | None:
         steps_per_one=2.0 ** (element.mantissa_bits - element.min_exponent),
         is_e4m3=element.signed and same_bits == (4, 3, 7, 448.0, "nan"),
         is_e5m2=element.signed and same_bits == (5, 2, 15, 57344.0, "ieee"),
+        is_e2m1=element.signed and same_bits == (2, 1, 1, 6.0, "none"),
     )
 
 
 @lru_cache(maxsize=1024)
-def plane_kind(fmt: Format, direction: Direction, transposed: bool, hardware: Traits) -> PlaneKind | None:
+def plane_kind(fmt: Format, direction: Direction, operand_major: bool, hardware: Traits) -> PlaneKind | None:
     """The kind of a plane; None if kernels cannot be made for it."""
     if fmt.element is None:
         return None
@@ -189,7 +192,7 @@ def plane_kind(fmt: Format, direction: Direction, transposed: bool, hardware: Tr
         length,
         fmt.scale_rule,
         direction is ROWWISE,
-        direction is ROWWISE or transposed,
+        operand_major,
         fmt.layout.replicated,
         fmt.global_amax == "row",
         -1 if fmt.rotation is None else fmt.rotation,
@@ -205,7 +208,7 @@ def plane_kind(fmt: Format, direction: Direction, transposed: bool, hardware: Tr
 def encoding_kind(target: Target, dtype: torch.dtype, hardware: Traits) -> EncodingKind | None:
     """How a target is written from a tensor of ``dtype``; None if kernels cannot be made for it."""
     plane, encoding, fmt = target.plane, target.encoding, target.encoding.format
-    kind = plane_kind(fmt, plane.direction, plane.transposed, hardware)
+    kind = plane_kind(fmt, plane.direction, plane.has_whole_rows, hardware)
     if kind is None or encoding.random != "hash":
         return None
     if encoding.stochastic and not _words_fit(plane.direction, target.within):

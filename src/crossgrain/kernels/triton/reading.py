@@ -19,7 +19,7 @@ def readable_kind(plane: Plane, traits: Traits) -> PlaneKind | None:
     """The kind of a plane that kernels can decode; None for others."""
     if plane.format.is_identity or not plane.data.numel() or not has_usual_codes(plane):
         return None
-    return plane_kind(plane.format, plane.direction, plane.transposed, traits)
+    return plane_kind(plane.format, plane.direction, plane.has_whole_rows, traits)
 
 
 def has_usual_codes(plane: Plane) -> bool:
@@ -27,7 +27,7 @@ def has_usual_codes(plane: Plane) -> bool:
     if plane.format.element is None:
         return False
     codes = plane.operand_codes()
-    along = codes.stride(1 if plane.direction is ROWWISE or plane.transposed else 0)
+    along = codes.stride(1 if plane.has_whole_rows else 0)
     return along == 1 and (plane.format.element.bits != 4 or plane.data.storage_offset() % 4 == 0)
 
 

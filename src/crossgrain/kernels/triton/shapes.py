@@ -16,13 +16,24 @@ class Tile(NamedTuple):
 
 
 def encoding_tile(row: EncodingKind | None, column: EncodingKind | None) -> Tile:
-    """The tile for writing one or two planes: it holds whole blocks of both."""
+    """The tile for writing one or two planes: it holds whole blocks of both.
+
+    Larger tiles would spill registers, smaller ones load and store less than 16 bytes at once, and more warps exchange
+    amaxes through memory with conflicts between banks. Tests keep all of this.
+    """
     planes = [kind.plane for kind in (row, column) if kind is not None]
+    if row is None and all(plane.sixteen for plane in planes) and column is not None and not column.four_over_six:
+        return Tile(128, 128, 4)
     if any(plane.sixteen for plane in planes):
         return Tile(128, 64, 4)
-    rows = max([32, *(plane.block_rows if plane.rowwise else plane.block_length for plane in planes)])
-    columns = max([128, *(plane.block_length if plane.rowwise else plane.block_rows for plane in planes)])
-    return Tile(rows, columns, max(2, rows * columns // 2048))
+    if all(plane.block_length == 0 for plane in planes):
+        return Tile(32, 128, 2)
+    rows = max(plane.block_rows if plane.rowwise else plane.block_length for plane in planes)
+    columns = max(plane.block_length if plane.rowwise else plane.block_rows for plane in planes)
+    if rows > 32 or columns > 64:
+        rows, columns = max(32, rows), max(32, columns)
+        return Tile(rows, columns, max(1, rows * columns // 4096))
+    return Tile(32, 64, 1)
 
 
 def measuring_tile(rotated: bool) -> Tile:
@@ -32,8 +43,11 @@ def measuring_tile(rotated: bool) -> Tile:
 
 def decoding_tile(plane: PlaneKind) -> Tile:
     """The tile for decoding: it holds whole blocks."""
-    rows, columns = max(32, plane.block_rows), max(128, plane.block_length)
-    return Tile(rows, columns, max(4, rows * columns // 2048)) if plane.operand_major else Tile(columns, rows, 4)
+    rows, columns = max(32, plane.block_rows), max(256, plane.block_length)
+    if plane.block_rows > 32:
+        columns = plane.block_length
+    warps = rows * columns // 4096
+    return Tile(rows, columns, warps) if plane.operand_major else Tile(columns, rows, warps)
 
 
 EPILOGUE_TILE = Tile(16, 256, 4)

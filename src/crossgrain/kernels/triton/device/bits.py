@@ -41,7 +41,8 @@ def larger(a, b, COMPILED: tl.constexpr):
     """The larger of two magnitudes. NaN gives way to a number, which it does not in `tl.maximum` of the interpreter."""
     if COMPILED:
         return tl.maximum(a, b)
-    return tl.where(a != a, b, tl.where(b != b, a, tl.maximum(a, b)))
+    else:
+        return tl.where(a != a, b, tl.where(b != b, a, tl.maximum(a, b)))
 
 
 @triton.jit
@@ -60,9 +61,10 @@ def rounded_to_bf16(v, COMPILED: tl.constexpr):
     """fp32 numbers rounded to bf16, as fp32. The cast of the interpreter truncates."""
     if COMPILED:
         return v.to(tl.bfloat16).to(tl.float32)
-    b = bits_of(v)
-    rounded = (b + (0x7FFF + ((b >> 16) & 1))) & -65536
-    return float_of(tl.where((b & MAGNITUDE) > INFINITY, b, rounded))
+    else:
+        b = bits_of(v)
+        rounded = (b + (0x7FFF + ((b >> 16) & 1))) & -65536
+        return float_of(tl.where((b & MAGNITUDE) > INFINITY, b, rounded))
 
 
 # ---- casts to elements -------------------------------------------------------------------------------
@@ -103,8 +105,11 @@ def stochastic_codes(v, fraction, ELEMENT: tl.constexpr):
     t = bits_of(moved)
     # Rounded down on the grid at the sum: cut off the bits of fp32's mantissa, or count steps of subnormal numbers.
     normal = (t >> (23 - ELEMENT.mantissa_bits)) - ((ELEMENT.min_exponent_field - 1) << ELEMENT.mantissa_bits)
-    small = (moved * ELEMENT.steps_per_one).to(tl.int32)
-    magnitude = tl.where(t < (ELEMENT.min_exponent_field << 23), small, normal)
+    if ELEMENT.mantissa_bits == 1:  # there is one subnormal number, and below it ``normal`` is at most 0
+        magnitude = tl.maximum(normal, (t >= ((ELEMENT.min_exponent_field - 1) << 23)).to(tl.int32))
+    else:
+        small = (moved * ELEMENT.steps_per_one).to(tl.int32)
+        magnitude = tl.where(t < (ELEMENT.min_exponent_field << 23), small, normal)
     return signed_codes(magnitude, b, a, ELEMENT)
 
 
@@ -142,21 +147,22 @@ def hardware_fp8_codes(v, E5M2: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return tl.inline_asm_elementwise(
-        """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-        "=r,f,f,f,f",
-        [v],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+                {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+                }
+                """,
+            "=r,f,f,f,f",
+            [v],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
 
 
 @triton.jit
@@ -186,9 +192,10 @@ def fp8_or_software_codes(v, ELEMENT: tl.constexpr, FP8: tl.constexpr):
     """Codes (uint8) of fp32 numbers, rounded to the nearest: by hardware if ``FP8`` says that there is some."""
     if FP8 and ELEMENT.is_e4m3:
         return hardware_fp8_codes(v, False)
-    if FP8 and ELEMENT.is_e5m2:
+    elif FP8 and ELEMENT.is_e5m2:
         return hardware_fp8_codes(v, True)
-    return nearest_codes(v, ELEMENT).to(tl.uint8)
+    else:
+        return nearest_codes(v, ELEMENT).to(tl.uint8)
 
 
 # ---- values of elements ------------------------------------------------------------------------------
@@ -203,15 +210,116 @@ def element_values(codes, ELEMENT: tl.constexpr):
     """
     if ELEMENT.twos_complement:
         return ((codes << 24) >> 24).to(tl.float32) * ELEMENT.unit
-    magnitude = codes & ELEMENT.magnitude_mask
-    value = float_of(magnitude << (23 - ELEMENT.mantissa_bits)) * ELEMENT.unit
-    if ELEMENT.has_nan:
-        value = tl.where(magnitude > ELEMENT.last_code, float_of(tl.full(codes.shape, QUIET_NAN, tl.int32)), value)
-    if ELEMENT.has_infinity:
-        value = tl.where(magnitude == ELEMENT.last_code, float_of(tl.full(codes.shape, INFINITY, tl.int32)), value)
-    if ELEMENT.signed:
-        value = float_of(bits_of(value) | ((codes & (1 << (ELEMENT.bits - 1))) << (32 - ELEMENT.bits)))
-    return value
+    else:
+        magnitude = codes & ELEMENT.magnitude_mask
+        value = float_of(magnitude << (23 - ELEMENT.mantissa_bits)) * ELEMENT.unit
+        if ELEMENT.has_nan:
+            value = tl.where(magnitude > ELEMENT.last_code, float_of(tl.full(codes.shape, QUIET_NAN, tl.int32)), value)
+        if ELEMENT.has_infinity:
+            value = tl.where(magnitude == ELEMENT.last_code, float_of(tl.full(codes.shape, INFINITY, tl.int32)), value)
+        if ELEMENT.signed:
+            value = float_of(bits_of(value) | ((codes & (1 << (ELEMENT.bits - 1))) << (32 - ELEMENT.bits)))
+        return value
+
+
+@triton.jit
+def hardware_fp8_values(codes, E5M2: tl.constexpr):
+    """fp32 numbers of E4M3 or E5M2 codes (uint8) by the instruction of sm_89 and later; fp16 holds all of them."""
+    if E5M2:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e5m2x2 first, low;
+            cvt.rn.f16x2.e5m2x2 second, high;
+            mov.b32 {a, b}, first;
+            mov.b32 {c, d}, second;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [codes],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            mov.b32 {a, b}, first;
+            mov.b32 {c, d}, second;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [codes],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def hardware_fp4_values(both):
+    """The numbers of two E2M1 codes in each byte, divided by 64: fp32 of the lower and of the upper code.
+
+    An E2M1 code, with its magnitude moved up by two bits, is the E4M3 code of the number divided by 64. So the
+    instruction of sm_89 serves.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 even, odd, t, first, second;
+        .reg .b16 p, q, a, b, c, d;
+        and.b32 t, $8, 0x07070707;
+        shl.b32 even, t, 2;
+        and.b32 t, $8, 0x08080808;
+        shl.b32 t, t, 4;
+        or.b32 even, even, t;
+        and.b32 t, $8, 0x70707070;
+        shr.u32 odd, t, 2;
+        and.b32 t, $8, 0x80808080;
+        or.b32 odd, odd, t;
+        mov.b32 {p, q}, even;
+        cvt.rn.f16x2.e4m3x2 first, p;
+        cvt.rn.f16x2.e4m3x2 second, q;
+        mov.b32 {a, b}, first;
+        mov.b32 {c, d}, second;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.f32.f16 $2, c;
+        cvt.f32.f16 $3, d;
+        mov.b32 {p, q}, odd;
+        cvt.rn.f16x2.e4m3x2 first, p;
+        cvt.rn.f16x2.e4m3x2 second, q;
+        mov.b32 {a, b}, first;
+        mov.b32 {c, d}, second;
+        cvt.f32.f16 $4, a;
+        cvt.f32.f16 $5, b;
+        cvt.f32.f16 $6, c;
+        cvt.f32.f16 $7, d;
+        }
+        """,
+        "=f,=f,=f,=f,=f,=f,=f,=f,r",
+        [both],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit

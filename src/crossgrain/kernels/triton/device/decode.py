@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bits import bits_of, element_values, rounded_to_bf16
+from .bits import bits_of, element_values, hardware_fp4_values, hardware_fp8_values, rounded_to_bf16
 from .scales import decode_factor
 from .sixteens import joined, rows_of_sixteen, sixteen_of_rows, unrotated
 
@@ -26,7 +26,7 @@ def decode_kernel(
     across = tl.cdiv(C, BC)
     r0, c0 = tl.program_id(0) // across * BR, tl.program_id(0) % across * BC
     r, c = tl.arange(0, BR), tl.arange(0, BC)
-    v = element_values(loaded_codes(codes, code_stride, r0, c0, R, C, PLANE, BR, BC, WIDE), PLANE.element)
+    v = loaded_values(codes, code_stride, r0, c0, R, C, PLANE, BR, BC, WIDE)
     if PLANE.block_rows == 0:
         if GLOBAL:
             v = v * tl.load(scales)
@@ -34,6 +34,11 @@ def decode_kernel(
         rows: tl.constexpr = 1 if PLANE.replicated else PLANE.block_rows
         length: tl.constexpr = PLANE.block_length
         factor = loaded_factors(scales, scale_r, scale_c, amax, r0, c0, R, C, PLANE, GLOBAL, BR // rows, BC // length)
+        if uses_fp4_instruction(PLANE):
+            if GLOBAL:
+                v = v * 64.0  # not in the factor, which may be so large that 64 times it is infinite
+            else:
+                factor = factor * 64.0
         parts = tl.reshape(v, (BR // rows, rows, BC // length, length))
         v = tl.reshape(parts * factor[:, None, :, None], (BR, BC))
     if UNROTATE:
@@ -55,40 +60,59 @@ def as_dtype(v, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     """fp32 numbers rounded to another dtype. In software, bf16 is the upper half of what was rounded on bits."""
     if tl.bfloat16 == DTYPE and not COMPILED:
         return (bits_of(rounded_to_bf16(v, False)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return v.to(DTYPE)
+    else:
+        return v.to(DTYPE)
+
+
+@triton.constexpr_function
+def uses_fp4_instruction(plane):
+    """Whether codes are read by `hardware_fp4_values`, which gives a 64th of the numbers."""
+    return plane.hardware.fp8 and plane.element.is_e2m1
 
 
 @triton.jit
-def loaded_codes(
+def loaded_values(
     codes, stride, r0, c0, R, C, PLANE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr
 ):
-    """The codes [BR, BC] of a tile as int32."""
-    if PLANE.element.bits == 8:
+    """The numbers [BR, BC] of the codes of a tile, without scales; a 64th of them if `uses_fp4_instruction`."""
+    ELEMENT: tl.constexpr = PLANE.element
+    if ELEMENT.bits == 8:
         if PLANE.operand_major:
-            return loaded_bytes(codes, stride, 1, r0, c0, R, C, BR, BC, WIDE)
-        return loaded_bytes(codes, 1, stride, r0, c0, R, C, BR, BC, WIDE)
-    if PLANE.element.bits == 4:
+            each = loaded_bytes(codes, stride, 1, r0, c0, R, C, BR, BC, WIDE)
+        else:
+            each = loaded_bytes(codes, 1, stride, r0, c0, R, C, BR, BC, WIDE)
+        if PLANE.hardware.fp8 and (ELEMENT.is_e4m3 or ELEMENT.is_e5m2):
+            return hardware_fp8_values(each, ELEMENT.is_e5m2)
+        else:
+            return element_values(each.to(tl.int32), ELEMENT)
+    elif ELEMENT.bits == 4:
         both = loaded_bytes(codes, stride, 1, r0, c0 // 2, R, C // 2, BR, BC // 2, WIDE)
-        return joined(both & 15, both >> 4)
-    first = loaded_bytes(codes, stride, 3, r0, c0 // 4, R, C // 4, BR, BC // 4, WIDE)
-    second = loaded_bytes(codes + 1, stride, 3, r0, c0 // 4, R, C // 4, BR, BC // 4, WIDE)
-    third = loaded_bytes(codes + 2, stride, 3, r0, c0 // 4, R, C // 4, BR, BC // 4, WIDE)
-    word = first | (second << 8) | (third << 16)
-    even = joined(word & 63, (word >> 12) & 63)
-    odd = joined((word >> 6) & 63, (word >> 18) & 63)
-    return joined(even, odd)
+        if uses_fp4_instruction(PLANE):
+            even, odd = hardware_fp4_values(both)
+            return joined(even, odd)
+        else:
+            both = both.to(tl.int32)
+            return joined(element_values(both & 15, ELEMENT), element_values(both >> 4, ELEMENT))
+    else:
+        first = loaded_bytes(codes, stride, 3, r0, c0 // 4, R, C // 4, BR, BC // 4, WIDE).to(tl.int32)
+        second = loaded_bytes(codes + 1, stride, 3, r0, c0 // 4, R, C // 4, BR, BC // 4, WIDE).to(tl.int32)
+        third = loaded_bytes(codes + 2, stride, 3, r0, c0 // 4, R, C // 4, BR, BC // 4, WIDE).to(tl.int32)
+        word = first | (second << 8) | (third << 16)
+        even = joined(word & 63, (word >> 12) & 63)
+        odd = joined((word >> 6) & 63, (word >> 18) & 63)
+        return element_values(joined(even, odd), ELEMENT)
 
 
 @triton.jit
 def loaded_bytes(codes, stride_r, stride_c, r0, c0, R, C, BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr):
-    """The bytes of a tile [BR, BC] of a matrix [R, C] as int32."""
+    """The bytes of a tile [BR, BC] of a matrix [R, C]."""
     r, c = tl.arange(0, BR), tl.arange(0, BC)
     near_r, near_c = r, c
     if WIDE:
         near_r, near_c = r.to(tl.int64), c.to(tl.int64)
     start = r0.to(tl.int64) * stride_r + c0.to(tl.int64) * stride_c
     at = codes + start + (near_r[:, None] * stride_r + near_c[None, :] * stride_c)
-    return tl.load(at, mask=(r0 + r < R)[:, None] & (c0 + c < C)[None, :], other=0).to(tl.int32)
+    return tl.load(at, mask=(r0 + r < R)[:, None] & (c0 + c < C)[None, :], other=0)
 
 
 @triton.jit
@@ -108,7 +132,9 @@ def loaded_factors(
     if PLANE.rule == "two_level":
         if not GLOBAL:
             return element_values(stored, PLANE.scale_element)
-        if PLANE.row_amax:
+        elif PLANE.row_amax:
             return decode_factor(stored, tl.load(amax + line, mask=line < R, other=0.0)[:, None], PLANE)
-        return decode_factor(stored, tl.load(amax), PLANE)
-    return decode_factor(stored, 1.0, PLANE)
+        else:
+            return decode_factor(stored, tl.load(amax), PLANE)
+    else:
+        return decode_factor(stored, 1.0, PLANE)

@@ -20,11 +20,13 @@ def encode_kernel(
     row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c, row_amax, row_given, row_amax_out,
     col_codes, col_code_stride, col_scales, col_scale_r, col_scale_c, col_amax, col_given, col_amax_out,
     ROW: tl.constexpr, COLUMN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    GROUPED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    GROUPED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the tile of this program to the planes ``ROW`` and ``COLUMN``, of which one may be None.
 
     ``groups`` has the group of each tile, and its first row. The planes of a group are those of a matrix of its own.
+    ``ALIGNED`` says that all offsets of groups are multiples of 16, and ``EVEN`` that rows and columns are multiples of
+    32: Triton stores 16 bytes at once only if it knows this.
     """
     across = tl.cdiv(K, BK)
     k0 = tl.program_id(0) % across * BK
@@ -68,7 +70,7 @@ def encode_kernel(
             write_sixteens(
                 v, m0, k0 // 16, M, K // 16, row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c,
                 of_group(row_amax, group, not ROW.plane.row_amax),
-                of_group(row_amax_out, group, not ROW.plane.row_amax), seed, top, left, width, ROW,
+                of_group(row_amax_out, group, not ROW.plane.row_amax), seed, top, left, width, ROW, EVEN,
             )  # fmt: skip
         else:
             write_blocks(
@@ -83,7 +85,7 @@ def encode_kernel(
             write_sixteens(
                 v, k0, m0 // 16, K, M // 16, col_codes, col_code_stride, col_scales, col_scale_r, col_scale_c,
                 of_group(col_amax, group, not COLUMN.plane.row_amax),
-                of_group(col_amax_out, group, not COLUMN.plane.row_amax), seed, top, left, width, COLUMN,
+                of_group(col_amax_out, group, not COLUMN.plane.row_amax), seed, top, left, width, COLUMN, EVEN,
             )  # fmt: skip
         else:
             write_blocks(
@@ -98,4 +100,5 @@ def of_group(pointer, group, USED: tl.constexpr):
     """A pointer to the number of a group, in an array with one for each; as it is if there is none."""
     if USED:
         return pointer + group
-    return pointer
+    else:
+        return pointer

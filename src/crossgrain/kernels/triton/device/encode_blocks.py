@@ -68,7 +68,8 @@ def tensor_factor(amax, given, KIND: tl.constexpr):
     """The factor of a tensor with one scale: the given one, or from its amax."""
     if KIND.given_scale:
         return tl.load(given)
-    return fp32_factor(tl.load(amax), KIND)
+    else:
+        return fp32_factor(tl.load(amax), KIND)
 
 
 @triton.jit
@@ -154,4 +155,5 @@ def word_counters(r, c, top, left, width, KIND: tl.constexpr):
         r, c = r.to(tl.int64), c.to(tl.int64)
     if KIND.plane.rowwise:
         return (r + top) * ((width + 3) // 4) + (c + left) // 4
-    return (c + top) // 4 * width + (r + left)
+    else:
+        return (c + top) // 4 * width + (r + left)

@@ -23,7 +23,7 @@ from .sixteens import largest, rotated, whole_tile
 @triton.jit
 def write_sixteens(
     v, r0, b0, R, B, codes, code_stride, scales, scale_r, scale_c, amax, amax_out, seed, top, left, width,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Write codes and scales of blocks.
 
@@ -35,6 +35,7 @@ def write_sixteens(
         amax_out: where to keep it.
         seed: pointer to the seed of stochastic rounding.
         top, left, width: see `encode_blocks.write_blocks`.
+        EVEN: B is even.
     """
     PLANE: tl.constexpr = KIND.plane
     BR: tl.constexpr = v[0].shape[0]
@@ -66,12 +67,12 @@ def write_sixteens(
         low, high = packed(v, factor, r0, b0, seed, top, left, width, KIND)
     words = tl.reshape(tl.join(low, high), (BR, 2 * BB))
     w = tl.arange(0, 2 * BB)
-    inside = (r0 + r < R)[:, None] & (2 * b0 + w < 2 * B)[None, :]
-    to = (
-        codes.to(tl.pointer_type(tl.int32))
-        + (r0 + r).to(tl.int64)[:, None] * (code_stride // 4)
-        + (2 * b0 + w)[None, :]
-    )
+    end = 2 * B
+    if EVEN:
+        end = tl.multiple_of(end, 4)
+    inside = (r0 + r < R)[:, None] & (2 * b0 + w < end)[None, :]
+    start = codes.to(tl.pointer_type(tl.int32)) + 2 * b0
+    to = start + (r0 + r).to(tl.int64)[:, None] * (code_stride // 4) + w[None, :]
     tl.store(to, words, mask=inside)
     at = (r0 + r).to(tl.int64)[:, None] * scale_r + (b0 + b).to(tl.int64)[None, :] * scale_c
     tl.store(scales + at, stored, mask=(r0 + r < R)[:, None] & (b0 + b < B)[None, :])
@@ -96,7 +97,8 @@ def packed(v, factor, r0, b0, seed, top, left, width, KIND: tl.constexpr):
             else:
                 high = high | (code << (4 * (i - 8)))
         return low, high
-    return nearest_packed(v, factor, PLANE)
+    else:
+        return nearest_packed(v, factor, PLANE)
 
 
 @triton.jit

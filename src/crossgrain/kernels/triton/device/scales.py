@@ -7,10 +7,10 @@ import triton.language as tl
 
 from .bits import (
     FP32_MAX,
-    INFINITY,
     at_most_fp32,
     bits_of,
     e8m0_reciprocal,
+    e8m0_value,
     element_values,
     float_of,
     fp8_or_software_codes,
@@ -39,8 +39,9 @@ def e8m0_code(amax, PLANE: tl.constexpr):
         b = bits_of(amax * PLANE.max_reciprocal)
         code = tl.where(b <= 0x400000, 0, (b + 0x7FFFFF) >> 23)
         return tl.minimum(code, 254)
-    code = (bits_of(amax) >> 23) - PLANE.max_exponent
-    return tl.minimum(tl.maximum(code, 0), 254)
+    else:
+        code = (bits_of(amax) >> 23) - PLANE.max_exponent
+        return tl.minimum(tl.maximum(code, 0), 254)
 
 
 @triton.jit
@@ -50,8 +51,9 @@ def block_scale(amax, KIND: tl.constexpr):
     if PLANE.rule == "fp32":
         factor = fp32_factor(amax, KIND)
         return reciprocal(factor), factor
-    code = e8m0_code(amax, PLANE)
-    return code, e8m0_reciprocal(code)
+    else:
+        code = e8m0_code(amax, PLANE)
+        return code, e8m0_reciprocal(code)
 
 
 @triton.jit
@@ -74,12 +76,7 @@ def decode_factor(stored, amax, PLANE: tl.constexpr):
     """The number by which decoded elements are multiplied. ``stored`` are fp32 numbers, or bytes in int32."""
     if PLANE.rule == "fp32":
         return stored
-    if PLANE.rule == "two_level":
+    elif PLANE.rule == "two_level":
         return (element_values(stored, PLANE.scale_element) * amax) * PLANE.bound_reciprocal
-    normal = tl.where(stored == 0, 0x400000, stored << 23)
-    return float_of(tl.where(stored == 255, 0x7FC00000, normal))
-
-
-@triton.jit
-def is_finite(x):
-    return (bits_of(x) & 0x7FFFFFFF) < INFINITY
+    else:
+        return e8m0_value(stored)
