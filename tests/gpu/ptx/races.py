@@ -7,8 +7,8 @@ orders them. The rules, stricter than today's hardware where PTX promises nothin
   * ``bar.sync`` orders all accesses of a block; nothing orders accesses of different blocks;
   * ``bar.warp.sync`` orders all accesses of a warp. Shuffles, votes and reductions do not, and neither does the
     lockstep of a warp, which PTX does not promise;
-  * a write of what is there already changes nothing that anybody could see, and is no write; so two threads may write
-    the same number to the same place.
+  * a write of what is there already changes nothing that a reader could see: it counts as a read, which must be in
+    order with writes of other numbers. So two threads may write the same number to the same place.
 """
 
 from collections.abc import Callable
@@ -128,19 +128,19 @@ class Races:
 
     def write(self, rows: Array, width: int, now: Moment, changed: Array) -> None:
         """They are written; ``changed`` says which bytes are not what they were, [lanes, width]."""
-        if not changed.any():
-            return
-        self._check(self._writes, rows, width, now, "is written, and written by", changed)
-        self._check(self._reads, rows, width, now, "is written, and read by", changed)
         if self._atomics is not None:
-            self._check(self._atomics, rows, width, now, "is written, and changed atomically by", changed)
+            self._check(self._atomics, rows, width, now, "is written, and changed atomically by")
+        self._check(self._writes, rows, width, now, "is written, and written by", changed)
+        self._check(self._reads, rows, width, now, "is written, and read or left alone by", changed)
+        kept = ~changed.all(axis=1)
+        self._reads.add(rows[kept], width, Moment(now.thread[kept], now.stamp[kept]))
         self._writes.set(rows, width, now, changed)
         self._reads.forget(rows, width, changed)
 
     def change(self, rows: Array, width: int, now: Moment) -> None:
         """They are changed atomically."""
         self._check(self._writes, rows, width, now, "is changed atomically, and written by")
-        self._check(self._reads, rows, width, now, "is changed atomically, and read by")
+        self._check(self._reads, rows, width, now, "is changed atomically, and read or left alone by")
         if self._atomics is None:
             self._atomics = _Log(self._size, self._threads)
         self._atomics.add(rows, width, now)

@@ -23,7 +23,7 @@ def _run(body: str, threads: int) -> None:
     [
         ("st.shared.b32 [%r3], %r0", "ld.shared.b32 %r10, [%r4]", "is read, and written by"),
         ("st.shared.b32 [%r3], %r0", "st.shared.b32 [%r4], %r0", "is written, and written by"),
-        ("ld.shared.b32 %r10, [%r4]", "st.shared.b32 [%r3], 7", "is written, and read by"),
+        ("ld.shared.b32 %r10, [%r4]", "st.shared.b32 [%r3], 7", "is written, and read or left alone by"),
     ],
 )
 def test_what_two_threads_do_needs_a_barrier_between(first: str, second: str, race: str, threads: int) -> None:
@@ -53,7 +53,7 @@ def test_a_write_after_many_reads_needs_a_barrier(threads: int, writer: int) -> 
     body = f"""setp.eq.b32 %p1, %r0, {writer}; @%p1 st.shared.b32 [%r1], 5; bar.sync 0; ld.shared.b32 %r9, [%r1];
         <> @%p1 st.shared.b32 [%r1], 6;"""
     _run(body.replace("<>", "bar.sync 0;"), threads)
-    with pytest.raises(PtxError, match="is written, and read by"):
+    with pytest.raises(PtxError, match="is written, and read or left alone by"):
         _run(body.replace("<>", ""), threads)
 
 
@@ -61,7 +61,7 @@ def test_reads_one_after_the_other_are_all_remembered() -> None:
     body = """setp.eq.b32 %p1, %r0, 3; setp.eq.b32 %p2, %r0, 40; @%p1 st.shared.b32 [%r1], 5; bar.sync 0;
         @%p1 ld.shared.b32 %r9, [%r1]; @%p2 ld.shared.b32 %r9, [%r1]; {} @%p2 st.shared.b32 [%r1], 6;"""
     _run(body.format("bar.sync 0;"), 64)
-    with pytest.raises(PtxError, match="is written, and read by"):
+    with pytest.raises(PtxError, match="is written, and read or left alone by"):
         _run(body.format(""), 64)
 
 
@@ -69,6 +69,20 @@ def test_the_same_number_may_be_written_by_all() -> None:
     _run("st.shared.b32 [%r1], 5; bar.sync 0; ld.shared.b32 %r9, [%r1];", 64)
     with pytest.raises(PtxError, match="different numbers to byte 0 of shared memory"):
         _run("st.shared.b32 [%r1], %r0;", 64)
+
+
+@pytest.mark.parametrize("first, second", [("0", "1"), ("1", "0")])
+def test_a_write_of_what_was_there_races_with_that_of_another_number(first: str, second: str) -> None:
+    """Zero is there. It does not matter which of the two writes comes first in the program."""
+    choose = "setp.eq.b32 %p1, %r0, 0; setp.eq.b32 %p2, %r0, 40;"
+    body = f"{choose} st.shared.b32 [%r1], 0; bar.sync 0;"
+    body += f"@%p1 st.shared.b32 [%r1], {first}; @%p2 st.shared.b32 [%r1], {second};"
+    with pytest.raises(PtxError, match="is written, and (written|read or left alone) by"):
+        _run(body, 64)
+    ours = "setp.eq.b32 %p1, %r2, 0; setp.eq.b32 %p2, %r2, 1;"
+    body = f"{_MINE} {ours} @%p1 st.global.b32 [%rd0], {first}; @%p2 st.global.b32 [%rd0], {second};"
+    with pytest.raises(PtxError, match="is written, and (written|read or left alone) by"):
+        execute(body, np.zeros(32, np.uint32), blocks=2)
 
 
 def test_a_thread_reads_what_it_wrote() -> None:
@@ -98,7 +112,7 @@ def test_a_block_may_not_read_what_another_writes() -> None:
     read_first = _MINE + "setp.eq.b32 %p1, %r2, 0; @%p1 ld.global.b32 %r4, [%rd0]; @!%p1 st.global.b32 [%rd0], 9;"
     write_first = _MINE + "setp.eq.b32 %p1, %r2, 0; @%p1 st.global.b32 [%rd0], 9; @!%p1 ld.global.b32 %r4, [%rd0];"
     for between in ("@!%p1", "bar.sync 0; @!%p1"):  # a barrier is one of a block
-        with pytest.raises(PtxError, match="is written, and read by"):
+        with pytest.raises(PtxError, match="is written, and read or left alone by"):
             execute(read_first.replace("@!%p1", between), np.zeros(32, np.uint32), blocks=2)
     with pytest.raises(PtxError, match="is read, and written by"):
         execute(write_first, np.zeros(32, np.uint32), blocks=2)
@@ -109,7 +123,7 @@ def test_blocks_of_different_waves_are_compared() -> None:
     blocks = 1200
     body = f"""setp.eq.b32 %p1, %r2, 0; setp.eq.b32 %p2, %r2, {blocks - 1};
         @%p1 ld.global.b32 %r4, [%rd0]; @%p2 st.global.b32 [%rd0], 9;"""
-    with pytest.raises(PtxError, match=f"is written, and read by.*block {blocks - 1}.*block 0"):
+    with pytest.raises(PtxError, match=f"is written, and read or left alone by.*block {blocks - 1}.*block 0"):
         execute(_MINE + body, np.zeros(32, np.uint32), blocks=blocks)
 
 
@@ -126,10 +140,12 @@ def test_atomics_race_with_plain_accesses_and_not_with_each_other() -> None:
     execute(_MINE + add, np.zeros(1, np.uint32), blocks=2)
     with pytest.raises(PtxError, match="is read, and changed atomically by"):
         execute(_MINE + add + "ld.global.b32 %r4, [%rd5];", np.zeros(1, np.uint32), blocks=2)
-    with pytest.raises(PtxError, match="is changed atomically, and read by"):
+    with pytest.raises(PtxError, match="is changed atomically, and read or left alone by"):
         execute(_MINE + "ld.global.b32 %r4, [%rd5];" + add, np.zeros(1, np.uint32), blocks=2)
     with pytest.raises(PtxError, match="is written, and changed atomically by"):
         execute(_MINE + add + "st.global.b32 [%rd5], 77;", np.zeros(1, np.uint32))
+    with pytest.raises(PtxError, match="is written, and changed atomically by"):
+        execute(_MINE + add + "st.global.b32 [%rd5], 32;", np.zeros(1, np.uint32))  # what is there by now
     with pytest.raises(PtxError, match="is changed atomically, and written by"):
         execute(_MINE + "setp.eq.b32 %p1, %r0, 0; @%p1 st.global.b32 [%rd5], 77;" + add, np.zeros(1, np.uint32))
 
