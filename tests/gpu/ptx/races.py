@@ -51,8 +51,12 @@ class _Log:
         return (who > 0) & (apart > _THREAD) & ~self._ordered(rows, width, now, apart)
 
     def set(self, rows: Array, width: int, now: Moment, where: Array) -> None:
-        """Forget what was before, at the bytes ``where`` says."""
-        place, lane = self._places(rows, width, where)
+        """Remember this access alone, at the bytes ``where`` says."""
+        place: Any = rows
+        lane: Any = np.s_[:, None]
+        if not where.all():
+            lane, byte = np.nonzero(where)
+            place = (rows[lane], byte)
         self.who.reshape(-1, width)[place] = now.thread[lane]
         self._stamp.reshape(-1, width)[place] = now.stamp[lane]
         self._apart.reshape(-1, width)[place] = _THREAD
@@ -76,20 +80,6 @@ class _Log:
             for each in (_WARP, _BLOCK, _GRID):
                 lane, byte = np.nonzero(among == each)
                 apart[rows[lane], byte] = each
-
-    def forget(self, rows: Array, width: int, where: Array) -> None:
-        """Nobody touched the bytes ``where`` says."""
-        place, _ = self._places(rows, width, where)
-        self.who.reshape(-1, width)[place] = 0
-        self._apart.reshape(-1, width)[place] = _THREAD
-
-    @staticmethod
-    def _places(rows: Array, width: int, where: Array) -> tuple[Any, Any]:
-        """Indices of bytes, and of the lanes they belong to."""
-        if where.all():
-            return rows, np.s_[:, None]
-        lane, byte = np.nonzero(where)
-        return (rows[lane], byte), lane
 
     def _ordered(self, rows: Array, width: int, now: Moment, apart: Array) -> Array:
         then = self._stamp.reshape(-1, width)[rows]
@@ -135,7 +125,6 @@ class Races:
         kept = ~changed.all(axis=1)
         self._reads.add(rows[kept], width, Moment(now.thread[kept], now.stamp[kept]))
         self._writes.set(rows, width, now, changed)
-        self._reads.forget(rows, width, changed)
 
     def change(self, rows: Array, width: int, now: Moment) -> None:
         """They are changed atomically."""
