@@ -88,7 +88,7 @@ def install() -> None:
         setattr(torch.cuda, name, function)
     # What the CPU build of torch cannot do with storages of the device
     torch.UntypedStorage.clone = lambda self: _bytes_of(self).clone().untyped_storage()  # type: ignore[method-assign]
-    torch.UntypedStorage.cpu = lambda self: _bytes_of(self).cpu().untyped_storage()  # type: ignore[method-assign]
+    torch.UntypedStorage.cpu = _host_storage  # type: ignore[method-assign]
     _let_resize(library)
 
 
@@ -108,6 +108,21 @@ def _let_resize(library: Any) -> None:
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     count = storage.nbytes()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (count,), (1,))
+
+
+def _host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage if storage.device.type == "cpu" else _bytes_of(storage).cpu().untyped_storage()
+
+
+def as_host_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the CPU in the memory of one of the device, for kernels that the host interprets."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    host = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return host.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The program that runs on the emulated device.
 
-    python -m tests.gpu.fake_cuda.report FILE < names
+    python -m tests.gpu.fake_cuda.report FILE BACKEND < names
 
-takes names of runs, one in a line, and writes what they did to FILE, as JSON. It must have been started with the
-compiled device in LD_PRELOAD, see `build`.
+takes names of runs, one in a line, and writes what they did to FILE, as JSON. The backend of the device is "reference",
+or "triton" for interpreted kernels. It must have been started with the compiled device in LD_PRELOAD, see `build`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,15 @@ def main() -> None:
     """Run what is named on the standard input."""
     warnings.simplefilter("error")
     device.install()
-    cg.set_backend("reference")
+    out, backend = sys.argv[1:]
+    if backend == "triton":
+        from .interpreted import serve_the_device  # it imports Triton
+
+        serve_the_device()
+    else:
+        cg.set_backend(backend)
     names = sys.stdin.read().splitlines()
-    Path(sys.argv[1]).write_text(json.dumps({name: _told(name) for name in names}))
+    Path(out).write_text(json.dumps({name: _told(name) for name in names}))
 
 
 if __name__ == "__main__":
