@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from ...planes import round_up
+from .strips import number_strips
 
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of ``x`` as fp32 [1]. NaNs are ignored; an empty tensor gives 0."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
-    return _magnitudes(x).amax().to(torch.float32).view(1)
+    found = [_magnitudes(strip).amax().to(torch.float32).view(1) for strip in number_strips(x)]
+    return found[0] if len(found) == 1 else torch.cat(found).amax().view(1)
 
 
 def row_amax(operand: Tensor) -> Tensor:

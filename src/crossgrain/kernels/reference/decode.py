@@ -11,6 +11,7 @@ from .elements import element_values
 from .hadamard import unrotate
 from .packing import unpack
 from .scaling import e8m0_value, two_level_decode_factor
+from .strips import plane_strip, row_ranges
 
 
 def decode_operand(plane: Plane) -> Tensor:
@@ -19,6 +20,17 @@ def decode_operand(plane: Plane) -> Tensor:
     if fmt.is_identity:
         numbers = plane.data.reshape(plane.shape).to(torch.float32)
         return numbers if plane.direction is ROWWISE else numbers.t()
+    strips = list(row_ranges(plane))
+    if len(strips) < 2:
+        return _decoded(plane)
+    out = torch.empty(plane.operand_shape, dtype=torch.float32, device=plane.data.device)
+    for start, end in strips:
+        out[start:end] = _decoded(plane_strip(plane, start, end))
+    return out
+
+
+def _decoded(plane: Plane) -> Tensor:
+    fmt = plane.format
     assert fmt.element is not None
     values = element_values(unpack(plane.operand_codes(), fmt.element.bits), fmt.element)
     if plane.data.numel() == 0:

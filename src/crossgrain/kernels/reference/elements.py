@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...formats import AnyElement, Element, TableElement
 from . import table_elements
+from .constants import constant
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -51,8 +52,7 @@ def round_stochastically(v: Tensor, element: AnyElement, random_bytes: Tensor) -
 
 def element_values(codes: Tensor, element: AnyElement) -> Tensor:
     """The fp32 numbers of codes (uint8)."""
-    table = torch.tensor(element.values(), dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int32)]
+    return constant(element.values(), torch.float32, codes.device)[codes.to(torch.int32)]
 
 
 def _saturated_magnitude(v: Tensor, element: Element) -> Tensor:

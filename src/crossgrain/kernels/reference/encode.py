@@ -27,6 +27,7 @@ from .scaling import (
     quotient,
     two_level_scales,
 )
+from .strips import target_strips
 
 
 def measure(x: Tensor, target: Target) -> Tensor | None:
@@ -36,10 +37,11 @@ def measure(x: Tensor, target: Target) -> Tensor | None:
     """
     fmt = target.plane.format
     if fmt.global_amax == "row":
-        return row_amax(operand_of(x, target.plane))
-    if fmt.global_amax == "tensor":
-        return amax(operand_of(x, target.plane)) if fmt.rotation is not None else amax(x)
-    if fmt.block is None and not fmt.is_identity:
+        return torch.cat([row_amax(operand_of(rows, part.plane)) for rows, part in target_strips(x, target)])
+    if fmt.global_amax == "tensor" and fmt.rotation is not None:
+        found = [amax(operand_of(rows, part.plane)) for rows, part in target_strips(x, target)]
+        return torch.cat(found).amax().view(1)
+    if fmt.global_amax == "tensor" or (fmt.block is None and not fmt.is_identity):
         return amax(x)
     return None
 
@@ -54,9 +56,10 @@ def encode(x: Tensor, target: Target, seed: int | None) -> None:
         _write_scalars(target)
         return
     assert fmt.element is not None
-    codes, stored = encoded(x, target, seed)
-    plane.operand_codes().copy_(pack(codes, fmt.element.bits))
-    write_scales(stored, target)
+    for rows, part in target_strips(x, target):
+        codes, stored = encoded(rows, part, seed)
+        part.plane.operand_codes().copy_(pack(codes, fmt.element.bits))
+        write_scales(stored, part)
 
 
 def encoded(x: Tensor, target: Target, seed: int | None, block_max: Tensor | None = None) -> tuple[Tensor, Tensor]:

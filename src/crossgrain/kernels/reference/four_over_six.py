@@ -12,7 +12,7 @@ from torch import Tensor
 from ...formats.encoding import Encoding
 from .blocks import block_amax, blocked, spread
 from .elements import element_values, round_to_nearest
-from .scaling import GlobalScale, block_scales, global_scale
+from .scaling import GlobalScale, block_scales, divided, global_scale
 
 
 def encode_four_over_six(operand: Tensor, encoding: Encoding, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,13 +32,13 @@ def _candidate(
     """Codes, stored scales and the error of each block, with block scales that are multiplied by ``stretch``."""
     fmt = encoding.format
     assert fmt.element is not None and fmt.block is not None
-    wanted = (block_amax(operand, fmt.block) / fmt.element.max) * scale.encode
+    wanted = divided(block_amax(operand, fmt.block), fmt.element.max) * scale.encode
     stored, factor = block_scales((wanted * stretch).clamp(max=fmt.scale_element.max), scale, fmt.scale_element)
     codes = round_to_nearest(operand * spread(factor, fmt.block, _shape(operand)), fmt.element)
 
     scales = element_values(stored, fmt.scale_element)
     decoded = element_values(codes, fmt.element) * spread(scales, fmt.block, _shape(operand))
-    difference = (decoded * amax) / (fmt.element.max * fmt.scale_bound) - operand
+    difference = divided(decoded * amax, fmt.element.max * fmt.scale_bound) - operand
     error = difference.abs() if encoding.four_over_six == "MAE" else difference * difference
     return codes, stored, _sum_per_block(blocked(error, fmt.block))
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ...formats import HADAMARD_SIZE as SIZE
+from .constants import constant
 
 
 def signs(sign_mask: int, device: torch.device | None = None) -> Tensor:
     """The 16 signs as fp32 numbers, 1 or -1."""
-    values = [-1.0 if sign_mask >> i & 1 else 1.0 for i in range(SIZE)]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    values = tuple(-1.0 if sign_mask >> i & 1 else 1.0 for i in range(SIZE))
+    return constant(values, torch.float32, device or torch.get_default_device())
 
 
 def rotation_matrix(sign_mask: int, device: torch.device | None = None) -> Tensor:

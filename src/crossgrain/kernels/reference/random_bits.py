@@ -43,7 +43,7 @@ def random_bytes(
     line = torch.arange(first_line, first_line + rows, device=device, dtype=torch.int64).unsqueeze(1)
     word = torch.arange(first_word, end_word, device=device, dtype=torch.int64)
     words = (philox_words if source == "philox" else _hashed_words)(seed, direction, line, word, width)
-    shifts = torch.tensor([0, 8, 16, 24], device=device)
+    shifts = 8 * torch.arange(4, device=device)
     bytes_ = (words.unsqueeze(-1) >> shifts) & 0xFF
     return bytes_.flatten(1).narrow(1, first - 4 * first_word, length).to(torch.uint8)
 

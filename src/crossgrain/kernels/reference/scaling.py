@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,11 @@ class Scales(NamedTuple):
 def quotient(number: float, divisor: Tensor) -> Tensor:
     """``number / divisor``, rounded once. torch computes ``float / tensor`` with a rounded reciprocal."""
     return torch.full_like(divisor, number) / divisor
+
+
+def divided(numbers: Tensor, divisor: float) -> Tensor:
+    """``numbers / divisor``, rounded once. On GPUs torch multiplies with the reciprocal of a Python number instead."""
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
 
 
 def fp32_scales(
@@ -59,8 +65,7 @@ def fp32_scales(
 
 def e8m0_up_scales(amax: Tensor, element: AnyElement) -> Scales:
     """The smallest powers of two as scales with which the amax is not clipped."""
-    reciprocal = torch.tensor(1.0 / element.max, dtype=torch.float32, device=amax.device)
-    stored = e8m0_round_up(amax * reciprocal)
+    stored = e8m0_round_up(amax * _fp32(1.0 / element.max))
     return Scales(stored, e8m0_reciprocal(stored))
 
 
@@ -110,8 +115,7 @@ def global_scale(amax: Tensor, fmt: Format) -> GlobalScale:
 def two_level_scales(amax: Tensor, scale: GlobalScale, fmt: Format) -> Scales:
     """The scales of blocks, for a given global scale."""
     assert fmt.element is not None
-    sixth = torch.tensor(1.0 / fmt.element.max, dtype=torch.float32, device=amax.device)
-    wanted = (amax * (scale.encode * sixth)).clamp(max=FP32_MAX)
+    wanted = (amax * (scale.encode * _fp32(1.0 / fmt.element.max))).clamp(max=FP32_MAX)
     return block_scales(wanted, scale, fmt.scale_element)
 
 
@@ -125,5 +129,10 @@ def block_scales(wanted: Tensor, scale: GlobalScale, element: Element) -> Scales
 def two_level_decode_factor(stored: Tensor, amax: Tensor, fmt: Format) -> Tensor:
     """The number by which the decoded elements of a block are multiplied, computed in the order of hardware."""
     assert fmt.element is not None
-    constant = torch.tensor(1.0 / (fmt.element.max * fmt.scale_bound), dtype=torch.float32, device=stored.device)
-    return (element_values(stored, fmt.scale_element) * amax) * constant
+    return (element_values(stored, fmt.scale_element) * amax) * _fp32(1.0 / (fmt.element.max * fmt.scale_bound))
+
+
+@lru_cache(maxsize=256)
+def _fp32(number: float) -> float:
+    """A number rounded to fp32, so that it is the same in whatever precision a device multiplies."""
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...formats import TableElement
+from .constants import constant
 
 
 class _Stretches(NamedTuple):
@@ -44,7 +45,7 @@ class _Stretches(NamedTuple):
 def round_to_nearest(v: Tensor, element: TableElement) -> Tensor:
     """Codes (uint8) of fp32 numbers, rounded to the nearest, with the element's rules for ties and large numbers."""
     table = _stretches(element)
-    limits = torch.tensor(table.limits, dtype=torch.float32, device=v.device)
+    limits = constant(table.limits, torch.float32, v.device)
     place = torch.searchsorted(limits, torch.where(v.isnan(), 0.0, v))
     return _with_specials(_taken(table.codes, place), v, place, element)
 
@@ -55,7 +56,7 @@ def round_stochastically(v: Tensor, element: TableElement, random_bytes: Tensor)
     As for other elements, r/256 of the distance between the neighbours is added to the magnitude, in fp32.
     """
     table = _stretches(element)
-    values = torch.tensor(table.values, dtype=torch.float32, device=v.device)
+    values = constant(table.values, torch.float32, v.device)
     number = torch.where(v.isnan(), 0.0, v).clamp(table.values[0], table.values[-1])
     last = len(table.values) - 1
     above = torch.searchsorted(values, number).clamp(max=last)  # the first that is not below
@@ -69,7 +70,7 @@ def round_stochastically(v: Tensor, element: TableElement, random_bytes: Tensor)
 
 
 def _taken(codes: tuple[int, ...], place: Tensor) -> Tensor:
-    return torch.tensor(codes, dtype=torch.int32, device=place.device)[place]
+    return constant(codes, torch.int32, place.device)[place]
 
 
 def _with_specials(codes: Tensor, v: Tensor, place: Tensor, element: TableElement) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ...runtime.random_numbers import seed_for_device
 from ..global_scale import GlobalScale
 from ..reference import ReferenceBackend
 from ..target import GroupedTarget, Target
@@ -22,7 +23,7 @@ from .device.measure import amax_kernel
 from .finishing import finish, joint_scale, swizzled
 from .groups import GroupTable, group_table
 from .kinds import EncodingKind, encoding_kind
-from .launch import Launcher, launch, uploaded
+from .launch import Launcher, launch
 from .reading import decoded, decoded_operand, has_usual_codes, readable_kind
 from .shapes import Tile, encoding_tile, measuring_tile
 from .traits import Traits, device_traits
@@ -128,7 +129,7 @@ class TritonBackend(ReferenceBackend):
         ours = [_Writing(target, kind) for target, kind in zip(targets, kinds, strict=True) if kind is not None]
         if ours and not isinstance(x, FakeTensor):
             matrix = x.reshape(ours[0].target.plane.shape)
-            seeds = None if seed is None else uploaded([seed], x.device)
+            seeds = None if seed is None else seed_for_device(seed, x.device)
             for row, column in _pairs(ours):
                 self._write(matrix, row, column, seeds)
         return None
@@ -191,7 +192,7 @@ class TritonBackend(ReferenceBackend):
             x.reshape(-1, width),
             tile,
             table,
-            seeds=None if seeds is None else uploaded(seeds, x.device),
+            seeds=None if seeds is None else torch.cat([seed_for_device(seed, x.device) for seed in seeds]),
             **position(target.within, width),
             **group_arguments("row", row and row[0]),
             **group_arguments("col", column and column[0]),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...planes.groups import PlaneGroups
+from ...runtime.host_and_device import on_device
 from .device.encode import TABLE_COLUMNS
-from .launch import uploaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,5 +62,5 @@ def group_table(
             assert plane.scale is not None
             scale_begins[at] += plane.scale.numel()
         row += height
-    both = uploaded([*tiles, *lines], device)
+    both = on_device([*tiles, *lines], device, torch.int64)
     return GroupTable(len(tiles) // 2, both[: len(tiles)], both[len(tiles) :], aligned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +30,3 @@ def launch(kernel: Any, programs: int, device: torch.device, warps: int, argumen
         return
     with torch.cuda.device(device):
         kernel[(programs,)](**arguments, num_warps=warps, enable_fp_fusion=False)
-
-
-def uploaded(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Numbers (int64) in the memory of a device. The copy is from pinned memory, so the device is not waited for."""
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
