@@ -236,3 +236,12 @@ def test_parameters_of_another_kind_are_left_with_the_reason():
     with pytest.warns(UserWarning, match="stay in high precision"):
         report = cg.convert(model, "mxfp8")
     assert report.left["experts.gate_up_proj"] == "gate_up_proj of a Experts is not a parameter [experts, out, in]"
+
+
+def test_negative_numbers_of_experts_are_refused():
+    experts = Experts()
+    cg.convert(experts, "mxfp8")
+    index, weights = routed(8, 4)
+    index[3, 1] = -1
+    with pytest.raises(ValueError, match="numbers of experts must not be negative, but 1 of 16 are"):
+        experts(torch.randn(8, 32), index, weights)

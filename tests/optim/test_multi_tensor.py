@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import crossgrain as cg
 from crossgrain.optim.multi_tensor import (
     multi_tensor_adam,
     multi_tensor_applier,
@@ -109,3 +110,16 @@ def test_lists_that_do_not_fit_are_refused_before_anything_is_written(flag):
     with pytest.raises(ValueError, match="takes 2 lists"):
         multi_tensor_applier(multi_tensor_scale, flag, [written], 2.0)
     assert all(tensor.abs().max() == 0 for tensor in written)
+
+
+def test_a_flag_leaves_quantized_parameters_as_they_are(flag):
+    """Bit for bit: writing the decoded numbers back would round them a second time."""
+    param = cg.quantizer_for("nvfp4")(torch.randn(32, 32))
+    grads, moments = [torch.randn(32, 32)], [[torch.zeros(32, 32)] for _ in range(2)]
+    masters = [param.dequantize()]
+    lists = [grads, [param], *moments, masters]
+    for is_set in (1, 0):
+        before = {name: buffer.clone() for name, buffer in param._buffers()}
+        multi_tensor_applier(multi_tensor_adam, flag.fill_(is_set), lists, 0.1, 0.8, 0.9, 1e-6, 1, 1, 1, 0.1)
+        same = [torch.equal(buffer, before[name]) for name, buffer in param._buffers()]
+        assert all(same) if is_set else not all(same)

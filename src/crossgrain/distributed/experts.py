@@ -101,7 +101,7 @@ class TokenExchange:
 
     Args:
         counts: how many rows this rank has for each expert of all ranks. Every rank has the same number of experts; the
-            first experts are on rank 0.
+            first experts are on rank 0. If they are on a GPU, the host waits for them.
         group: the expert-parallel process group; None for the default group.
 
     Attributes:

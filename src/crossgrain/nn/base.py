@@ -309,7 +309,8 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         self._weight_cache.clear()  # parameters move or change: copies of them would be stale
         with kept_attributes(self):
             applied = super()._apply(fn, recurse)
-        self._move_histories(self._device())
+        if self._move_histories(self._device()):
+            self._forget_quantizers()  # they would write to the old ones
         return applied
 
     def need_backward_dw(self) -> bool:

@@ -181,7 +181,7 @@ class GroupedLinear(GroupedParameters, LinearModule):
 
         Args:
             inp: x, plain or quantized, with rows sorted by group.
-            m_splits: number of rows of each group; 0 is allowed.
+            m_splits: number of rows of each group; 0 is allowed. If they are on a GPU, the host waits for them.
             is_first_microbatch: see `Linear.forward`.
             out: memory to write y to.
             dgrad_out: memory to write the gradient of ``inp`` to.

@@ -90,11 +90,15 @@ class Histories(StateDicts, ModuleInterface):
             self._unloaded = None
         self._learned |= learned
 
-    def _move_histories(self, device: torch.device | None) -> None:
-        """Move the histories to a device, where the next forward takes them over; None to leave them where they are."""
-        for state in self._learned.values():
-            if device is not None and state.delayed is not None:
-                state.delayed.move_to(device)
+    def _move_histories(self, device: torch.device | None) -> bool:
+        """Move the histories to a device, and return whether they were elsewhere. None leaves them where they are."""
+        if device is None:
+            return False
+        delayed = [state.delayed for state in self._learned.values() if state.delayed is not None]
+        elsewhere = [state for state in delayed if state.scale.device != device]
+        for state in elsewhere:
+            state.move_to(device)
+        return bool(elsewhere)
 
     def get_fp8_meta_tensors(self) -> dict[str, list[Tensor]] | None:
         """Copies of the scales and histories of delayed scaling, of both passes; None if there are none."""

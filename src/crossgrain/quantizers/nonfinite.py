@@ -1,7 +1,7 @@
 """What layers do about NaNs and infinities, which many formats cannot hold: the ``nonfinite`` policy.
 
     propagate   results that depend on them are NaN, so that loss scalers, gradient norms and people see it
-    raise       `NonfiniteError`
+    raise       `NonfiniteError`; on a GPU, the host waits for every tensor that is quantized
     saturate    the bytes that the format defines: FP4 turns NaN into 6, FP8 an infinity into its largest number
 
 A quantizer by itself saturates. Layers give their quantizers the policy of the layer, of its recipe or of `settings`.

@@ -283,7 +283,8 @@ class DotProductAttention(QuantizedModule):
             cu_seqlens_kv: the same for keys and values.
             cu_seqlens_q_padded: for "thd" with gaps between sequences: where the tokens of each sequence begin.
             cu_seqlens_kv_padded: the same for keys and values.
-            max_seqlen_q: length of the longest sequence of queries.
+            max_seqlen_q: length of the longest sequence of queries. For "thd" on a GPU, it saves the host from waiting
+                for ``cu_seqlens_q``.
             max_seqlen_kv: the same for keys and values.
             attn_mask_type: type of the mask.
             window_size: ``(left, right)``, see the constructor.

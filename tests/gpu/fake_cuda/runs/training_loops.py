@@ -137,9 +137,19 @@ def _moved(device: str, recipe: str) -> Step:
     return partial(trained, model.to(device), numbers(device, ROWS, WIDTH), RECIPES[recipe]())
 
 
+def _moved_back(device: str, recipe: str) -> Step:
+    """A module that has trained on the device, and was elsewhere in between."""
+    model = _mlp().to(device)
+    trained(model, numbers(device, ROWS, WIDTH), RECIPES[recipe]())
+    model.zero_grad()
+    model.to("cpu").to(device)
+    return partial(trained, model, numbers(device, ROWS, WIDTH), RECIPES[recipe](), steps=3)
+
+
 RUNS: dict[str, Run] = {
     **{f"loop accumulated {recipe}": partial(_accumulated, recipe=recipe) for recipe in SOME},
     **{f"loop moved {recipe}": partial(_moved, recipe=recipe) for recipe in SOME},
+    **{f"loop moved back {recipe}": partial(_moved_back, recipe=recipe) for recipe in SOME},
     **{f"loop loaded {recipe}": partial(_loaded, recipe=recipe) for recipe in SOME},
     **{f"loop materialised {recipe}": partial(_materialised, recipe=recipe) for recipe in SOME},
     **{f"loop evaluated {recipe}": partial(_evaluated, recipe=recipe, kept=False) for recipe in SOME},
@@ -159,5 +169,12 @@ RUNS: dict[str, Run] = {
     "loop cross entropy": _cross_entropy,
 }
 SHORT = ["loop accumulated hybrid", "loop moved fp8_delayed", "loop moved delayed_hybrid", "loop loaded fp8_delayed"]
-SHORT += ["loop materialised fp8", "loop evaluated nvfp4", "loop evaluated kept fp8_delayed", "loop raise mxfp8"]
+SHORT += [
+    "loop moved back fp8_delayed",
+    "loop moved back delayed_hybrid",
+    "loop materialised fp8",
+    "loop evaluated nvfp4",
+    "loop evaluated kept fp8_delayed",
+    "loop raise mxfp8",
+]
 SHORT += ["loop recomputed ours nvfp4", "loop recomputed torch fp8_delayed", "loop saturate nvfp4", *list(RUNS)[-3:]]
