@@ -1,6 +1,6 @@
 """Compiling for GPUs that are not here, and reading what came out."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from ..ptx import PtxError, run
-from . import Constant, build, inexact
+from . import Built, Constant, build, inexact
 
 
 class _Pair(NamedTuple):
@@ -40,7 +40,7 @@ def _divide_kernel(x, y, B: tl.constexpr, HOW: tl.constexpr):
     tl.store(y + at, c)
 
 
-def _divide(how: str, target: str = "sm_90", **options: object):  # type: ignore[no-untyped-def]
+def _divide(how: str, target: str = "sm_90", **options: Any) -> Built:
     types = {"x": "*fp32", "y": "*fp32"}
     return build(_divide_kernel, types, {"B": 512, "HOW": how}, target, divisible=("x", "y"), **options)
 

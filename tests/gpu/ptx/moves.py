@@ -57,6 +57,17 @@ def _taken_apart(items: tuple[Operand, ...], source: Operand, bits: int) -> Exec
     return execute
 
 
+def decode_declaration(instruction: Instruction) -> Executor:
+    """Registers of inner braces are undefined where they are declared, also when a loop comes there again."""
+
+    def execute(wave: Wave, lanes: Lanes) -> None:
+        for each in instruction.operands:
+            assert isinstance(each, Register)
+            wave.undefine(each, lanes)
+
+    return execute
+
+
 def decode_setp(instruction: Instruction) -> Executor:
     """setp.verb.type p, a, b; a pair of numbers has two results, p|q, the lower one first."""
     comparison = SETP.get(instruction.opcode)

@@ -7,7 +7,7 @@ import numpy as np
 from . import accesses, comparisons, conversions, exchange, floats, integers, matrices, moves
 from .errors import PtxError
 from .lanes import Lanes
-from .source import Instruction, Vector
+from .source import DECLARATION, Instruction, Vector
 from .undefined import of_whole
 from .values import Bits, Operation
 from .wave import Executor, Wave
@@ -48,6 +48,8 @@ def _decode(instruction: Instruction, allow_fma: bool) -> Executor:
     verb = instruction.parts[0]
     if reason := inexact_reason(instruction.opcode):
         raise PtxError(reason)
+    if instruction.opcode == DECLARATION:
+        return moves.decode_declaration(instruction)
     if instruction.opcode in OPERATIONS:
         operation = OPERATIONS[instruction.opcode]
         if operation.fused and not allow_fma:

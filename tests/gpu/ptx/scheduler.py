@@ -10,7 +10,7 @@ import numpy as np
 from .errors import PtxError
 from .lanes import Lanes
 from .registry import decode
-from .source import Immediate, Instruction, Program, Symbol
+from .source import DECLARATION, Immediate, Instruction, Program, Symbol
 from .wave import Executor, Wave
 
 _BARRIERS = tuple(
@@ -84,7 +84,8 @@ class Scheduler:
                 raise PtxError("the program does not end: more steps than were allowed")
             self._steps_left -= 1
             instruction, executor = self._code.program.instructions[at], self._code.executors[at]
-            self._wave.report.counts[instruction.opcode] += lanes.warps
+            if instruction.opcode != DECLARATION:
+                self._wave.report.counts[instruction.opcode] += lanes.warps
             try:
                 active = self._guarded(instruction, lanes)
                 if executor is None:

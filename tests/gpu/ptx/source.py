@@ -12,6 +12,7 @@ _TYPE_BITS = (
 )
 _BETWEEN = re.compile(r"[\s;]*")
 _LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
+DECLARATION = ".reg"  # the opcode of a declaration in inner braces, after which registers are undefined
 _HEADER = {"reqntid", "maxntid", "minnctapersm", "maxnreg"}
 
 
@@ -230,12 +231,18 @@ class _Body:
             raise PtxError(f"registers of this kind are not known: {statement}")
         scope, bits = self._scopes[-1], _TYPE_BITS[found[1]]
         self._known.clear()
+        names: list[str] = []
         for name in found[2].split(","):
             many = re.fullmatch(r"(%?[A-Za-z_$]+)<(\d+)>", name.strip())
             if many:
                 scope.ranges[many[1]] = (bits, int(many[2]))
+                names += [f"{many[1]}{number}" for number in range(int(many[2]))]
             else:
                 scope.single[name.strip()] = bits
+                names.append(name.strip())
+        if scope.number:  # in a loop, these registers are new each time
+            registers = tuple(self._operand(each, statement) for each in names)
+            self.instructions.append(Instruction(DECLARATION, registers, None, False, statement))
 
     def _instruction(self, statement: str) -> Instruction:
         found = re.fullmatch(r"(?:@(!?)([%\w$]+) )?([a-z]\w*(?:(?:\.|::)\w+)*)(?: (.*))?", statement)

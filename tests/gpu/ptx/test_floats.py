@@ -111,7 +111,7 @@ def test_fused_multiply_adds_of_narrow_numbers_round_once() -> None:
         raw = rng.integers(0, 1 << 16, (1500, 3), dtype=np.uint16)
         with np.errstate(all="ignore"):
             value = raw.view(dtype).astype(np.float64)
-        finite = np.isfinite(value).all(axis=1).tolist()
+        finite = [bool(each.all()) for each in np.isfinite(value)]
         got = evaluate(
             f"fma.rn.{name} d, a, b, c", *(raw[:, i].copy() for i in range(3)), result=np.uint16, allow_fma=True
         )

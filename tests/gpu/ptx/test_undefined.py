@@ -81,3 +81,16 @@ def test_undefined_bytes_go_through_shared_memory() -> None:
     assert set(out) == {7}
     with pytest.raises(PtxError, match="an undefined value is stored"):
         execute(body.format(2), out, shared=128)
+
+
+@pytest.mark.parametrize("leaves_early", ["", "setp.eq.b32 %p2, %r0, 3; @%p2 bra DONE;"])
+def test_registers_of_inner_braces_are_new_each_time(leaves_early: str) -> None:
+    """The first pass writes the register, the second only reads it."""
+    body = f"""mov.b32 %r1, 0; mov.b32 %r2, 0;
+        AGAIN: {{ .reg .b32 t, u; setp.ne.b32 %p1, %r1, 0; mov.b32 u, 1; @%p1 bra SKIP; mov.b32 t, 5; SKIP: <> }}
+        {leaves_early}
+        add.s32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 2; @%p1 bra AGAIN;
+        DONE: st.global.b32 [%rd0], %r2;"""
+    assert set(_run(body.replace("<>", "add.s32 %r2, %r2, u;"))) <= {1, 2}
+    with pytest.raises(PtxError, match="an undefined value is stored"):
+        _run(body.replace("<>", "add.s32 %r2, %r2, t;"))

@@ -114,6 +114,16 @@ class Wave:
             mask[index] = undefined_mask(bits)
             self._mark(register.name, mask)
 
+    def undefine(self, register: Register, lanes: Lanes) -> None:
+        """Forget what a register holds."""
+        if lanes.index is None:
+            self._values.pop(register.name, None)
+            self._undefined.pop(register.name, None)
+        elif register.name in self._values:
+            mask = self._undefined.get(register.name, np.zeros(self.total, np.uint8)).copy()
+            mask[lanes.index] = every_byte(register.bits)
+            self._undefined[register.name] = mask
+
     def _mark(self, name: str, undefined: Array | None) -> None:
         if undefined is not None and undefined.any():
             self._undefined[name] = np.broadcast_to(undefined, (self.total,))
