@@ -36,8 +36,7 @@ class Emulated:
 
     def __call__(self, kernel: Any, programs: int, device: torch.device, warps: int, arguments: dict[str, Any]) -> None:
         built = compiled(kernel, self._target, warps, arguments)
-        memory: dict[int, np.ndarray[Any, Any]] = {}
-        report = run(built.ptx, (programs,), _passed(kernel, arguments, built, memory), built.shared)
+        report = run(built.ptx, (programs,), passed_arguments(kernel, arguments, built), built.shared)
         if self._seen is not None:
             self._seen(built, arguments, report)
 
@@ -62,14 +61,14 @@ def compiled(kernel: Any, target: str, warps: int, arguments: dict[str, Any]) ->
     )
     parsed, signature, constants, attributes = kernel._pack_args(compiler, options, bound, specialization, None)
     made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=parsed.__dict__)
-    built = Built(target, dict(made.asm), made.metadata.shared, warps * gpu.warp_size, 0.0)
-    object.__setattr__(built, "constants", {kernel.arg_names[path[0]] for path in constants})
-    return built
+    names = frozenset(kernel.arg_names[path[0]] for path in constants)
+    return Built(target, dict(made.asm), made.metadata.shared, warps * gpu.warp_size, 0.0, names)
 
 
-def _passed(kernel: Any, arguments: dict[str, Any], built: Built, memory: dict[int, np.ndarray[Any, Any]]) -> list[Any]:
+def passed_arguments(kernel: Any, arguments: dict[str, Any], built: Built) -> list[Any]:
     """The arguments that the compiled kernel takes, without constants. Tensors of one storage share an array."""
-    taken = [arguments[name] for name in kernel.arg_names if name not in built.constants]  # type: ignore[attr-defined]
+    memory: dict[int, np.ndarray[Any, Any]] = {}
+    taken = [arguments[name] for name in kernel.arg_names if name not in built.constants]
     return [_pointer(each, memory) if isinstance(each, torch.Tensor) else each for each in taken]
 
 
