@@ -1,4 +1,4 @@
-"""How fast a kernel can be at most, by its instructions and bytes and by published figures of GPUs. Nothing is measured.
+"""How fast a kernel can be at most, by its instructions, its bytes and published figures. Nothing is measured.
 
 A kernel takes the longer of two times: that of its bytes through memory, and that of its instructions through the
 schedulers. Both are taken with a share of the published peak that kernels of this kind reach at most.

@@ -33,12 +33,14 @@ CEILINGS: dict[Work, dict[str, float]] = {
 WITH_CONFLICTS = {"FP8 1x128, both planes", "FP8 128x128, both planes"}
 
 QUICK = [(MXFP8_BOTH, "sm_90"), (NVFP4_ROTATED, "sm_90"), (MXFP8_DECODED, "sm_90"), (MXFP8_COLUMN_DECODED, "sm_90")]
-ALL = [(work, target) for work in WORK for target in NVIDIA]
 EACH = pytest.mark.parametrize(
     "work, target",
     [
-        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.long, id=f"{pair[0].name}-{pair[1]}")
-        for pair in ALL
+        pytest.param(
+            work, target, marks=() if (work, target) in QUICK else pytest.mark.long, id=f"{work.name}-{target}"
+        )
+        for work in WORK
+        for target in NVIDIA
     ],
 )
 
