@@ -11,13 +11,14 @@ from .source import parse
 def test_registers_of_inner_braces_hide_others() -> None:
     out = np.zeros(32, np.uint32)
     execute(
-        """mov.b32 %r1, 1;
+        """mov.b32 %r1, 1; .reg .b32 a; mov.b32 a, 1000000;
         { .reg .b32 a, t<3>; mov.b32 a, 10; mov.b32 t2, 20; add.s32 %r1, a, t2; }
         { .reg .b16 a; .reg .b32 b; mov.b16 a, 5; mov.b32 b, {a, a}; add.s32 %r1, %r1, b; }
+        add.s32 %r1, %r1, a;
         st.global.b32 [%rd0], %r1;""",
         out,
     )
-    assert set(out) == {30 + 0x50005}
+    assert set(out) == {30 + 0x50005 + 1000000}
 
 
 def test_comments_lines_and_labels() -> None:
