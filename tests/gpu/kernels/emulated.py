@@ -69,10 +69,11 @@ def passed_arguments(kernel: Any, arguments: dict[str, Any], built: Built) -> li
     """The arguments that the compiled kernel takes, without constants. Tensors of one storage share an array."""
     memory: dict[int, np.ndarray[Any, Any]] = {}
     taken = [arguments[name] for name in kernel.arg_names if name not in built.constants]
-    return [_pointer(each, memory) if isinstance(each, torch.Tensor) else each for each in taken]
+    return [pointer(each, memory) if isinstance(each, torch.Tensor) else each for each in taken]
 
 
-def _pointer(tensor: torch.Tensor, memory: dict[int, np.ndarray[Any, Any]]) -> Pointer:
+def pointer(tensor: torch.Tensor, memory: dict[int, np.ndarray[Any, Any]]) -> Pointer:
+    """Where a tensor lies. ``memory`` has the arrays of the storages of one launch."""
     storage = tensor.untyped_storage()
     whole = memory.setdefault(
         storage.data_ptr(),
