@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .compare import compare
+from .doctor import doctor
 from .explain import explain
 from .export import export
 from .formats import formats
@@ -36,5 +37,5 @@ def before_every_command(modules: Modules = []) -> None:  # noqa: B006  # typer 
     import_modules(modules)
 
 
-for command in (compare, train, inspect, sensitivity, search, replay, explain, plan, export, formats, warmup):
+for command in (compare, train, inspect, sensitivity, search, replay, explain, plan, export, formats, warmup, doctor):
     app.command()(command)
