@@ -6,13 +6,13 @@ Both give the same bytes. No function waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ...planes import ROWWISE, Direction, Plane
 from ...runtime.random_numbers import seed_for_device
 from ..global_scale import GlobalScale
 from ..reference import ReferenceBackend
@@ -24,17 +24,20 @@ from .finishing import finish, joint_scale, swizzled
 from .groups import GroupTable, group_table
 from .kinds import EncodingKind, encoding_kind
 from .launch import Launcher, launch
-from .reading import decoded, decoded_operand, has_usual_codes, readable_kind
+from .reading import decoded, decoded_operand, has_usual_codes, has_whole_words, readable_kind
 from .shapes import Tile, encoding_tile, measuring_tile
 from .traits import Traits, device_traits
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class _Writing(NamedTuple):
+_AnyTarget = TypeVar("_AnyTarget", Target, GroupedTarget)
+
+
+class _Writing(NamedTuple, Generic[_AnyTarget]):
     """A target, and how kernels write it."""
 
-    target: Target
+    target: _AnyTarget
     kind: EncodingKind
 
 
@@ -104,7 +107,7 @@ class TritonBackend(ReferenceBackend):
         if x.numel() and not isinstance(x, FakeTensor):
             if x.dtype not in _INPUTS:
                 x = x.to(torch.float32)
-            matrix = x.reshape(shape)
+            matrix = x.resolve_neg().reshape(shape)
             tile = measuring_tile(rotation is not None)
             table = None if heights is None else group_table(heights, shape[1], tile.rows, [None, None], x.device)
             self._run(
@@ -128,7 +131,7 @@ class TritonBackend(ReferenceBackend):
             super().encode(x, left, seed)
         ours = [_Writing(target, kind) for target, kind in zip(targets, kinds, strict=True) if kind is not None]
         if ours and not isinstance(x, FakeTensor):
-            matrix = x.reshape(ours[0].target.plane.shape)
+            matrix = x.resolve_neg().reshape(ours[0].target.plane.shape)
             seeds = None if seed is None else seed_for_device(seed, x.device)
             for row, column in _pairs(ours):
                 self._write(matrix, row, column, seeds)
@@ -139,7 +142,9 @@ class TritonBackend(ReferenceBackend):
             return None
         return encoding_kind(target, x.dtype, self._traits_of(x))
 
-    def _write(self, x: Tensor, row: _Writing | None, column: _Writing | None, seeds: Tensor | None) -> None:
+    def _write(
+        self, x: Tensor, row: _Writing[Target] | None, column: _Writing[Target] | None, seeds: Tensor | None
+    ) -> None:
         tile = encoding_tile(row and row.kind, column and column.kind)
         within = next(each.target.within for each in (row, column) if each is not None)
         self._run(
@@ -162,14 +167,16 @@ class TritonBackend(ReferenceBackend):
         left = [target for target, kind in zip(targets, kinds, strict=True) if kind is None]
         if left:
             super().encode_groups(x, left, seeds)
-        ours = {t.planes.direction: (t, kind) for t, kind in zip(targets, kinds, strict=True) if kind is not None}
+        ours = [_Writing(target, kind) for target, kind in zip(targets, kinds, strict=True) if kind is not None]
         if ours and not isinstance(x, FakeTensor):
-            self._write_groups(x, ours.get(ROWWISE), ours.get(COLUMNWISE), seeds)
+            matrix = x.resolve_neg().reshape(-1, ours[0].target.planes.width)
+            for row, column in _pairs(ours):
+                self._write_groups(matrix, row, column, seeds)
         return None
 
     def _kind_of_groups(self, x: Tensor, target: GroupedTarget) -> EncodingKind | None:
         planes = target.planes
-        if x.dtype not in _INPUTS or not x.numel():
+        if x.dtype not in _INPUTS or not x.numel() or not has_whole_words(planes.format, planes.data):
             return None
         shape = (x.numel() // planes.width, planes.width)
         plane = Plane(planes.format, planes.direction, shape, planes.data, transposed=planes.transposed)
@@ -179,25 +186,26 @@ class TritonBackend(ReferenceBackend):
     def _write_groups(
         self,
         x: Tensor,
-        row: tuple[GroupedTarget, EncodingKind] | None,
-        column: tuple[GroupedTarget, EncodingKind] | None,
+        row: _Writing[GroupedTarget] | None,
+        column: _Writing[GroupedTarget] | None,
         seeds: Sequence[int] | None,
     ) -> None:
-        tile = encoding_tile(row and row[1], column and column[1])
-        target = (row or column)[0]  # type: ignore[index]
+        tile = encoding_tile(row and row.kind, column and column.kind)
+        target = next(each.target for each in (row, column) if each is not None)
         heights, width = target.planes.heights, target.planes.width
-        table = group_table(heights, width, tile.rows, [row and row[0].planes, column and column[0].planes], x.device)
+        pair = [row and row.target.planes, column and column.target.planes]
+        table = group_table(heights, width, tile.rows, pair, x.device)
         self._run(
             encode_kernel,
-            x.reshape(-1, width),
+            x,
             tile,
             table,
             seeds=None if seeds is None else torch.cat([seed_for_device(seed, x.device) for seed in seeds]),
             **position(target.within, width),
-            **group_arguments("row", row and row[0]),
-            **group_arguments("col", column and column[0]),
-            ROW=row and row[1],
-            COLUMN=column and column[1],
+            **group_arguments("row", row and row.target),
+            **group_arguments("col", column and column.target),
+            ROW=row and row.kind,
+            COLUMN=column and column.kind,
             ALIGNED=table.aligned and x.stride(0) % 16 == 0,
             EVEN=all(n % 32 == 0 for n in (*heights, width)),
         )
@@ -222,7 +230,7 @@ class TritonBackend(ReferenceBackend):
                 "BM": tile.rows,
                 "BK": tile.columns,
                 "GROUPED": table is not None,
-                "WIDE": tile.rows * max(x.stride(0), rows) >= FAR or tile.columns * max(rows, x.stride(1)) >= FAR,
+                "WIDE": max(tile.rows, tile.columns) * max(*x.stride(), rows, columns) >= FAR,
             },
         )
 
@@ -273,11 +281,13 @@ class TritonBackend(ReferenceBackend):
         return device_traits(x.device) if self._traits is None else self._traits
 
 
-def _pairs(ours: Sequence[_Writing]) -> list[tuple[_Writing | None, _Writing | None]]:
+def _pairs(
+    ours: Sequence[_Writing[_AnyTarget]],
+) -> list[tuple[_Writing[_AnyTarget] | None, _Writing[_AnyTarget] | None]]:
     """A rowwise and a columnwise target for each pass, as far as there are both."""
-    rows = [each for each in ours if each.target.plane.direction is ROWWISE]
-    columns = [each for each in ours if each.target.plane.direction is COLUMNWISE]
-    pairs: list[tuple[_Writing | None, _Writing | None]] = []
+    rows = [each for each in ours if each.kind.plane.rowwise]
+    columns = [each for each in ours if not each.kind.plane.rowwise]
+    pairs: list[tuple[_Writing[_AnyTarget] | None, _Writing[_AnyTarget] | None]] = []
     while rows or columns:
         row, column = rows.pop(0) if rows else None, columns.pop(0) if columns else None
         if row is not None and column is not None and row.target.within != column.target.within:
@@ -289,10 +299,10 @@ def _pairs(ours: Sequence[_Writing]) -> list[tuple[_Writing | None, _Writing | N
 
 def _is_usual(target: Target) -> bool:
     """Whether kernels can write a target: its codes are aligned, and it has as many amaxes as its format says."""
-    amax, kind = target.amax, target.encoding.format.global_amax
-    if kind is not None:
-        if amax is None or amax.numel() != (target.plane.operand_shape[0] if kind == "row" else 1):
-            return False
-        if not amax.is_contiguous():
-            return False
+    kind, needed = target.encoding.format.global_amax, 1
+    if kind == "row":
+        needed = target.plane.operand_shape[0]
+    amaxes = () if kind is None else (target.amax, target.plane.amax)
+    if not all(amax is not None and amax.numel() == needed and amax.is_contiguous() for amax in amaxes):
+        return False
     return has_usual_codes(target.plane)

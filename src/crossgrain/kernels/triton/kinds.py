@@ -147,6 +147,8 @@ def element_kind(element: AnyElement) -> ElementKind | None:
         )  # fmt: skip
     if not isinstance(element, Element) or not element.mantissa_bits or element.max_exponent > _MOST_EXPONENT:
         return None
+    if not 0 <= element.bias <= _MOST_EXPONENT:
+        return None  # a factor or a distance between neighbours would be beyond fp32
     same_bits = (element.exponent_bits, element.mantissa_bits, element.bias, element.max, element.specials)
     return ElementKind(
         element.bits,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...formats import Format
 from ...planes import ROWWISE, Plane
 from .arguments import FAR
 from .device.decode import decode_kernel
@@ -19,6 +20,8 @@ def readable_kind(plane: Plane, traits: Traits) -> PlaneKind | None:
     """The kind of a plane that kernels can decode; None for others."""
     if plane.format.is_identity or not plane.data.numel() or not has_usual_codes(plane):
         return None
+    if plane.amax is not None and not plane.amax.is_contiguous():
+        return None
     return plane_kind(plane.format, plane.direction, plane.has_whole_rows, traits)
 
 
@@ -28,7 +31,14 @@ def has_usual_codes(plane: Plane) -> bool:
         return False
     codes = plane.operand_codes()
     along = codes.stride(1 if plane.has_whole_rows else 0)
-    return along == 1 and (plane.format.element.bits != 4 or plane.data.storage_offset() % 4 == 0)
+    return along == 1 and has_whole_words(plane.format, codes)
+
+
+def has_whole_words(fmt: Format, codes: Tensor) -> bool:
+    """Whether codes of 4 bits, which are written in words of 4 bytes, begin at such words in all rows."""
+    if fmt.element is None or fmt.element.bits != 4:
+        return True
+    return codes.storage_offset() % 4 == 0 and (codes.dim() < 2 or codes.stride(0) % 4 == 0)
 
 
 def decoded(launcher: Launcher, plane: Plane, kind: PlaneKind, dtype: torch.dtype) -> Tensor:

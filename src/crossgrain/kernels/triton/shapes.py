@@ -46,7 +46,7 @@ def decoding_tile(plane: PlaneKind) -> Tile:
     rows, columns = max(32, plane.block_rows), max(256, plane.block_length)
     if plane.block_rows > 32:
         columns = plane.block_length
-    warps = rows * columns // 4096
+    warps = max(1, rows * columns // 4096)
     return Tile(rows, columns, warps) if plane.operand_major else Tile(columns, rows, warps)
 
 
