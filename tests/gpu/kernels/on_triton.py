@@ -1,32 +1,33 @@
 """A plugin of pytest: Triton's kernels, interpreted, serve all CPU tensors. It counts what is launched.
 
-TRITON_INTERPRET=1 pytest -p tests.gpu.kernels.on_triton tests/kernels/test_golden_planes.py
+    TRITON_INTERPRET=1 pytest -p tests.gpu.kernels.on_triton tests/kernels/test_golden_planes.py
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from crossgrain.kernels import choice
+
 launched: Counter[str] = Counter()
 """Launches of each kernel."""
 
 
-def _counted(kernel: Any, programs: int, device: torch.device, warps: int, arguments: dict[str, Any]) -> None:
-    from crossgrain.kernels.triton.launch import launch
-
-    launched[kernel.fn.__name__] += 1
-    launch(kernel, programs, device, warps, arguments)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--outcome FILE``: write how many tests passed, and how often each kernel was launched, as JSON."""
+    parser.addoption("--outcome", type=Path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let the Triton backend serve CPU tensors, whatever a test chooses but the reference."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from crossgrain.kernels import choice
     from crossgrain.kernels.triton.backend import TritonBackend
     from crossgrain.kernels.triton.device.encode import encode_kernel
 
@@ -39,7 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     choice.serving.clear()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def _counted(kernel: Any, programs: int, device: torch.device, warps: int, arguments: dict[str, Any]) -> None:
+    from crossgrain.kernels.triton.launch import launch
+
+    launched[kernel.fn.__name__] += 1
+    launch(kernel, programs, device, warps, arguments)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say how often each kernel was launched."""
     counts = ", ".join(f"{name} {count}" for name, count in sorted(launched.items()))
-    terminalreporter.write_line(f"launched kernels: {counts}")
+    terminalreporter.write_line(f"launched kernels: {counts or 'none'}")
+    file = config.getoption("--outcome")
+    if file is not None:
+        tests = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
+        file.write_text(json.dumps({"tests": tests, "launched": launched}))
