@@ -183,6 +183,8 @@ def plane_kind(fmt: Format, direction: Direction, operand_major: bool, hardware:
     if fmt.scale_rule == "two_level" and (fmt.block not in _BLOCK_OF_SIXTEEN or element.bits != 4):
         return None
     rows, length = fmt.block or (0, 0)
+    if fmt.scale_rule == "two_level" and rows > 1 and not fmt.layout.replicated:
+        return None  # `write_sixteens` stores a scale for each row
     if fmt.block is not None and any(n & (n - 1) or n > 128 for n in (rows, length)):
         return None  # tiles of kernels have powers of two, and hold whole blocks
     if fmt.rotation is not None and fmt.scale_rule != "two_level":
