@@ -30,10 +30,11 @@ def encoding_tile(row: EncodingKind | None, column: EncodingKind | None) -> Tile
         return Tile(32, 128, 2)
     rows = max(plane.block_rows if plane.rowwise else plane.block_length for plane in planes)
     columns = max(plane.block_length if plane.rowwise else plane.block_rows for plane in planes)
+    stochastic = any(kind.stochastic for kind in (row, column) if kind is not None)
     if rows > 32 or columns > 64:
         rows, columns = max(32, rows), max(32, columns)
-        return Tile(rows, columns, max(1, rows * columns // 4096))
-    return Tile(32, 64, 1)
+        return Tile(rows, columns, max(1, rows * columns // (2048 if stochastic else 4096)))
+    return Tile(32, 32, 1) if stochastic else Tile(32, 64, 1)
 
 
 def measuring_tile(rotated: bool) -> Tile:
