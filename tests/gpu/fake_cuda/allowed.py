@@ -17,6 +17,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("upload", "optim/masters.py: take_master"): "once: initial values in high precision are kept on the host",
     ("read", "quantizers/nonfinite.py: _refuse_nonfinite"): "nonfinite='raise' raises in the call that has found a NaN",
     ("read", "quantizers/parts.py: _seeds"): "ranks agree on a seed of stochastic rounding, which the host draws",
+    ("read", "tensor/sharding.py: exchanged"): "once: ranks compare the shards of a weight that they will gather",
     ("upload", "recipe/extra_state.py: load_extra_state"): "once: histories of a checkpoint are loaded on first use",
 }
 

@@ -81,6 +81,11 @@ def install() -> None:
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_properties": lambda device=None: SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1]),
         "is_current_stream_capturing": lambda: _capturing,
+        "set_device": lambda device: None,
+        "Stream": lambda device=None, priority=0: torch.Stream("cuda"),
+        "Event": lambda **options: torch.Event("cuda"),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "stream": _on_stream,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),  # kernels of the CPU draw the numbers
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
     }
@@ -90,6 +95,12 @@ def install() -> None:
     torch.UntypedStorage.clone = lambda self: _bytes_of(self).clone().untyped_storage()  # type: ignore[method-assign]
     torch.UntypedStorage.cpu = _host_storage  # type: ignore[method-assign]
     _let_resize(library)
+
+
+@contextmanager
+def _on_stream(stream: torch.Stream) -> Iterator[None]:
+    with stream:
+        yield
 
 
 def _let_resize(library: Any) -> None:

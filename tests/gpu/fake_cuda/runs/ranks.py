@@ -33,11 +33,11 @@ def _ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _with_ranks(run: Callable[..., Step]) -> Callable[..., Step]:
+def with_ranks(run: Callable[..., Step]) -> Callable[..., Step]:
     """The run with ranks, from when it prepares the model until its step has ended."""
 
     @wraps(run)
-    def with_ranks(device: str, **options: Any) -> Step:
+    def ranked(device: str, **options: Any) -> Step:
         with ExitStack() as stack:
             stack.enter_context(_ranks())
             step = run(device, **options)
@@ -49,10 +49,10 @@ def _with_ranks(run: Callable[..., Step]) -> Callable[..., Step]:
 
         return step_and_end
 
-    return with_ranks
+    return ranked
 
 
-@_with_ranks
+@with_ranks
 def _parallel(device: str, recipe: str, mode: str) -> Step:
     group = dist.group.WORLD
     layer = cg.Linear(
@@ -62,7 +62,7 @@ def _parallel(device: str, recipe: str, mode: str) -> Step:
     return partial(trained, layer.to(device), numbers(device, 64, width), RECIPES[recipe]())
 
 
-@_with_ranks
+@with_ranks
 def _reduced(device: str, recipe: str) -> Step:
     """Amaxes of delayed scaling are reduced over data-parallel ranks."""
     layer, x = cg.Linear(WIDTH, WIDTH, **OPTIONS).to(device), numbers(device, 32, WIDTH)
@@ -77,7 +77,7 @@ def _reduced(device: str, recipe: str) -> Step:
     return step
 
 
-@_with_ranks
+@with_ranks
 def _context_parallel(device: str, how: str, layout: str) -> Step:
     packed = layout == "thd"
     attention = cg.DotProductAttention(
@@ -97,7 +97,7 @@ def _context_parallel(device: str, how: str, layout: str) -> Step:
     return step
 
 
-@_with_ranks
+@with_ranks
 def _exchanged(device: str) -> Step:
     layer = cg.GroupedLinear(2, WIDTH, WIDTH, **OPTIONS).to(device)
     x = numbers(device, 64, WIDTH)
@@ -113,7 +113,7 @@ def _exchanged(device: str) -> Step:
     return step
 
 
-@_with_ranks
+@with_ranks
 def _cross_entropy(device: str) -> Step:
     logits = numbers(device, 8, 4, WIDTH)
     target = torch.randint(RANKS * WIDTH, (8, 4)).to(device)
