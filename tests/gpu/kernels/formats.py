@@ -59,7 +59,6 @@ WITH_KERNELS = {
         _two_level("nv_e1m2", _E1M2),
         _two_level("nv_to_4", _E2M1_TO_4, scale_bound=300),
         _two_level("nv_e5m2_scales", scale_element=E5M2, scale_bound=1024),
-        _two_level("nv_once_2d", block=(16, 16), layout=ScaleLayout()),
         _two_level("nv_block_major", layout=ScaleLayout(transposed=True)),
     )
 }
@@ -76,6 +75,7 @@ WITHOUT_KERNELS = {
         replace(mxfp8_format(), name="mx_rotated", rotation=3),
         _two_level("nv_32", block=(1, 32)),
         _two_level("nv_fp8", E4M3),
+        _two_level("nv_once_2d", block=(16, 16), layout=ScaleLayout()),
     )
 }
 """Formats for which there are none. The reference serves them."""

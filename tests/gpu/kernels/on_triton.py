@@ -1,6 +1,6 @@
 """A plugin of pytest: Triton's kernels, interpreted, serve all CPU tensors. It counts what is launched.
 
-    TRITON_INTERPRET=1 pytest -p tests.gpu.kernels.on_triton tests/kernels/test_golden_planes.py
+TRITON_INTERPRET=1 pytest -p tests.gpu.kernels.on_triton tests/kernels/test_golden_planes.py
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _counted(kernel: Any, programs: int, device: torch.device, warps: int, arguments: dict[str, Any]) -> None:
-    from crossgrain.kernels.triton.launch import launch
+    from .interpreter import checked_launch
 
     launched[kernel.fn.__name__] += 1
-    launch(kernel, programs, device, warps, arguments)
+    checked_launch(kernel, programs, device, warps, arguments)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
