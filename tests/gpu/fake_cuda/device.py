@@ -51,7 +51,8 @@ _waits: list[Wait] | None = None
 def _told(kind: bytes, operator: bytes, stream: int) -> None:
     if _waits is not None:
         frames = list(_own_frames())
-        place = f"{_file(frames[0])}: {frames[0].f_code.co_name}" if frames else ""
+        named = (frame for frame in frames if not frame.f_code.co_name.startswith("<"))  # not <listcomp>
+        place = next((f"{_file(frame)}: {frame.f_code.co_name}" for frame in named), "")
         calls = " < ".join(f"{_file(frame)}:{frame.f_lineno}" for frame in frames[:5])
         _waits.append(Wait(kind.decode(), operator.decode(), place, calls, stream))
 
