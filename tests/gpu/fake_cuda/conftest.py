@@ -14,12 +14,13 @@ LONG_FACTS = ("compiled_models",)
 
 
 @pytest.fixture(scope="session")
-def library(request: pytest.FixtureRequest) -> Path:
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled device; tests that need it are skipped with a reason where it cannot be compiled."""
     reason = why_not_built()
     if reason is not None:
         pytest.skip(reason)
-    return built_library(request.config.cache.mkdir("fake_cuda"))
+    cache = request.config.cache
+    return built_library(tmp_path_factory.mktemp("device") if cache is None else cache.mkdir("fake_cuda"))
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,13 @@
 //
 // Everything above the kernels is torch itself: dispatch, autograd with its streams, factories, copies, pinned memory.
 // What a GPU could only do by waiting, or not at all, is told to a listener with the name of the operator:
-//   read:    a number leaves the device, or its size depends on numbers there (`item`, `nonzero`, a copy to the host)
+//   read:    a number leaves the device (`item`, a copy to the host), a size depends on numbers there (`nonzero`), or
+//            somebody asks to wait (`synchronize`)
 //   upload:  a copy from memory of the host that is not pinned, or without non_blocking
 //   mixed:   indices of the host for a tensor of the device, which are copied
 // Other operators refuse tensors of both, apart from scalars of the host, which travel with the launch.
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
-#include <c10/util/strides.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -22,6 +22,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/strides.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -40,6 +41,7 @@ using at::IValue;
 using at::Tensor;
 
 const at::Device gpu(at::kCUDA, 0);
+const c10::DispatchKeySet gpu_key(c10::DispatchKey::CUDA);
 
 thread_local c10::StreamId stream = 0;
 std::atomic<c10::StreamId> streams{0};
@@ -107,9 +109,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(c10::DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream&) const override { tell("read", "synchronize"); }
+  void synchronizeEvent(void*) const override { tell("read", "synchronize"); }
+  void synchronizeDevice(c10::DeviceIndex) const override { tell("read", "synchronize"); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
@@ -142,8 +144,7 @@ Tensor on_device(const Tensor& tensor) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), tensor.storage().nbytes(), &device_memory, /*resizable=*/true);
   std::memcpy(storage->mutable_data(), tensor.storage().data(), tensor.storage().nbytes());
-  auto result = at::detail::make_tensor<at::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
+  auto result = at::detail::make_tensor<at::TensorImpl>(c10::Storage(storage), gpu_key, tensor.dtype());
   result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   return result;
 }
@@ -174,18 +175,18 @@ bool has_mask(const std::vector<IValue>& given) {  // x[mask] finds the places o
 
 // Operators whose CUDA kernels wait for numbers of the device
 const std::set<std::string> waiting = {
-    "aten::_local_scalar_dense", "aten::equal",     "aten::nonzero",        "aten::masked_select",
-    "aten::_unique",             "aten::_unique2",  "aten::unique_dim",     "aten::unique_consecutive",
-    "aten::bincount",            "aten::histc",
+    "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
+    "aten::nonzero", "aten::masked_select", "aten::bincount", "aten::histc",
 };
 
-bool takes_indices(const std::string& name) {  // also of the host, from where they are copied
-  return name == "aten::index" || name == "aten::index_put" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
-}
+// Operators that take indices, also of the host, from where they are copied
+const std::set<std::string> indexing = {
+    "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+};
 
 bool waits(const std::string& name, const std::vector<IValue>& given) {
   if (name == "aten::repeat_interleave") return given.back().isNone();  // output_size
-  return waiting.count(name) || (takes_indices(name) && has_mask(given));
+  return waiting.count(name) || (indexing.count(name) && has_mask(given));
 }
 
 struct Arguments {
@@ -226,7 +227,8 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, at::Stack* 
 
   Arguments seen;
   for (size_t i = begin; i < stack->size(); ++i) (*stack)[i] = seen.host((*stack)[i]);
-  TORCH_CHECK(!seen.mixed || takes_indices(name), name, ": Expected all tensors to be on the same device, got cuda:0 and cpu");
+  TORCH_CHECK(!seen.mixed || indexing.count(name), name,
+              ": Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!");
   if (seen.mixed) tell("mixed", name);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 
@@ -257,15 +259,15 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, at::Stack* 
 
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                   dtype.value_or(at::get_default_dtype_as_scalartype()), format);
+  const auto type = dtype.value_or(at::get_default_dtype_as_scalartype());
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_memory, gpu_key, type, format);
 }
 
 Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &device_memory,
-                                           c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                           dtype.value_or(at::get_default_dtype_as_scalartype()));
+  const auto type = dtype.value_or(at::get_default_dtype_as_scalartype());
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &device_memory, gpu_key, type);
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -280,9 +282,12 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return at::_local_scalar_dense(on_host(self));
 }
 
-Tensor view(const Tensor& self, c10::SymIntArrayRef size) { return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size)); }
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
 
-Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                  std::optional<c10::SymInt> offset) {
   return at::native::as_strided_tensorimpl(
       self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
       offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
@@ -292,7 +297,8 @@ Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntAr
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-Tensor& set_storage(Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+Tensor& set_storage(Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+                    c10::SymIntArrayRef stride) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
   self.unsafeGetTensorImpl()->set_sizes_and_strides(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.guard_int(__FILE__, __LINE__));

@@ -72,6 +72,7 @@ def what_waits() -> dict[str, Any]:
         "tensor": lambda: torch.tensor(1.0, device="cuda"),
         "full": lambda: torch.full((), 1.0, device="cuda"),
         "a scalar of the host": lambda: x * torch.tensor(2.0),
+        "synchronize": lambda: torch.accelerator.synchronize(),
         "on_device": lambda: on_device([1, 2], _GPU),
         "number_on": lambda: number_on(torch.ones(1), _GPU),
         "require": lambda: require((x < 2).all(), "x is small", lambda: "x is large"),

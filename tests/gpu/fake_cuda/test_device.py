@@ -17,6 +17,7 @@ READS = {
     "bincount": "bincount",
     "repeat_interleave": "repeat_interleave",
     "to the host": "copy_",
+    "synchronize": "synchronize",
 }
 UPLOADS = ("from the host", "from the host, non_blocking", "from pinned memory", "tensor")
 

@@ -86,4 +86,4 @@ RUNS: dict[str, Run] = {
     "models scheduled": _scheduled,
 }
 SHORT = ["models moved after fp8_line", "models moved after fp8_delayed", "models moved before fp8_line"]
-SHORT += ["models gpt hybrid", "models torch attention", "models patches", "models scheduled"]
+SHORT += ["models gpt mxfp8", "models torch attention", "models patches", "models scheduled"]
