@@ -22,10 +22,8 @@ def encoding_tile(row: EncodingKind | None, column: EncodingKind | None) -> Tile
     amaxes through memory with conflicts between banks. Tests keep all of this.
     """
     planes = [kind.plane for kind in (row, column) if kind is not None]
-    if row is None and all(plane.sixteen for plane in planes) and column is not None and not column.four_over_six:
-        return Tile(128, 128, 4)
     if any(plane.sixteen for plane in planes):
-        return Tile(128, 64, 4)
+        return Tile(128, 128, 4) if row is None and _fits_in_registers(column) else Tile(128, 64, 4)
     if all(plane.block_length == 0 for plane in planes):
         return Tile(32, 128, 2)
     rows = max(plane.block_rows if plane.rowwise else plane.block_length for plane in planes)
@@ -35,6 +33,13 @@ def encoding_tile(row: EncodingKind | None, column: EncodingKind | None) -> Tile
         rows, columns = max(32, rows), max(32, columns)
         return Tile(rows, columns, max(1, rows * columns // (2048 if stochastic else 4096)))
     return Tile(32, 32, 1) if stochastic else Tile(32, 64, 1)
+
+
+def _fits_in_registers(column: EncodingKind | None) -> bool:
+    """Whether a thread can hold 128 numbers of a column of NVFP4, and what it needs to write them."""
+    if column is None or column.four_over_six:
+        return False
+    return not (column.stochastic and column.plane.hardware.pairs)
 
 
 def measuring_tile(rotated: bool) -> Tile:

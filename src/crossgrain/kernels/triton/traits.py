@@ -16,11 +16,13 @@ class Traits:
         compiled: kernels are compiled. In Triton's interpreter, casts to bf16 truncate, and maxima do not skip NaNs.
         fp8: there is an instruction from fp32 to E4M3 and E5M2.
         fp4: there is an instruction from fp32 to E2M1.
+        pairs: fp32 numbers are computed in pairs, in registers next to each other, of which kernels then need more.
     """
 
     compiled: bool = False
     fp8: bool = False
     fp4: bool = False
+    pairs: bool = False
 
 
 SOFTWARE = Traits()
@@ -29,7 +31,12 @@ SOFTWARE = Traits()
 
 def cuda_traits(capability: tuple[int, int]) -> Traits:
     """The traits of an NVIDIA GPU."""
-    return Traits(compiled=True, fp8=capability >= (8, 9), fp4=capability >= (10, 0))
+    return Traits(
+        compiled=True,
+        fp8=capability >= (8, 9),
+        fp4=capability >= (10, 0),
+        pairs=capability[0] == 10,
+    )
 
 
 HIP_TRAITS = Traits(compiled=True)
