@@ -19,7 +19,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     reason = why_not_built()
     if reason is not None:
         pytest.skip(reason)
-    cache = request.config.cache
+    cache = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
     return built_library(tmp_path_factory.mktemp("device") if cache is None else cache.mkdir("fake_cuda"))
 
 
