@@ -1,5 +1,7 @@
 """The limits that compiled kernels keep: no spills, no inexact instructions, wide accesses, few instructions."""
 
+from pathlib import Path
+
 import pytest
 import triton
 
@@ -15,6 +17,7 @@ from .launches import (
     Work,
 )
 from .roof import GPUS
+from .table import rows
 
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx942", "gfx950")
@@ -98,5 +101,8 @@ def test_mxfp8_reaches_most_of_the_bandwidth_of_an_h100() -> None:
     assert h100.bandwidth_share(MXFP8_BOTH.bytes, instructions_per_element(MXFP8_BOTH, h100.target)) >= 0.8
 
 
-def test_the_version_of_triton_is_one_that_torch_comes_with() -> None:
-    assert tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+@pytest.mark.long
+@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="the table is that of Triton 3.7.1")
+def test_the_table_of_the_documentation_is_up_to_date() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    assert "\n".join(rows()) in page
