@@ -22,14 +22,16 @@ def encoding_tile(row: EncodingKind | None, column: EncodingKind | None) -> Tile
     amaxes through memory with conflicts between banks. Tests keep all of this.
     """
     planes = [kind.plane for kind in (row, column) if kind is not None]
+    rows = max(plane.block_rows if plane.rowwise else plane.block_length for plane in planes)
+    columns = max(plane.block_length if plane.rowwise else plane.block_rows for plane in planes)
     if any(plane.sixteen for plane in planes):
+        if columns > 64:  # with another format, whose blocks are longer
+            return Tile(128, columns, 8)
         return Tile(128, 128, 4) if row is None and _fits_in_registers(column) else Tile(128, 64, 4)
     if all(plane.block_length == 0 for plane in planes):
         return Tile(32, 128, 2)
-    rows = max(plane.block_rows if plane.rowwise else plane.block_length for plane in planes)
-    columns = max(plane.block_length if plane.rowwise else plane.block_rows for plane in planes)
     stochastic = any(kind.stochastic for kind in (row, column) if kind is not None)
-    if rows > 32 or columns > 64:
+    if rows > 32 or columns > (32 if stochastic else 64):
         rows, columns = max(32, rows), max(32, columns)
         return Tile(rows, columns, max(1, rows * columns // (2048 if stochastic else 4096)))
     return Tile(32, 32, 1) if stochastic else Tile(32, 64, 1)
@@ -49,11 +51,14 @@ def measuring_tile(rotated: bool) -> Tile:
 
 def decoding_tile(plane: PlaneKind) -> Tile:
     """The tile for decoding: it holds whole blocks."""
-    rows, columns = max(32, plane.block_rows), max(256, plane.block_length)
-    if plane.block_rows > 32:
-        columns = plane.block_length
-    warps = max(1, rows * columns // 4096)
-    return Tile(rows, columns, warps) if plane.operand_major else Tile(columns, rows, warps)
+    along, across = plane.block_length, plane.block_rows  # in the order of codes in memory
+    if not plane.operand_major:
+        along, across = across, along
+    height, length = max(32, across), max(256, along)
+    if across > 32:
+        length = max(32, along)
+    warps = max(1, height * length // 4096)
+    return Tile(height, length, warps) if plane.operand_major else Tile(length, height, warps)
 
 
 EPILOGUE_TILE = Tile(16, 256, 4)
