@@ -24,7 +24,7 @@ class Case:
     """A matrix, and planes that one call writes from it.
 
     Attributes:
-        rows: names of the encodings of rowwise planes, see `formats`.
+        rows: encodings of rowwise planes, or their names, see `formats`.
         columns: those of columnwise planes.
         shape: shape of the tensor; tiles of kernels end beyond both edges of the default.
         dtype: its dtype.
@@ -38,8 +38,8 @@ class Case:
         blocked_columns: columns of the planes that are not stored transposed lie in memory one after the other.
     """
 
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    rows: tuple[str | Encoding, ...] = ()
+    columns: tuple[str | Encoding, ...] = ()
     shape: tuple[int, ...] = (160, 32)
     dtype: torch.dtype = _BF16
     numbers: str = "mixed"
@@ -53,8 +53,8 @@ class Case:
 
     def encodings(self) -> list[tuple[Direction, Encoding]]:
         """The planes to write, as far as the shape allows them."""
-        wanted = [(ROWWISE, name) for name in self.rows] + [(COLUMNWISE, name) for name in self.columns]
-        made = [(direction, ALL[name](direction)) for direction, name in wanted]
+        wanted = [(ROWWISE, each) for each in self.rows] + [(COLUMNWISE, each) for each in self.columns]
+        made = [(way, ALL[each](way) if isinstance(each, str) else each) for way, each in wanted]
         return [(way, each) for way, each in made if shape_problem(each.format, way, self.shape) is None]
 
 

@@ -43,6 +43,7 @@ WITH_KERNELS = {
     fmt.name: fmt
     for fmt in (
         Format("blocks_of_64", E4M3, (1, 64), "e8m0_up", _GEMM_TILE),
+        Format("flat_blocks_of_128", E4M3, (1, 128), "e8m0_up", transposes=False, ragged=True),
         Format("blocks_of_8", E5M2, (1, 8), "e8m0_floor", _GEMM_TILE, transposes=False),
         Format("tiles_once", E4M3, (32, 32), "e8m0_up", transposes=False),
         Format("two_rows", E4M3, (2, 32), "e8m0_up", transposes=False),
@@ -60,6 +61,7 @@ WITH_KERNELS = {
         _two_level("nv_to_4", _E2M1_TO_4, scale_bound=300),
         _two_level("nv_e5m2_scales", scale_element=E5M2, scale_bound=1024),
         _two_level("nv_block_major", layout=ScaleLayout(transposed=True)),
+        _two_level("nv_rotated_rows_scaled", rotation=0x1234, global_amax="row"),
     )
 }
 """Formats of users for which kernels can be made."""

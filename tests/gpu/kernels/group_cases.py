@@ -63,6 +63,7 @@ def _groups() -> dict[str, GroupCase]:
         "groups, odd heights, fp8_block": GroupCase(("fp8_block",), ("fp8_block_2d",), (3, 0, 150, 1), 37),
         "groups, given scales": GroupCase(("fp8_delayed",), ("fp8_delayed",), scales=(1.0, 2.0, 0.25, 16.0)),
         "groups of fp64": GroupCase(("mxfp8",), ("mxfp8",), (32, 32), 32, torch.float64),
+        "groups, nv_rotated_rows_scaled": GroupCase(("nv_rotated_rows_scaled",), ("nv_rotated_rows_scaled",)),
         "groups without kernels": GroupCase(("hifloat8",), ("mxfp8",), (32, 0, 32), 32),
         "groups, philox": GroupCase(("mxfp8_philox",), ("nvfp4_rht_sr",), (32, 0, 32), 32),
         "groups of 48 and 16 rows": GroupCase(("nvfp4",), ("nvfp4_rht_sr",), (48, 16, 144), 80),
