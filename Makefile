@@ -7,21 +7,32 @@
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
 #   make test-report     reports in a real browser, which it installs (Debian's packages); screenshots in out/report
 #   make test-clients    the same library under Megatron-core, transformers, accelerate, Lightning and torchtitan
+#   make test-gpu        checks on a GPU: about ten minutes, and a report to send, out/gpu-report.json
+#   make test-gpu-emulated    all that is known about GPUs without one, with two versions of Triton: about an hour
 
 PYTHON ?= python3
 WORKERS ?= 2
 PROGRAMS ?= 1000
 SEED ?= 0
 MUTATIONS ?= 10000
+# What test-gpu installs and how long it may take. For another GPU or driver: TORCH_INDEX=https://download.pytorch.org/whl/cu128
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+TORCH_INDEX ?=
+MINUTES ?= 10
+# The second version of Triton of test-gpu-emulated, beside the one that belongs to torch.
+NEWEST_TRITON ?= 3.9.0
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Clients bring a hundred packages along, which the tests of the library itself must do without.
 CLIENTS := .venv-clients
+# torch for GPUs brings gigabytes along.
+GPU := .venv-gpu
+TRITON := .venv-triton
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients test-large test-report lint fuzz demo bench clean
+.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench clean
 
 setup: $(STAMP)
 
@@ -39,7 +50,7 @@ lint: $(STAMP)
 
 # One thread here and per worker: the matrices are small, and idle OpenMP threads only fight over the cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not long'
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
@@ -49,6 +60,32 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 
 test-clients: $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/convert/test_hugging_face.py
+
+# The pins of torch and Triton are those of CPUs: the torch that was asked for brings the Triton that belongs to it.
+$(GPU)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet -c constraints.txt pip setuptools
+	$(GPU)/bin/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(GPU)/constraints.txt
+	$(GPU)/bin/python -m pip install --quiet -c $(GPU)/constraints.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+test-gpu: $(GPU)/.installed
+	$(GPU)/bin/python -m tests.on_gpu --out out --minutes $(MINUTES)
+
+# torch insists on its own Triton, so the other one is put in its place afterwards.
+$(TRITON)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install --quiet -c constraints.txt pip setuptools
+	$(TRITON)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
+	$(TRITON)/bin/python -m pip install --quiet --no-deps 'triton==$(NEWEST_TRITON)'
+	touch $@
+
+EMULATED := -m pytest -n $(WORKERS) --dist loadgroup tests/gpu tests/on_gpu
+
+test-gpu-emulated: $(STAMP) $(TRITON)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python $(EMULATED)
+	OMP_NUM_THREADS=1 $(TRITON)/bin/python $(EMULATED)
 
 # The browser is that of the system. Where it is missing, Debian's packages are installed.
 test-report: $(STAMP)
@@ -77,5 +114,5 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --json out/benchmarks.json --chart out/benchmarks.png
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) out build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(GPU) $(TRITON) out build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
