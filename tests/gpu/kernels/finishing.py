@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class End:
     shape: tuple[int, int] = (19, 70)
     turned: bool = False
     in_place: bool = False
+
+    def __str__(self) -> str:
+        told = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
+        return ", ".join(f"{name} {value}" for name, value, default in told if value != default) or "nothing to do"
 
 
 def _ends() -> Iterator[End]:

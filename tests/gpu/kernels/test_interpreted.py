@@ -36,7 +36,7 @@ def interpreted(directory: Path, *arguments: str) -> dict[str, Any]:
     outcome = directory / "outcome.json"
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.kernels.on_triton", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-W", "ignore::RuntimeWarning:triton", "--outcome", str(outcome), *arguments],
+        [*command, "-W", "ignore::RuntimeWarning", "--outcome", str(outcome), *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=_ROOT,
         capture_output=True,

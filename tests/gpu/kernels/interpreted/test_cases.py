@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from crossgrain.kernels import REFERENCE
 from crossgrain.kernels.backend import Backend
@@ -17,6 +18,7 @@ from ..cases import Case
 from ..finishing import ENDS, QUICK_ENDS, End, check_end
 from ..formats import ALL
 from ..group_cases import GroupCase
+from ..interpreter import checked_launch
 from ..matrices import matrix
 from ..planes import arbitrary_plane
 from ..quick import group_parameters, long_unless, parameters
@@ -86,9 +88,17 @@ def _cast_kernel(x, y, B: tl.constexpr):
     tl.store(y + at, tl.load(x + at).to(tl.float32))
 
 
+def test_accesses_outside_of_the_arguments_are_found() -> None:
+    x = torch.zeros(16, dtype=torch.bfloat16)
+    checked_launch(_cast_kernel, 1, x.device, 1, {"x": x, "y": torch.zeros(16), "B": 16})
+    for short in ({"x": x[:8].clone(), "y": torch.zeros(16)}, {"x": x, "y": torch.zeros(15)}):
+        with pytest.raises(InterpreterError, match="outside of all arguments"):
+            checked_launch(_cast_kernel, 1, x.device, 1, {**short, "B": 16})
+
+
 def test_the_interpreter_casts_every_bf16_number_exactly() -> None:
     """Triton's own cast is wrong for subnormal numbers; see `interpreter.correct`."""
     x = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
     y = torch.empty(1 << 16)
-    _cast_kernel[(1,)](x, y, 1 << 16)
+    checked_launch(_cast_kernel, 1, x.device, 1, {"x": x, "y": y, "B": 1 << 16})
     assert_same(y, x.to(torch.float32), "cast")
