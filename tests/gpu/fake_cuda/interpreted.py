@@ -13,10 +13,9 @@ from torch import Tensor
 
 from crossgrain.kernels import choice
 from crossgrain.kernels.triton.backend import TritonBackend
-from crossgrain.kernels.triton.launch import launch
 from crossgrain.kernels.triton.traits import SOFTWARE
 
-from ..kernels.interpreter import correct
+from ..kernels.interpreter import checked_launch, correct
 from .device import as_host_tensor
 
 
@@ -34,4 +33,4 @@ def _launch(kernel: Any, programs: int, device: torch.device, warps: int, argume
     if elsewhere:
         raise RuntimeError(f"these arguments of a kernel are not on the device: {', '.join(elsewhere)}")
     host = {name: as_host_tensor(value) for name, value in there.items()}
-    launch(kernel, programs, torch.device("cpu"), warps, arguments | host)
+    checked_launch(kernel, programs, torch.device("cpu"), warps, arguments | host)
