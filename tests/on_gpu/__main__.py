@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from crossgrain.cli.checkup import check_up
 
 from .report import Group, as_text, report_of, write_report
@@ -65,8 +67,9 @@ def run_group(file: str, minutes: float, executable: str = sys.executable) -> Gr
 
 
 def described_machine() -> dict[str, Any]:
-    """What ``crossgrain doctor`` finds, and the driver."""
-    return {**check_up().as_data(), "driver": driver_version()}
+    """What ``crossgrain doctor`` finds, and for which driver torch was built and which there is."""
+    versions = {"driver": driver_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {**check_up().as_data(), **versions}
 
 
 def driver_version() -> str | None:

@@ -57,11 +57,10 @@ def converted_gpt(preset: str) -> GPT:
     return model
 
 
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+def batch() -> tuple[Tensor, Tensor]:
     """Random bytes, and those that follow them."""
-    generator = torch.Generator().manual_seed(2)
-    texts = [torch.randint(256, (2, CONFIG.context + 1), generator=generator) for _ in range(count)]
-    return [(text[:, :-1], text[:, 1:]) for text in texts]
+    text = torch.randint(256, (2, CONFIG.context + 1), generator=torch.Generator().manual_seed(2))
+    return text[:, :-1], text[:, 1:]
 
 
 def check_planes(preset: str, device: torch.device) -> Finding:
@@ -99,7 +98,7 @@ def _recorded_step(model: GPT) -> dict[str, Call]:
         if isinstance(layer, cg.Linear):
             # The copy is made before the step, which changes the state of delayed scaling.
             handles.append(layer.register_forward_hook(_recorder(calls, name, copy.deepcopy(layer))))
-    model.loss(*batches(1)[0]).backward()
+    model.loss(*batch()).backward()
     for handle in handles:
         handle.remove()
     return calls

@@ -75,7 +75,9 @@ def as_text(report: dict[str, Any]) -> str:
         *_wrapped(f"crossgrain on a GPU, commit {report['commit'] or 'unknown'}"),
         *_wrapped("; ".join(gpus) or f"no GPU: {machine.get('no_gpu')}"),
         *_wrapped(versions),
-        *_wrapped(f"driver {machine.get('driver')}, {machine.get('system')}"),
+        *_wrapped(
+            f"CUDA {machine.get('cuda') or machine.get('hip')}, driver {machine.get('driver')}, {machine.get('system')}"
+        ),
         outcomes or "no check was run",
         "",
     ]

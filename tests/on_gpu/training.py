@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,15 +11,20 @@ import crossgrain as cg
 from ..gpu.fake_cuda.runs import RUNS, SHORT
 from ..gpu.fake_cuda.runs.common import Results, Run
 from .finding import Deadline, Finding, check_each
-from .layer_planes import batches, converted_gpt
+from .layer_planes import batch, converted_gpt
 
 LOSS_TOLERANCE = 0.02
-"""Nats. Two runs differ by the order of sums, which moves some numbers over the border between two codes. Perturbing
-weights by a rounding of fp32 on the CPU moves losses of these runs by less than a tenth of this."""
+"""Nats. Two runs differ by the order of sums, which moves some numbers over the border between two codes. On the CPU,
+weights that are perturbed by a rounding of fp32 move losses of these runs by up to 0.004, while they fall by 2.4."""
 
-RESULT_TOLERANCE = 0.1
-"""Relative error of a result. A GEMM that rounds a sum differently changes bf16 numbers by 2**-8, and the scale of a
-tensor or codes of 4 bits after that, in every layer that follows."""
+RESULT_TOLERANCE = 0.3
+"""Relative error of a result. Where a sum is rounded to another bf16 number, what follows may get other scales and
+codes. On the CPU, moving 0.03 % of the results of GEMMs to a neighbour in bf16 gives errors of up to 0.08. A wrong
+scale, operand or layout gives errors of about 1."""
+
+SMALL = 1e-3
+"""Results that are smaller than this share of the largest one of a run are measured by that share. Gradients of biases
+of keys, for instance, are 0 but for roundings."""
 
 STEPS = 8
 
@@ -37,14 +40,15 @@ def check_losses(preset: str, device: torch.device, steps: int = STEPS) -> Findi
 
 
 def losses(preset: str, device: torch.device, steps: int) -> list[float]:
-    """The losses of training steps. Random numbers are those of each layer and step, the same on every device."""
+    """The losses of training steps on one batch, so that they fall. Layers draw the same numbers on every device."""
     model = converted_gpt(preset).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    text, following = (each.to(device) for each in batch())
     found: list[Tensor] = []
     with cg.draws_by_layer(3), sdpa_kernel(SDPBackend.MATH):
-        for text, following in batches(steps):
+        for _ in range(steps):
             optimizer.zero_grad()
-            loss = model.loss(text.to(device), following.to(device))
+            loss = model.loss(text, following)
             loss.backward()
             optimizer.step()
             found.append(loss.detach())
@@ -68,11 +72,12 @@ def check_runs(device: torch.device, deadline: Deadline, names: list[str] | None
 def _largest_error(run: Run, device: torch.device) -> float:
     expected, results = results_of(run, "cpu"), results_of(run, device.type)
     assert results.keys() == expected.keys(), "other results than on the CPU"
+    floor = SMALL * max(float(each.double().norm()) for each in expected.values())
     largest = 0.0
     for name, result in results.items():
         assert result.device.type == device.type, f"{name} is on {result.device}"
         assert result.dtype == expected[name].dtype, f"{name} is {result.dtype}"
-        error = _error(result.cpu(), expected[name])
+        error = _error(result.cpu(), expected[name], floor)
         assert error <= RESULT_TOLERANCE, f"{name} has a relative error of {error:.3g}"
         largest = max(largest, error)
     return largest
@@ -87,8 +92,8 @@ def results_of(run: Run, device_type: str) -> Results:
         return step()
 
 
-def _error(result: Any, expected: Any) -> float:
+def _error(result: Tensor, expected: Tensor, floor: float) -> float:
     if torch.equal(result, expected):
         return 0.0
     wide = expected.double()
-    return float((result.double() - wide).norm() / wide.norm().clamp(min=1e-30))
+    return float((result.double() - wide).norm() / max(float(wide.norm()), floor))

@@ -121,7 +121,7 @@ def test_losses_that_are_not_numbers(monkeypatch):
 def test_runs(monkeypatch):
     found = training.check_runs(CPU, Deadline(LONG), ["Linear hybrid", "experts router"])
     assert found.problems == [] and found.numbers["exact"] == 2
-    results, given = training.results_of, iter((1.0, 1.2))
+    results, given = training.results_of, iter((1.0, 1.4))
     monkeypatch.setattr(
         training,
         "results_of",
@@ -129,7 +129,7 @@ def test_runs(monkeypatch):
             name: result * factor for factor in [next(given)] for name, result in results(run, on).items()
         },
     )
-    assert "relative error of 0.2" in training.check_runs(CPU, Deadline(LONG), ["Linear mxfp8"]).problems[0]
+    assert "relative error of 0.4" in training.check_runs(CPU, Deadline(LONG), ["Linear mxfp8"]).problems[0]
 
 
 @pytest.mark.parametrize("family, gpu", [("mxfp8", B200), ("fp8", H100), ("nvfp4_rotated", B200)])
