@@ -57,16 +57,19 @@ class _CheckedMemory(metaclass=_OnlyChecked):
         cls._ends = np.array([end for _, end in storages], np.uint64)
 
     @classmethod
-    def _check(cls, addresses: Any, mask: Any, size: int) -> None:
-        used = addresses[mask.astype(bool)].astype(np.uint64)
+    def _checked(cls, addresses: Any, mask: Any, size: int) -> Any:
+        """The mask as bools, which Triton 3.9 wants and does not always make itself."""
+        mask = mask.astype(bool)
+        used = addresses[mask].astype(np.uint64)
         place = np.searchsorted(cls._begins, used, side="right")
         wrong = (place == 0) | (used + np.uint64(size) > cls._ends[place - 1])
         if wrong.any():
             raise IndexError(f"{int(wrong.sum())} of {len(used)} addresses are outside of all arguments")
+        return mask
 
     @classmethod
     def load(cls, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        cls._check(addresses, mask, np.dtype(dtype).itemsize)
+        mask = cls._checked(addresses, mask, np.dtype(dtype).itemsize)
         loaded = _memory.load(addresses, mask, other, dtype)
         if loaded.dtype == np.float32:  # numpy's maxima skip quiet NaNs only; those of GPUs skip signalling ones, too
             loaded.view(np.uint32)[np.isnan(loaded)] |= 1 << 22
@@ -74,10 +77,10 @@ class _CheckedMemory(metaclass=_OnlyChecked):
 
     @classmethod
     def store(cls, addresses: Any, value: Any, mask: Any) -> Any:
-        cls._check(addresses, mask, value.dtype.itemsize)
+        mask = cls._checked(addresses, mask, value.dtype.itemsize)
         return _memory.store(addresses, value, mask)
 
     @classmethod
     def atomic_rmw(cls, operation: Any, addresses: Any, value: Any, mask: Any, semantic: Any) -> Any:
-        cls._check(addresses, mask, value.dtype.itemsize)
+        mask = cls._checked(addresses, mask, value.dtype.itemsize)
         return _memory.atomic_rmw(operation, addresses, value, mask, semantic)
