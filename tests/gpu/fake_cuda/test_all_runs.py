@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 # A few seconds each
 TRITON = [
     ("Linear fp8", "Linear fp8_delayed", "Linear fp8_block"),
-    ("Linear mxfp8", "Linear 2d", "Linear mxfp4", "Linear mxfp6"),
+    ("Linear mxfp8", "Linear 2d", "Linear mxfp4", "Linear mxfp6", "GroupedLinear mxfp8"),
     ("Linear nvfp4", "Linear hybrid", "Linear row_scaled"),
     ("attention fp8", "LayerNormMLP fp8_line", "optimizers FusedAdam capturable nvfp4", "loop saturate nvfp4"),
 ]
