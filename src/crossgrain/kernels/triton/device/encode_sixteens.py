@@ -104,7 +104,7 @@ def packed(v, factor, r0, b0, seed, top, left, width, KIND: tl.constexpr):
 @triton.jit
 def nearest_packed(v, factor, PLANE: tl.constexpr):
     """The codes of all blocks, rounded to the nearest, in two int32 each."""
-    if PLANE.hardware.fp4:
+    if PLANE.hardware.fp4 and PLANE.element.is_e2m1:
         low = hardware_fp4_codes(
             v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor,
             v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor,
