@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..planes import Plane, shape_problem
-from .backend import Backend
+from .backend import Backend, Seen
 from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
 from .global_scale import GlobalScale, global_scale, has_global_scale, under_scale_one
 from .layout import check_is_matrix, unswizzle_scales
@@ -25,6 +25,7 @@ __all__ = [
     "Backend",
     "GlobalScale",
     "GroupedTarget",
+    "Seen",
     "Target",
     "Within",
     "amax",
@@ -94,7 +95,7 @@ def measure_groups(x: Tensor, targets: Sequence[GroupedTarget]) -> list[GroupedT
     return ready
 
 
-def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> bool | None:
+def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, checked: bool = False) -> Seen:
     """Write a matrix to the planes of targets.
 
     Args:
@@ -104,7 +105,8 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, che
         checked: it is known that the planes fit ``x``.
 
     Returns:
-        Whether ``x`` has a NaN or an infinity. This is found on the way; None if it is not known.
+        Whether ``x`` has a NaN or an infinity. This is found on the way; on a GPU it is a tensor, so that the host does
+        not wait; None if it is not known.
 
     Raises:
         ValueError: a plane does not fit, an amax was not measured, or a seed is missing.
@@ -121,7 +123,7 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, che
     return _backend(x).encode(x, targets, seed)
 
 
-def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
     """`encode` for groups of rows. Each group gets the bytes that it would get alone.
 
     Args:
@@ -130,7 +132,7 @@ def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[i
         seeds: a seed for each group; None if no target rounds stochastically.
 
     Returns:
-        Whether ``x`` has a NaN or an infinity; None if it is not known.
+        See `encode`.
     """
     _refuse_flush_to_zero()
     return _backend(x).encode_groups(x, targets, seeds)

@@ -19,6 +19,7 @@ from ..formats.dtypes import HIGH_PRECISION
 from ..formats.encoding import Encoding
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
 from ..planes.groups import PlaneGroups, empty_groups
+from .backend import Seen
 from .cpu.backend import CpuBackend
 from .reference import ReferenceBackend
 from .target import GroupedTarget, Target
@@ -129,11 +130,11 @@ class _NoReference(ReferenceBackend):
 
     skipped: Sequence[Target] = ()
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> Seen:
         self.skipped = targets
         return None
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
         return None
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import GroupedTarget
+from ..kernels import GroupedTarget, Seen
+from ..kernels.marks import mark_nonfinite_in_groups
 from ..planes import Direction
 from ..planes.groups import PlaneGroups, empty_groups
 from ..runtime.random_numbers import draw_seed
@@ -22,7 +23,7 @@ from . import observer
 from .base import Quantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
-from .nonfinite import act_on_nonfinite, naming_places_in
+from .nonfinite import act_on_nonfinite, naming_places_in, policy_of
 from .parts import agree, placed
 
 
@@ -150,8 +151,13 @@ def _tell(rows: Tensor, shares: Sequence[_Share], targets: Sequence[GroupedTarge
         observer.tell(shares[0].quantizers[g].subject, group, list(zip(own, serves, strict=True)), seed)
 
 
-def _act_on_nonfinite(rows: Tensor, shares: Sequence[_Share], seen: bool | None) -> None:
-    """Do what the policies say, group by group."""
+def _act_on_nonfinite(rows: Tensor, shares: Sequence[_Share], seen: Seen) -> None:
+    """Do what the policies say, group by group; on a GPU all groups at once, if all policies are the same."""
+    if isinstance(seen, Tensor) and {policy_of(each) for share in shares for each in share.quantizers} == {"propagate"}:
+        for share in shares:
+            for groups in share.planes:
+                mark_nonfinite_in_groups(rows, groups, seen)
+        return
     first = 0
     for g, height in enumerate(shares[0].planes[0].heights):
         written = [(share.quantizers[g], [groups.planes[g] for groups in share.planes]) for share in shares]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..kernels import Seen
 from ..kernels.marks import mark_nonfinite
 from ..planes import Plane
 from ..runtime.settings import settings
@@ -58,25 +59,30 @@ def check_policy(value: Any, where: str) -> None:
         raise ValueError(f"{where} must be one of {', '.join(POLICIES)}, got {value!r}")
 
 
-def act_on_nonfinite(x: Tensor, written: Sequence[tuple[Quantizer, Sequence[Plane]]], seen: bool | None) -> None:
+def act_on_nonfinite(x: Tensor, written: Sequence[tuple[Quantizer, Sequence[Plane]]], seen: Seen) -> None:
     """Do what the policies say after planes were encoded.
 
     Args:
         x: the matrix.
         written: the planes that were encoded from it, by quantizer.
-        seen: whether ``x`` has a NaN or an infinity; None if it is not known. In that case planes are marked without
-            looking, because looking would wait for the device. Only "raise" looks.
+        seen: what `kernels.encode` has returned. On a GPU planes are marked without looking at it, because looking
+            would wait for the device. Only "raise" looks.
 
     Raises:
         NonfiniteError: a policy is "raise".
     """
     for quantizer, planes in written:
-        policy = settings.nonfinite_policy() if quantizer.nonfinite is None else quantizer.nonfinite
+        policy = policy_of(quantizer)
         if policy == "raise" and x.device.type != "meta":
             _refuse_nonfinite(x.reshape(planes[0].shape), quantizer, planes)
         if policy == "propagate":
             for plane in planes:
-                mark_nonfinite(x, plane)
+                mark_nonfinite(x, plane, seen)
+
+
+def policy_of(quantizer: Quantizer) -> Policy:
+    """The policy of a quantizer: its own, or that of the settings."""
+    return settings.nonfinite_policy() if quantizer.nonfinite is None else quantizer.nonfinite
 
 
 def _refuse_nonfinite(numbers: Tensor, quantizer: Quantizer, planes: Sequence[Plane]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import GroupedTarget, Target, Within
+from ..kernels import GroupedTarget, Seen, Target, Within
 from ..planes import ROWWISE, Plane, empty_plane
 from ..planes.slicing import slice_plane
 from ..runtime.collectives import collective_device, group_rank, group_size, maximise_
@@ -128,7 +128,7 @@ def placed(targets: Sequence[AnyTarget], shares: Shares, rows: int, columns: int
     return ready
 
 
-def encode_parts(src: Tensor, targets: Sequence[Target], shares: Shares, seed: int) -> bool | None:
+def encode_parts(src: Tensor, targets: Sequence[Target], shares: Shares, seed: int) -> Seen:
     """`kernels.encode` for parts: random numbers are those of the whole tensor."""
     rows, columns = src.shape
     part = next((quantizer.part for quantizer, _ in shares if quantizer.part is not None), None)
@@ -145,7 +145,8 @@ def encode_parts(src: Tensor, targets: Sequence[Target], shares: Shares, seed: i
         seen.append(kernels.encode(piece, own, seed, checked=True))
         for target, one in zip(rounded, own, strict=True):
             _copy(one.plane, slice_plane(target.plane, target.plane.shape, part.axis, start, stop))
-    return None if None in seen else any(seen)
+    known = [each for each in seen if isinstance(each, bool)]
+    return any(known) if len(known) == len(seen) else None
 
 
 def _pieces(part: Part, targets: Sequence[Target], shape: tuple[int, int]) -> list[tuple[int, int, Within]]:

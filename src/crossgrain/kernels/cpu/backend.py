@@ -16,6 +16,7 @@ from torch import Tensor
 from ...formats.encoding import Encoding
 from ...planes import ROWWISE, Plane
 from ...planes.groups import PlaneGroups
+from ..backend import Seen
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
 from ..target import GroupedTarget, Target
@@ -129,7 +130,7 @@ class CpuBackend(ReferenceBackend):
         bits = max(run_ranges(work, height // 16, x.numel()))
         return super().measure(x, [target])[0] if bits > INFINITY_BITS else from_bits(bits)
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> Seen:
         buffers: list[Tensor] = []
         for target in targets:
             buffers += target.plane.buffers()
@@ -152,7 +153,7 @@ class CpuBackend(ReferenceBackend):
 
     def _encode_and_note(
         self, x: Tensor, source: Tensor, targets: Sequence[Target], seed: int | None, key: Hashable | None
-    ) -> bool | None:
+    ) -> Seen:
         """Try all encoders, and cache the steps if they have done everything, so that the next call need not try."""
         # fp16 is converted to fp32, except if scales depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
@@ -195,7 +196,7 @@ class CpuBackend(ReferenceBackend):
 
         return [measured(target) for target in targets]
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
         if not is_readable(x) or not x.numel():
             return super().encode_groups(x, targets, seeds)
         source = readable_memory(x)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planes import Plane
+from ...planes.groups import PlaneGroups
+from ..backend import Seen
 from ..global_scale import GlobalScale, under_scale_one
 from ..layout import swizzle_scales
 from ..target import GroupedTarget, Target
@@ -16,6 +18,7 @@ from . import decode as _decode
 from . import encode as _encode
 from . import epilogue as _epilogue
 from .blocks import amax
+from .marks import mark
 
 
 class ReferenceBackend:
@@ -26,7 +29,7 @@ class ReferenceBackend:
     def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]:
         return [_encode.measure(x, target) for target in targets]
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> Seen:
         for target in targets:
             _encode.encode(x, target, seed)
         return _has_nonfinite(x)
@@ -39,11 +42,18 @@ class ReferenceBackend:
         present = [amax for amax in found if amax is not None]
         return torch.cat(present) if present else None
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
         for target in targets:
             for group, (rows, one) in enumerate(zip(_groups(x, target), target.by_group(), strict=True)):
                 _encode.encode(rows, one, None if seeds is None else seeds[group])
         return _has_nonfinite(x)
+
+    def mark(self, x: Tensor, plane: Plane, seen: Seen) -> None:
+        mark(x, plane, self.decode(plane, torch.float32))
+
+    def mark_groups(self, x: Tensor, planes: PlaneGroups, seen: Seen) -> None:
+        for rows, plane in zip(torch.split(x, list(planes.heights)), planes.planes, strict=True):
+            self.mark(rows, plane, seen)
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
         return _decode.decode(plane, dtype)

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...formats import Format
 from ...planes import ROWWISE, Direction, Plane
+from ...planes.groups import PlaneGroups
 from ...runtime.random_numbers import seed_for_device
+from ..backend import Seen
 from ..global_scale import GlobalScale
 from ..reference import ReferenceBackend
 from ..target import GroupedTarget, Target
@@ -25,6 +27,7 @@ from .finishing import finish, joint_scale, swizzled
 from .groups import GroupTable, group_table
 from .kinds import EncodingKind, encoding_kind
 from .launch import Launcher, launch
+from .marking import can_mark, mark, mark_groups
 from .reading import decoded, decoded_operand, has_usual_codes, has_whole_words, readable_kind
 from .shapes import Tile, encoding_tile, measuring_tile
 from .traits import Traits, device_traits
@@ -134,7 +137,7 @@ class TritonBackend(ReferenceBackend):
             )
         return out.view(torch.float32)
 
-    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> bool | None:
+    def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> Seen:
         kinds = [self._kind(x, target) for target in targets]
         left = [target for target, kind in zip(targets, kinds, strict=True) if kind is None]
         if left:
@@ -143,8 +146,10 @@ class TritonBackend(ReferenceBackend):
         if ours and not isinstance(x, FakeTensor):
             matrix = x.resolve_neg().reshape(ours[0].target.plane.shape)
             seeds = None if seed is None else seed_for_device(seed, x.device)
+            nonfinite = _flag([each.kind for each in ours], x)
             for row, column in _pairs(ours):
-                self._write(matrix, row, column, seeds)
+                self._write(matrix, row, column, seeds, nonfinite)
+            return None if left else nonfinite
         return None
 
     def _kind(self, x: Tensor, target: Target) -> EncodingKind | None:
@@ -153,7 +158,12 @@ class TritonBackend(ReferenceBackend):
         return encoding_kind(target, x.dtype, self._traits_of(x))
 
     def _write(
-        self, x: Tensor, row: _Writing[Target] | None, column: _Writing[Target] | None, seeds: Tensor | None
+        self,
+        x: Tensor,
+        row: _Writing[Target] | None,
+        column: _Writing[Target] | None,
+        seeds: Tensor | None,
+        nonfinite: Tensor | None,
     ) -> None:
         tile = encoding_tile(row and row.kind, column and column.kind)
         within = next(each.target.within for each in (row, column) if each is not None)
@@ -163,6 +173,8 @@ class TritonBackend(ReferenceBackend):
             tile,
             None,
             seeds=seeds,
+            nonfinite=nonfinite,
+            WATCH=nonfinite is not None,
             **position(within, x.shape[1]),
             **plane_arguments("row", row and row.target),
             **plane_arguments("col", column and column.target),
@@ -172,7 +184,7 @@ class TritonBackend(ReferenceBackend):
             EVEN=x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0,
         )
 
-    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> bool | None:
+    def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
         kinds = [self._kind_of_groups(x, target) for target in targets]
         left = [target for target, kind in zip(targets, kinds, strict=True) if kind is None]
         if left:
@@ -180,8 +192,10 @@ class TritonBackend(ReferenceBackend):
         ours = [_Writing(target, kind) for target, kind in zip(targets, kinds, strict=True) if kind is not None]
         if ours and not isinstance(x, FakeTensor):
             matrix = x.resolve_neg().reshape(-1, ours[0].target.planes.width)
+            nonfinite = _flag([each.kind for each in ours], x)
             for row, column in _pairs(ours):
-                self._write_groups(matrix, row, column, seeds)
+                self._write_groups(matrix, row, column, seeds, nonfinite)
+            return None if left else nonfinite
         return None
 
     def _kind_of_groups(self, x: Tensor, target: GroupedTarget) -> EncodingKind | None:
@@ -199,6 +213,7 @@ class TritonBackend(ReferenceBackend):
         row: _Writing[GroupedTarget] | None,
         column: _Writing[GroupedTarget] | None,
         seeds: Sequence[int] | None,
+        nonfinite: Tensor | None,
     ) -> None:
         tile = encoding_tile(row and row.kind, column and column.kind)
         target = next(each.target for each in (row, column) if each is not None)
@@ -211,6 +226,8 @@ class TritonBackend(ReferenceBackend):
             tile,
             table,
             seeds=None if seeds is None else torch.cat([seed_for_device(seed, x.device) for seed in seeds]),
+            nonfinite=nonfinite,
+            WATCH=nonfinite is not None,
             **position(target.within, width),
             **group_arguments("row", row and row.target),
             **group_arguments("col", column and column.target),
@@ -243,6 +260,20 @@ class TritonBackend(ReferenceBackend):
                 "WIDE": max(tile.rows, tile.columns) * max(*x.stride(), rows, columns) >= FAR,
             },
         )
+
+    def mark(self, x: Tensor, plane: Plane, seen: Seen) -> None:
+        kind = readable_kind(plane, self._traits_of(plane.data))
+        if kind is None or x.dtype not in _INPUTS or not can_mark(plane.format):
+            super().mark(x, plane, seen)
+        else:
+            mark(self._launcher, x, plane, kind, seen)
+
+    def mark_groups(self, x: Tensor, planes: PlaneGroups, seen: Seen) -> None:
+        kind = readable_kind(planes.planes[0], self._traits_of(x)) if x.numel() else None
+        if kind is None or x.dtype not in _INPUTS or not can_mark(planes.format):
+            super().mark_groups(x, planes, seen)
+        else:
+            mark_groups(self._launcher, x, planes, kind, seen)
 
     # ---- decoding ------------------------------------------------------------------------------
 
@@ -289,6 +320,13 @@ class TritonBackend(ReferenceBackend):
 
     def _traits_of(self, x: Tensor) -> Traits:
         return device_traits(x.device) if self._traits is None else self._traits
+
+
+def _flag(kinds: Sequence[EncodingKind], x: Tensor) -> Tensor | None:
+    """A flag for a NaN or an infinity in ``x``, if planes may lose them."""
+    if not any(kind.watch for kind in kinds):
+        return None
+    return torch.zeros(1, dtype=torch.int32, device=x.device)
 
 
 def _pairs(

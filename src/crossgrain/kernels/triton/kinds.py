@@ -17,6 +17,7 @@ from ...formats import AnyElement, Element, Format
 from ...formats.mxint8 import INT8
 from ...planes import ROWWISE, Direction
 from ..reference.elements import FP32_MAX
+from ..reference.marks import loses_nonfinite
 from ..target import Target, Within
 from .traits import Traits
 
@@ -123,6 +124,7 @@ class EncodingKind:
         power_of_two: round fp32 scales down to powers of two.
         overflow: the scale to use instead of one beyond fp32.
         given_scale: the scale of the tensor is given (delayed scaling).
+        watch: the plane may lose NaNs and infinities, so that it must be known whether there are some.
     """
 
     plane: PlaneKind
@@ -134,6 +136,7 @@ class EncodingKind:
     power_of_two: bool
     overflow: float
     given_scale: bool
+    watch: bool
 
 
 @lru_cache(maxsize=64)
@@ -228,6 +231,7 @@ def encoding_kind(target: Target, dtype: torch.dtype, hardware: Traits) -> Encod
         encoding.power_of_two,
         _finite_fp32(torch.finfo(dtype).max if block_scales_in_range_of_input else FP32_MAX),
         target.scale is not None,
+        loses_nonfinite(fmt),
     )
 
 

@@ -61,6 +61,12 @@ def decoding_tile(plane: PlaneKind) -> Tile:
     return Tile(height, length, warps) if plane.operand_major else Tile(length, height, warps)
 
 
+def marking_tile(plane: PlaneKind) -> Tile:
+    """The tile for marking NaNs: it holds whole blocks."""
+    rows, columns = max(32, plane.block_rows), max(32, plane.block_length)
+    return Tile(rows, columns, 4) if plane.rowwise else Tile(columns, rows, 4)
+
+
 EPILOGUE_TILE = Tile(16, 256, 4)
 """The tile of the end of GEMMs."""
 

@@ -25,7 +25,29 @@ def decode_kernel(
     """
     across = tl.cdiv(C, BC)
     r0, c0 = tl.program_id(0) // across * BR, tl.program_id(0) % across * BC
+    v = decoded_tile(
+        codes, code_stride, scales, scale_r, scale_c, amax, r0, c0, R, C, PLANE, GLOBAL, UNROTATE, BR, BC, WIDE
+    )  # fmt: skip
     r, c = tl.arange(0, BR), tl.arange(0, BC)
+    near_r, near_c = r, c
+    if WIDE:
+        near_r, near_c = r.to(tl.int64), c.to(tl.int64)
+    start = r0.to(tl.int64) * out_r + c0.to(tl.int64) * out_c
+    to = out + start + (near_r[:, None] * out_r + near_c[None, :] * out_c)
+    tl.store(
+        to,
+        as_dtype(v, out.dtype.element_ty, PLANE.hardware.compiled),
+        mask=(r0 + r < R)[:, None] & (c0 + c < C)[None, :],
+    )
+
+
+@triton.jit
+def decoded_tile(
+    codes, code_stride, scales, scale_r, scale_c, amax, r0, c0, R, C,
+    PLANE: tl.constexpr, GLOBAL: tl.constexpr, UNROTATE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The tile [BR, BC] of an operand [R, C] that begins at (r0, c0), in fp32. See `decode_kernel`."""
     v = loaded_values(codes, code_stride, r0, c0, R, C, PLANE, BR, BC, WIDE)
     if PLANE.block_rows == 0:
         if GLOBAL:
@@ -43,16 +65,7 @@ def decode_kernel(
         v = tl.reshape(parts * factor[:, None, :, None], (BR, BC))
     if UNROTATE:
         v = rows_of_sixteen(unrotated(sixteen_of_rows(v), PLANE.rotation))
-    near_r, near_c = r, c
-    if WIDE:
-        near_r, near_c = r.to(tl.int64), c.to(tl.int64)
-    start = r0.to(tl.int64) * out_r + c0.to(tl.int64) * out_c
-    to = out + start + (near_r[:, None] * out_r + near_c[None, :] * out_c)
-    tl.store(
-        to,
-        as_dtype(v, out.dtype.element_ty, PLANE.hardware.compiled),
-        mask=(r0 + r < R)[:, None] & (c0 + c < C)[None, :],
-    )
+    return v
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bits import INFINITY, MAGNITUDE, bits_of
 from .encode_blocks import write_blocks
 from .encode_sixteens import write_sixteens
 from .sixteens import sixteen_of_rows
@@ -16,17 +17,19 @@ TABLE_COLUMNS = tl.constexpr(12)
 
 @triton.jit(do_not_specialize=["top", "left", "width"])
 def encode_kernel(
-    x, x_m, x_k, M, K, seeds, top, left, width, groups, table,
+    x, x_m, x_k, M, K, seeds, top, left, width, groups, table, nonfinite,
     row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c, row_amax, row_given, row_amax_out,
     col_codes, col_code_stride, col_scales, col_scale_r, col_scale_c, col_amax, col_given, col_amax_out,
     ROW: tl.constexpr, COLUMN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     GROUPED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    WATCH: tl.constexpr,
 ):  # fmt: skip
     """Write the tile of this program to the planes ``ROW`` and ``COLUMN``, of which one may be None.
 
     ``groups`` has the group of each tile, and its first row. The planes of a group are those of a matrix of its own.
     ``ALIGNED`` says that all offsets of groups are multiples of 16, and ``EVEN`` that rows and columns are multiples of
-    32: Triton stores 16 bytes at once only if it knows this.
+    32: Triton stores 16 bytes at once only if it knows this. With ``WATCH``, ``nonfinite`` becomes 1 if there is a NaN
+    or an infinity.
     """
     across = tl.cdiv(K, BK)
     k0 = tl.program_id(0) % across * BK
@@ -63,10 +66,15 @@ def encode_kernel(
     )
     if shared:
         tile = loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
+        if WATCH:
+            note_nonfinite(largest_bits(tile), nonfinite)
     if ROW is not None:
         seed = of_group(seeds, group, ROW.stochastic)
         if ROW.plane.sixteen:
-            v = sixteen_of_rows(loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE))
+            rows = loaded_tile(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
+            if WATCH and not shared:
+                note_nonfinite(largest_bits(rows), nonfinite)
+            v = sixteen_of_rows(rows)
             write_sixteens(
                 v, m0, k0 // 16, M, K // 16, row_codes, row_code_stride, row_scales, row_scale_r, row_scale_c,
                 of_group(row_amax, group, not ROW.plane.row_amax),
@@ -82,6 +90,8 @@ def encode_kernel(
         seed = of_group(seeds, group, COLUMN.stochastic)
         if COLUMN.plane.sixteen:
             v = loaded_columns(x, x_m, x_k, m0, k0, M, K, BM, BK, WIDE)
+            if WATCH and not shared and ROW is None:
+                note_nonfinite(largest_bits_of_sixteen(v), nonfinite)
             write_sixteens(
                 v, k0, m0 // 16, K, M // 16, col_codes, col_code_stride, col_scales, col_scale_r, col_scale_c,
                 of_group(col_amax, group, not COLUMN.plane.row_amax),
@@ -102,3 +112,24 @@ def of_group(pointer, group, USED: tl.constexpr):
         return pointer + group
     else:
         return pointer
+
+
+@triton.jit
+def largest_bits(v):
+    """The largest magnitude of a tile, in bits (int32). Infinities and NaNs are the largest."""
+    return tl.max(bits_of(v) & MAGNITUDE)
+
+
+@triton.jit
+def largest_bits_of_sixteen(v):
+    """`largest_bits` of 16 tensors."""
+    found = bits_of(v[0]) & MAGNITUDE
+    for i in tl.static_range(1, 16):
+        found = tl.maximum(found, bits_of(v[i]) & MAGNITUDE)
+    return tl.max(found)
+
+
+@triton.jit
+def note_nonfinite(largest, nonfinite):
+    if largest >= INFINITY:
+        tl.atomic_max(nonfinite, 1, sem="relaxed")

@@ -73,8 +73,8 @@ def tensor_factor(amax, given, KIND: tl.constexpr):
 
 
 @triton.jit
-def store_scales(stored, r0, c0, R, C, scales, scale_r, scale_c, BR: tl.constexpr, PLANE: tl.constexpr):
-    """Store the scales of the blocks of a tile, [rows of blocks, blocks along a row]."""
+def store_scales(stored, r0, c0, R, C, scales, scale_r, scale_c, BR: tl.constexpr, PLANE: tl.constexpr, only=None):
+    """Store the scales of the blocks of a tile, [rows of blocks, blocks along a row]; ``only`` some, if it is given."""
     rows: tl.constexpr = PLANE.block_rows
     high: tl.constexpr = stored.shape[0]
     long: tl.constexpr = stored.shape[1]
@@ -86,10 +86,15 @@ def store_scales(stored, r0, c0, R, C, scales, scale_r, scale_c, BR: tl.constexp
         line = r0 // rows + tl.arange(0, high)
         inside = line * rows < R
     block = c0 // PLANE.block_length + tl.arange(0, long)
+    inside = inside[:, None] & (block * PLANE.block_length < C)[None, :]
+    if only is not None:
+        if PLANE.replicated:
+            only = tl.reshape(tl.broadcast_to(only[:, None, :], (high, rows, long)), (BR, long))
+        inside = inside & only
     to = line.to(tl.int64)[:, None] * scale_r + block.to(tl.int64)[None, :] * scale_c
     if PLANE.rule != "fp32":
         stored = stored.to(tl.uint8)
-    tl.store(scales + to, stored, mask=inside[:, None] & (block * PLANE.block_length < C)[None, :])
+    tl.store(scales + to, stored, mask=inside)
 
 
 @triton.jit
@@ -111,11 +116,16 @@ def store_codes(values, r0, c0, R, C, codes, code_stride, PLANE: tl.constexpr, W
 
 
 @triton.jit
-def store_bytes(values, r0, c0, R, C, codes, stride, OPERAND_MAJOR: tl.constexpr, WIDE: tl.constexpr):
-    """Store a tile [BR, BC] of bytes of a matrix [R, C], in rows that are ``stride`` apart, or in columns."""
+def store_bytes(values, r0, c0, R, C, codes, stride, OPERAND_MAJOR: tl.constexpr, WIDE: tl.constexpr, only=None):
+    """Store a tile [BR, BC] of bytes of a matrix [R, C], in rows that are ``stride`` apart, or in columns.
+
+    Only some are stored if ``only`` is given.
+    """
     r = tl.arange(0, values.shape[0])
     c = tl.arange(0, values.shape[1])
     inside = (r0 + r < R)[:, None] & (c0 + c < C)[None, :]
+    if only is not None:
+        inside = inside & only
     near_r, near_c = r, c
     if WIDE:
         near_r, near_c = r.to(tl.int64), c.to(tl.int64)
