@@ -50,7 +50,7 @@ lint: $(STAMP)
 
 # One thread here and per worker: the matrices are small, and idle OpenMP threads only fight over the cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not long'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
@@ -81,7 +81,8 @@ $(TRITON)/.installed: pyproject.toml constraints.txt
 	$(TRITON)/bin/python -m pip install --quiet --no-deps 'triton==$(NEWEST_TRITON)'
 	touch $@
 
-EMULATED := -m pytest -n $(WORKERS) --dist loadgroup tests/gpu tests/on_gpu
+# Without the marks by which `make test` leaves out what takes long.
+EMULATED := -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/gpu tests/on_gpu
 
 test-gpu-emulated: $(STAMP) $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python $(EMULATED)

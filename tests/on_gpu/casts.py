@@ -48,8 +48,8 @@ class Chunk:
 
     def numbers(self) -> Tensor:
         """The numbers, fp32."""
-        device = self.random.device
-        return torch.arange(self.first, self.first + self.size, dtype=torch.int32, device=device).view(torch.float32)
+        following = torch.arange(self.size, dtype=torch.int32, device=self.random.device)
+        return (following + self.first).view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ def check_cast(cast: Cast, device: torch.device, deadline: Deadline, size: int =
             wrong += differing
             found.problems.append(_first_wrong(chunk, actual, expected, differing))
         found.problems += _unlike_the_cpu(cast, chunk, numbers, expected)
+    if not done:
+        found.problems.append("no time was left for any number")
     found.numbers = {"inputs": done * size, "share_of_all": done * size / ALL_NUMBERS, "wrong": wrong}
     return found
 

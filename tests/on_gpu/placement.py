@@ -60,10 +60,10 @@ def _step(recipe: str, device: torch.device, compiler: str | None = None) -> dic
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else _waiting(stream)
+    return nullcontext() if stream is None else _AfterTheCurrent(stream)
 
 
-class _waiting(AbstractContextManager[None]):
+class _AfterTheCurrent(AbstractContextManager[None]):
     """A context manager for a stream that begins after the current one, which goes on after it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -34,12 +34,12 @@ TIME = 1e6
 
 
 def _goldens() -> Finding:
-    some = list(golden_checks(GPU))[::25]
+    some = list(golden_checks(GPU))[::40]
     return check_each(some, lambda check: check(), Deadline(TIME))
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
-    "bytes": lambda: check_bytes(backend_for("cuda"), GPU, Deadline(TIME), 0, 40),
+    "bytes": lambda: check_bytes(backend_for("cuda"), GPU, Deadline(TIME), 0, 80),
     "goldens": _goldens,
     "planes": lambda: check_planes("mxfp8-fwd-nvfp4-bwd", GPU),
     "losses": lambda: check_losses("mxfp8", GPU, steps=1),

@@ -10,7 +10,7 @@ import torch
 from crossgrain.kernels.triton.traits import cuda_traits
 
 from ...gpu.kernels.emulated import CAPABILITIES, Emulated
-from ..casts import ALL_NUMBERS, Cast, _spread, casts, check_cast
+from ..casts import ALL_NUMBERS, Cast, Chunk, _spread, casts, check_cast
 from ..finding import Deadline
 from ..stochastic_instruction import check_instruction
 
@@ -63,9 +63,14 @@ def test_chunks_are_all_numbers_and_the_first_are_from_everywhere():
     assert ALL_NUMBERS == 2**32
 
 
+def test_the_last_chunk_ends_with_the_last_number():
+    chunk = Chunk(2**31 - 4096, 4096, torch.zeros(4096, dtype=torch.uint8))
+    assert chunk.numbers().view(torch.int32)[-1] == 2**31 - 1
+
+
 def test_time_that_is_over_is_told():
     found = check_cast(ON_BLACKWELL["bf16"], CPU, Deadline(-1.0))
-    assert found.numbers["share_of_all"] == 0
+    assert found.numbers["share_of_all"] == 0 and found.problems == ["no time was left for any number"]
 
 
 def test_the_stochastic_instruction_as_this_project_reads_it():
