@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 def check_marks(backend: Backend, fmt: Format, bad: str) -> None:
     """Planes are marked as the reference marks them, with and without knowing that there is something to mark."""
-    shape = (50, 37) if fmt.ragged else (64, 96)
+    shape = (50, 37) if fmt.ragged else (32, 64)
     x = _matrix(shape, bad)
     for direction in (ROWWISE, COLUMNWISE):
         if shape_problem(fmt, direction, shape) is not None:
