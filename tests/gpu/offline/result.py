@@ -34,7 +34,6 @@ class Built:
     shared: int  # bytes of shared memory
     threads: int  # of a block
     seconds: float
-    constants: frozenset[str] = frozenset()  # arguments that were compiled in
     constants: frozenset[str] = frozenset()  # arguments that a launch does not pass, for they are compiled in
 
     @property
