@@ -83,7 +83,7 @@ def encode_kernel(
         else:
             write_blocks(
                 tile, m0, k0, M, K, row_codes, row_code_stride, row_scales, row_scale_r,
-                row_scale_c, of_group(row_amax, group, ROW.plane.block_rows == 0),
+                row_scale_c, of_group(row_amax, group, ROW.plane.block_rows == 0 and not ROW.given_scale),
                 of_group(row_given, group, ROW.given_scale), seed, top, left, width, ROW, WIDE,
             )  # fmt: skip
     if COLUMN is not None:
@@ -100,7 +100,8 @@ def encode_kernel(
         else:
             write_blocks(
                 tl.trans(tile), k0, m0, K, M, col_codes, col_code_stride, col_scales,
-                col_scale_r, col_scale_c, of_group(col_amax, group, COLUMN.plane.block_rows == 0),
+                col_scale_r, col_scale_c,
+                of_group(col_amax, group, COLUMN.plane.block_rows == 0 and not COLUMN.given_scale),
                 of_group(col_given, group, COLUMN.given_scale), seed, top, left, width, COLUMN, WIDE,
             )  # fmt: skip
 
