@@ -14,7 +14,7 @@ import pytest
 _ROOT = Path(__file__).parents[3]
 _HERE = "tests/gpu/kernels/interpreted"
 _GOLDEN = "tests/kernels/test_golden_planes.py"
-_KERNELS = {"amax_kernel", "encode_kernel", "decode_kernel", "epilogue_kernel", "joint_scale_kernel", "swizzle_kernel"}
+_KERNELS = {f"{name}_kernel" for name in ("amax", "encode", "mark", "decode", "epilogue", "joint_scale", "swizzle")}
 
 QUICK_GOLDEN = (
     "test_fp8_current_scaling[fp8_current_scaling/tiny_e4m3_bf16]",
