@@ -199,6 +199,7 @@ def _pairs() -> dict[str, Case]:
         cases[f"{name} twice"] = Case((name, name), (name, name))
         cases[f"{name}, rows only"] = Case((name,))
         cases[f"{name}, columns only"] = Case((), (name,))
+    cases["mxfp8 + nvfp4_rht_sr of [160, 96]"] = Case(("mxfp8",), ("nvfp4_rht_sr",), (160, 96))
     cases["three of the same direction"] = Case(("mxfp8", "nvfp4", "fp8_sr"), ("mxfp4",))
     cases["with some that have no kernels"] = Case(("mxfp8", "hifloat8"), ("mxfp8_philox", "nvfp4_rht_sr"), (32, 32))
     return cases

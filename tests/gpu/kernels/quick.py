@@ -26,7 +26,6 @@ QUICK = (
     "nvfp4_2d_4over6_mse",
     "nvfp4_row_scaled",
     "nvfp4_ue5m3 of subnormal numbers",
-    "nvfp4_rht_sr of [144, 80]",
     "fp8_block of [33, 7]",
     "fp8_sr of [128, 1]",
     "fp8 of [0, 128]",
@@ -44,7 +43,6 @@ QUICK = (
 QUICK_GROUPS = (
     "groups, mxfp8 + nvfp4_rht_sr",
     "groups, odd heights, fp8",
-    "groups, nvfp4_row_scaled + nvfp4_row_scaled",
     "groups, mxfp8, twice",
     "empty groups, mxfp8",
 )

@@ -30,7 +30,7 @@ from .planes import arbitrary_plane
 
 TARGETS = tuple(emulated.CAPABILITIES)
 MOST = ("sm_90", "sm_100")  # the conversion instructions of these two have everything that others have
-QUICK = {("sm_90", "mxfp8"), ("sm_90", "mxfp8 + nvfp4_rht_sr")}
+QUICK = {("sm_90", "mxfp8"), ("sm_90", "mxfp8 + nvfp4_rht_sr of [160, 96]")}
 NAMES = [name for name in ENCODINGS if not name.endswith("_sr")]
 
 

@@ -52,9 +52,9 @@ def interpreted(directory: Path, *arguments: str) -> dict[str, Any]:
 def test_interpreted_kernels_give_the_bits_of_the_reference(tmp_path: Path) -> None:
     golden = [f"{_GOLDEN}::{name}" for name in QUICK_GOLDEN]
     found = interpreted(tmp_path, "-m", "not long", _HERE, *golden)
-    assert found["tests"]["passed"] >= 55 + len(golden)
+    assert found["tests"]["passed"] >= 50 + len(golden)
     assert set(found["launched"]) == _KERNELS
-    assert found["launched"]["encode_kernel"] >= 50 and found["launched"]["decode_kernel"] >= 100
+    assert found["launched"]["encode_kernel"] >= 50 and found["launched"]["decode_kernel"] >= 70
 
 
 @pytest.mark.long

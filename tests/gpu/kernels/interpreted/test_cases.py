@@ -23,7 +23,7 @@ from ..matrices import matrix
 from ..planes import arbitrary_plane
 from ..quick import group_parameters, long_unless, parameters
 
-_QUICK_READING = ("mxfp8", "nvfp4_rht", "nvfp4_row_scaled", "fp8_block", "mxfp6_e3m2", "mxint8", "nvfp4_ue5m3")
+_QUICK_READING = ("mxfp8", "nvfp4_rht", "nvfp4_row_scaled", "mxfp6_e3m2")
 
 
 @pytest.mark.parametrize("case", parameters())
