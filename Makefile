@@ -15,7 +15,7 @@ WORKERS ?= 2
 PROGRAMS ?= 1000
 SEED ?= 0
 MUTATIONS ?= 10000
-# What test-gpu installs and how long it may take. For another GPU or driver: TORCH_INDEX=https://download.pytorch.org/whl/cu128
+# What test-gpu installs and how long it may take. For another GPU or driver: TORCH_INDEX= the address that pytorch.org shows
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 TORCH_INDEX ?=
 MINUTES ?= 10
