@@ -101,10 +101,10 @@ def _load_triton_backend() -> Backend:
     global _triton
     try:
         from .triton.backend import TritonBackend
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # an old Triton lacks names
         warnings.warn(
-            "crossgrain: Triton, which compiles kernels for GPUs, is not available, the slow reference is used "
-            f"instead: {error}. Install it with pip install crossgrain[gpu]",
+            "crossgrain: Triton 3.6 or later, which compiles kernels for GPUs, is not available, the slow reference is "
+            f"used instead: {error}. Install it with pip install crossgrain[gpu]",
             stacklevel=4,
         )
         _triton = REFERENCE

@@ -161,6 +161,9 @@ class Quantizer(AmaxReduction, DataFree):
         """An amax and a scale to use instead of those of the input; None where the input decides."""
         return None, None
 
+    def _move_statistics(self, device: torch.device) -> None:
+        """Move what the quantizer keeps of its inputs to a device. Most quantizers keep nothing."""
+
     def _observe(self, targets: Sequence[Target]) -> None:
         self._observe_all([self], targets)
 

@@ -153,7 +153,8 @@ def _tell(rows: Tensor, shares: Sequence[_Share], targets: Sequence[GroupedTarge
 
 def _act_on_nonfinite(rows: Tensor, shares: Sequence[_Share], seen: Seen) -> None:
     """Do what the policies say, group by group; on a GPU all groups at once, if all policies are the same."""
-    if isinstance(seen, Tensor) and {policy_of(each) for share in shares for each in share.quantizers} == {"propagate"}:
+    policies = {policy_of(each) for share in shares for each in share.quantizers}
+    if not isinstance(seen, bool) and policies == {"propagate"}:
         for share in shares:
             for groups in share.planes:
                 mark_nonfinite_in_groups(rows, groups, seen)

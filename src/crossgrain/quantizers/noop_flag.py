@@ -29,6 +29,8 @@ def undone_if_set(flag: Tensor | None, dst: QuantizedTensorStorage, quantizer: Q
     if flag is None or flag.device.type != "cuda":
         yield
         return
+    for plain in quantizer.plain_quantizers():
+        plain._move_statistics(flag.device)  # inside, they would be replaced by others, which nobody undoes
     statistics = [value for plain in quantizer.plain_quantizers() for value in vars(plain).values()]
     written = [buffer for _, buffer in dst._buffers()] + [each for each in statistics if isinstance(each, Tensor)]
     before = [each.clone() for each in written]

@@ -6,6 +6,7 @@ pinned, makes the host wait until the GPU has caught up, and no work is queued m
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class _Waiting(NamedTuple):
 
 
 _waiting: deque[_Waiting] = deque()
+_lock = threading.Lock()
 
 
 def tell_later(number: Tensor, then: Callable[[float], None]) -> None:
@@ -63,15 +65,26 @@ def tell_later(number: Tensor, then: Callable[[float], None]) -> None:
 
     Args:
         number: a tensor with one element.
-        then: what to do with it, after it has arrived. It is never called for the last numbers of a program.
+        then: what to do with it, after it has arrived. It is never called for the last numbers of a program, nor for
+            those of a CUDA graph.
     """
     if number.device.type != "cuda":
         then(float(number))
         return
-    while _waiting and _waiting[0].arrival.query():
-        first = _waiting.popleft()
-        first.then(float(first.number))
+    if torch.cuda.is_current_stream_capturing():  # what is recorded in a graph has not happened
+        return
+    for each in _arrived():
+        each.then(float(each.number))
     here = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
     arrival = torch.Event(number.device)
-    arrival.record()
+    arrival.record(torch.cuda.current_stream(number.device))
     _waiting.append(_Waiting(here, arrival, then))
+
+
+def _arrived() -> list[_Waiting]:
+    """The numbers that have arrived, which are then no longer waited for."""
+    found: list[_Waiting] = []
+    with _lock:
+        while _waiting and _waiting[0].arrival.query():
+            found.append(_waiting.popleft())
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -145,7 +145,7 @@ class LayerDraws:
         """The next seed for a subject."""
         text = f"{self._seed}:{self._drawn[subject]}:{subject}"
         self._drawn[subject] += 1
-        return _hashed(text)
+        return _not_of_an_earlier_capture(_hashed(text))
 
 
 def _hashed(text: str) -> int:
@@ -249,7 +249,8 @@ def draw_seed(subject: object = "") -> int:
 
 
 def _drawn_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
+    return _not_of_an_earlier_capture(seed) if _seeds_of_capture else seed
 
 
 _seeds_of_capture: dict[tuple[torch.device, int], Tensor] = {}
@@ -278,6 +279,21 @@ def seed_for_device(seed: int, device: torch.device) -> Tensor:
         drawn = torch.empty(1, dtype=torch.int64, device=device).random_(-(2**63), None)
         _seeds_of_capture[device, seed] = drawn
     return drawn
+
+
+def seeds_for_device(seeds: Sequence[int], device: torch.device) -> Tensor:
+    """`seed_for_device` for several seeds: one tensor, and one copy unless a CUDA graph is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.cat([seed_for_device(seed, device) for seed in seeds])
+    _seeds_of_capture.clear()
+    return on_device(seeds, device, torch.int64)
+
+
+def _not_of_an_earlier_capture(seed: int) -> int:
+    """A seed that was just drawn. An earlier graph may have had the same number, and must not share its draw."""
+    for key in [key for key in _seeds_of_capture if key[1] == seed]:
+        del _seeds_of_capture[key]
+    return seed
 
 
 def _warn_of_capture() -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import crossgrain as cg
+from crossgrain.formats.dtypes import DType
+from crossgrain.kernels.reference.constants import constant
 from crossgrain.linear import function
 from crossgrain.nn.compiled import linear_op, ticket
 from crossgrain.runtime.host_and_device import number_on, on_device, require, tell_later
-from crossgrain.runtime.random_numbers import seed_for_device
+from crossgrain.runtime.random_numbers import draw_seed, seed_for_device, seeds_for_device
 
 from . import device
 from .allowed import is_allowed
@@ -114,14 +116,37 @@ def seeds() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as told, device.capturing():
         warnings.simplefilter("always")
         first, again, other = (seed_for_device(each, _GPU) for each in (seed, seed, seed + 1))
+        torch.manual_seed(3)
+        drawn = draw_seed()
+        of_first_graph = seed_for_device(drawn, _GPU)
+        torch.manual_seed(3)
+        of_second_graph = seed_for_device(draw_seed(), _GPU)
+        table = constant((1.0, 2.5), torch.float32, _GPU)
+    table_after = constant((1.0, 2.5), torch.float32, _GPU)
     after = seed_for_device(seed, _GPU)
+    several = seeds_for_device([seed, 5], _GPU)
     return {
         "waits": len(waits),
         "usual": [str(usual.device), str(usual.dtype), list(usual.shape), usual.item() == seed],
         "captured": [first.item() == seed, again is first, other.item() == first.item()],
+        "graphs_share": of_second_graph is of_first_graph,
+        "tables": [table is table_after, constant((1.0, 2.5), torch.float32, _GPU) is table_after],
+        "several": several.tolist() == [seed, 5],
         "after": after.item() == seed,
         "warnings": [str(each.message) for each in told],
     }
+
+
+def flags() -> dict[str, Any]:
+    """A flag on the device, and a quantizer whose statistics are still on the host."""
+    quantizer = cg.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"))
+    x, y = (torch.full((32, 32), number, device="cuda") for number in (1.0, 2.0))
+    there = quantizer(x.cpu()).to("cuda")
+    found = []
+    for flag in (1, 0):
+        there.quantize_(y, noop_flag=torch.full((1,), flag, device="cuda"))
+        found.append(there.dequantize().cpu().unique().tolist())
+    return {"found": found}
 
 
 def checks() -> dict[str, Any]:
@@ -232,6 +257,7 @@ FACTS: dict[str, Callable[[], dict[str, Any]]] = {
         a_read_in_a_layer,
         seeds,
         checks,
+        flags,
         scales_of_layers,
         resumed_runs,
         shapes_of_operators,

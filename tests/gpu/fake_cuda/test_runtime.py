@@ -20,6 +20,17 @@ def test_a_graph_draws_its_seeds_from_the_device(told):
     assert "CUDA graph draws its seeds from the generator of the GPU" in message
 
 
+def test_graphs_do_not_share_draws_and_tables(told):
+    assert not told["seeds"]["graphs_share"], "the second graph would round alike in every replay"
+    of_capture_is_kept, later_is_kept = told["seeds"]["tables"]
+    assert not of_capture_is_kept and later_is_kept
+    assert told["seeds"]["several"]
+
+
+def test_a_flag_on_the_device_undoes_a_write_with_statistics_of_the_host(told):
+    assert told["flags"]["found"] == [[1.0], [2.0]]
+
+
 def test_the_device_checks_by_itself(told):
     assert told["checks"]["error"] == "RuntimeError: x > 0"
 

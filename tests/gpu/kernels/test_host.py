@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 import warnings
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import crossgrain as cg
+from crossgrain.formats import get_format
 from crossgrain.kernels import REFERENCE, GlobalScale, GroupedTarget, Target, Within, choice
 from crossgrain.kernels.triton.backend import TritonBackend
 from crossgrain.planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
@@ -27,6 +29,7 @@ from .group_cases import GROUP_CASES, GroupCase
 from .recording import recording_backend
 
 META = torch.device("meta")
+UNAVAILABLE = r"Triton 3.6 or later, .* is not available, the slow reference .*crossgrain\[gpu\]"
 PAIR = ((ROWWISE, "mxfp8"), (COLUMNWISE, "nvfp4_rht_sr"))
 
 
@@ -86,6 +89,14 @@ def test_all_groups_take_one_launch(name: str) -> None:
     assert recorder.kernels().count("encode_kernel") == 1
     assert recorder.kernels().count("amax_kernel") == sum("nvfp4" in each for each in (*case.rows, *case.columns))
     assert recorder.launches[-1].arguments["GROUPED"]
+
+
+def test_marks_of_all_groups_take_one_launch() -> None:
+    """Also if the first group has no rows."""
+    backend, recorder = recording_backend()
+    planes = empty_groups(get_format("nvfp4"), ROWWISE, (0, 32, 0, 64), 64, device=torch.device("cpu"))
+    backend.mark_groups(torch.ones(96, 64), planes, torch.ones(1, dtype=torch.int32))
+    assert recorder.kernels() == ["mark_kernel"]
 
 
 def test_groups_at_different_places_of_something_larger_are_not_written_together() -> None:
@@ -253,12 +264,19 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_triton")
 def test_without_triton_the_reference_serves_gpus_with_one_warning() -> None:
-    with pytest.warns(UserWarning, match=r"Triton, .* is not available, the slow reference .*crossgrain\[gpu\]"):
+    with pytest.warns(UserWarning, match=UNAVAILABLE):
         assert cg.get_backend("cuda") == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cg.get_backend("cuda") == "reference"
     assert cg.get_backend("cpu") == "cpu"
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_an_old_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # which lacks names
+    with pytest.warns(UserWarning, match=UNAVAILABLE):
+        assert cg.get_backend("cuda") == "reference"
 
 
 @pytest.mark.usefixtures("without_triton")

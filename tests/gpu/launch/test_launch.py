@@ -62,6 +62,19 @@ def test_a_kernel_runs_on_the_device_of_its_tensors(monkeypatch):
     assert entered == [torch.device("cuda", 1), ((5,), {"x": 1, "num_warps": 4, "enable_fp_fusion": False})]
 
 
+def test_tensors_on_another_device_are_refused():
+    with pytest.raises(ValueError, match="a kernel runs on cuda:1, but amax is on cpu: move it there"):
+        launching.launch(None, 1, torch.device("cuda", 1), 4, {"amax": torch.ones(1)})
+
+
+def test_interpreted_kernels_are_refused_on_a_gpu():
+    class InterpretedFunction:
+        pass
+
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
+        launching.launch(InterpretedFunction(), 1, torch.device("cuda", 0), 4, {})
+
+
 @pytest.mark.parametrize("value", [2**31 - 1, 2**40])
 def test_sizes_beyond_32_bits_reach_the_kernel(value):
     """A stride that does not fit into 32 bits is compiled as a 64-bit argument."""

@@ -44,6 +44,16 @@ def test_rows_are_sorted_by_expert_and_come_back(kind):
     assert torch.equal(moe_unpermute(rows, places, probs=probs, restore_shape=x.shape), back)
 
 
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_no_tokens(capacity):
+    """Rows that are asked for without tokens are zeros, as on a rank to which no token is sent."""
+    mask, x = torch.zeros(0, EXPERTS, dtype=torch.bool), torch.randn(0, WIDTH)
+    options = {} if capacity is None else {"num_out_tokens": capacity}
+    rows, places = moe_permute(x, mask, **options)
+    assert torch.equal(rows, torch.zeros(capacity or 0, WIDTH))
+    assert moe_unpermute(rows, places).shape == (0, WIDTH)
+
+
 def test_gradients_reach_tokens_and_probabilities():
     mask, probs = routed()
     x, p = torch.randn(TOKENS, WIDTH, dtype=torch.float64), probs.to(torch.float64)

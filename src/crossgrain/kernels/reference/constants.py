@@ -17,10 +17,14 @@ def constant(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tens
     """A tensor of numbers. It must not be written to, because it may be that of another call."""
     if device.type != "cuda" or detect_fake_mode() is not None:  # fake tensors belong to one mode
         return torch.tensor(numbers, dtype=dtype, device=device)
+    if torch.cuda.is_current_stream_capturing():  # its memory would be that of the graph, and empty until a replay
+        return on_device(numbers, device, dtype)
     return _kept(numbers, dtype, device)
 
 
 @lru_cache(maxsize=512)
 def _kept(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return on_device(numbers, device, dtype)
+        table = on_device(numbers, device, dtype)
+    torch.cuda.current_stream(device).synchronize()  # once: other streams read it, too
+    return table

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...formats import Format
 from ...planes import ROWWISE, Direction, Plane
 from ...planes.groups import PlaneGroups
-from ...runtime.random_numbers import seed_for_device
+from ...runtime.random_numbers import seeds_for_device
 from ..backend import Seen
 from ..global_scale import GlobalScale
 from ..reference import ReferenceBackend
@@ -145,7 +145,7 @@ class TritonBackend(ReferenceBackend):
         ours = [_Writing(target, kind) for target, kind in zip(targets, kinds, strict=True) if kind is not None]
         if ours and not isinstance(x, FakeTensor):
             matrix = x.resolve_neg().reshape(ours[0].target.plane.shape)
-            seeds = None if seed is None else seed_for_device(seed, x.device)
+            seeds = None if seed is None else seeds_for_device([seed], x.device)
             nonfinite = _flag([each.kind for each in ours], x)
             for row, column in _pairs(ours):
                 self._write(matrix, row, column, seeds, nonfinite)
@@ -225,7 +225,7 @@ class TritonBackend(ReferenceBackend):
             x,
             tile,
             table,
-            seeds=None if seeds is None else torch.cat([seed_for_device(seed, x.device) for seed in seeds]),
+            seeds=None if seeds is None else seeds_for_device(seeds, x.device),
             nonfinite=nonfinite,
             WATCH=nonfinite is not None,
             **position(target.within, width),
@@ -240,6 +240,7 @@ class TritonBackend(ReferenceBackend):
     def _run(self, kernel: Any, x: Tensor, tile: Tile, table: GroupTable | None, **arguments: Any) -> None:
         rows, columns = x.shape
         down = -(-rows // tile.rows) if table is None else table.tiles
+        strides = [value for name, value in arguments.items() if name.endswith("_code_stride")]
         self._launcher(
             kernel,
             down * -(-columns // tile.columns),
@@ -257,7 +258,7 @@ class TritonBackend(ReferenceBackend):
                 "BM": tile.rows,
                 "BK": tile.columns,
                 "GROUPED": table is not None,
-                "WIDE": max(tile.rows, tile.columns) * max(*x.stride(), rows, columns) >= FAR,
+                "WIDE": max(tile.rows, tile.columns) * max(*x.stride(), rows, columns, *strides) >= FAR,
             },
         )
 
@@ -269,7 +270,8 @@ class TritonBackend(ReferenceBackend):
             mark(self._launcher, x, plane, kind, seen)
 
     def mark_groups(self, x: Tensor, planes: PlaneGroups, seen: Seen) -> None:
-        kind = readable_kind(planes.planes[0], self._traits_of(x)) if x.numel() else None
+        filled = next((plane for plane in planes.planes if plane.data.numel()), None)  # a group may have no rows
+        kind = None if filled is None else readable_kind(filled, self._traits_of(x))
         if kind is None or x.dtype not in _INPUTS or not can_mark(planes.format):
             super().mark_groups(x, planes, seen)
         else:

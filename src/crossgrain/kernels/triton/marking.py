@@ -80,6 +80,6 @@ def _launch(
         "BK": tile.columns,
         "KNOWN": known,
         "GROUPED": table is not None,
-        "WIDE": max(tile) * max(rows, columns, *x.stride()) >= FAR,
+        "WIDE": max(tile) * max(rows, columns, code_stride, *x.stride()) >= FAR,
     }
     launcher(mark_kernel, down * -(-columns // tile.columns), x.device, tile.warps, arguments)

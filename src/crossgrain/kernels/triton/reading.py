@@ -105,6 +105,6 @@ def _decode(
             "UNROTATE": unrotate,
             "BR": tile.rows,
             "BC": tile.columns,
-            "WIDE": max(tile.rows, tile.columns) * max(rows, length) >= FAR,
+            "WIDE": max(tile.rows, tile.columns) * max(rows, length, *codes.stride(), *out.stride()) >= FAR,
         },
     )

@@ -190,6 +190,7 @@ class _Pairs(NamedTuple):
 
 def _pairs(places: Tensor, most: int) -> _Pairs:
     """The pairs that have a row. There are as many as rows, ``most``, or fewer; a GPU is not asked how many."""
+    most = min(most, places.numel())  # without tokens there is not even token 0 to stand for no pair
     found = torch.nonzero_static((places >= 0).t(), size=most, fill_value=-1)
     experts, tokens = found.clamp(min=0).unbind(1)
     return _Pairs(tokens, experts, found[:, 0] >= 0)
