@@ -175,7 +175,7 @@ def _row_count(places: Tensor, asked: int) -> int:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of tokens and experts that have a row, ordered by expert, so that sums have a fixed order.
+    """Pairs of tokens and experts that have a row, ordered by expert, so that sums on the CPU have a fixed order.
 
     Attributes:
         tokens: the token of each pair.
