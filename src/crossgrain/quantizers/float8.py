@@ -333,7 +333,13 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
 
     def _move_statistics(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.scale, self.amax = number_on(self.scale, device), number_on(self.amax, device)
+            if (
+                self.scale.device.type == "meta"
+            ):  # the default device, when a recipe made this: there are no numbers yet
+                self.scale = torch.ones(1, dtype=torch.float32, device=device)
+                self.amax = torch.zeros(1, dtype=torch.float32, device=device)
+            else:
+                self.scale, self.amax = number_on(self.scale, device), number_on(self.amax, device)
 
     def is_requantization_safe(self) -> bool:
         return True
