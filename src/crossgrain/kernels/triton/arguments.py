@@ -13,11 +13,13 @@ FAR = 1 << 31
 
 
 def position(within: Within | None, width: int) -> dict[str, int]:
+    """Where a matrix of ``width`` columns lies in a larger one, in which random words are counted."""
     top, left, width = within or (0, 0, width)
     return {"top": top, "left": left, "width": width}
 
 
 def plane_arguments(name: str, target: Target | None) -> dict[str, Any]:
+    """The arguments of the plane ``name`` ("row" or "col") for a target; those for none if it is None."""
     if target is None:
         return _arguments(name, None, 0, None, (0, 0), None, None, None)
     plane = target.plane
@@ -27,11 +29,11 @@ def plane_arguments(name: str, target: Target | None) -> dict[str, Any]:
 
 
 def group_arguments(name: str, target: GroupedTarget | None) -> dict[str, Any]:
+    """`plane_arguments` for groups of rows. Where each group begins is in the table, see `groups`."""
     if target is None:
         return plane_arguments(name, None)
     planes = target.planes
-    plane = planes.planes[0]
-    stride = plane.operand_codes().stride(0 if plane.has_whole_rows else 1)
+    stride = planes.shapes[0].data[-1]  # of rows, which all groups share; those of columns are in the table
     return _arguments(name, planes.data, stride, planes.scale, (0, 0), target.amax, target.scale, planes.amax)
 
 

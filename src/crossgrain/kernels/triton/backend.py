@@ -133,7 +133,6 @@ class TritonBackend(ReferenceBackend):
                 ROTATION=-1 if rotation is None else rotation,
                 ROWWISE=direction is ROWWISE,
                 COMPILED=self._traits_of(x).compiled,
-                COLUMNS=GroupTable.COLUMNS,
             )
         return out.view(torch.float32)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ...planes import ROWWISE, Direction
 from ...planes.groups import PlaneGroups
 from ...planes.plane import buffer_shapes
 from ...runtime.host_and_device import on_device
-from .device.encode import TABLE_COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +25,9 @@ class GroupTable:
     Attributes:
         tiles: number of tiles, one below the other, of all groups.
         tile_groups: int64 [2 · tiles]: the group of each tile, and its first row in the group.
-        lines: int64 [groups · COLUMNS]: see `encode.TABLE_COLUMNS`.
+        lines: int64, a line for each group: see `device.tiles.TABLE_COLUMNS`.
         aligned: whether all offsets and strides of codes are multiples of 16 bytes.
     """
-
-    COLUMNS: ClassVar[int] = TABLE_COLUMNS.value
 
     tiles: int
     tile_groups: Tensor

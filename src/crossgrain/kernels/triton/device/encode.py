@@ -9,10 +9,7 @@ from .bits import INFINITY, MAGNITUDE, bits_of
 from .encode_blocks import write_blocks
 from .encode_sixteens import write_sixteens
 from .sixteens import sixteen_of_rows
-from .tiles import aligned, loaded_columns, loaded_tile
-
-TABLE_COLUMNS = tl.constexpr(12)
-"""Numbers for each group: first row, rows, and for both planes: codes, scales, stride of codes, strides of scales."""
+from .tiles import aligned, group_of_tile, loaded_columns, loaded_tile
 
 
 @triton.jit(do_not_specialize=["top", "left", "width"])
@@ -36,11 +33,7 @@ def encode_kernel(
     down = tl.program_id(0) // across
     group = 0
     if GROUPED:
-        group = tl.load(groups + 2 * down)
-        m0 = tl.load(groups + 2 * down + 1)
-        line = table + group * TABLE_COLUMNS
-        first = tl.load(line)
-        M = tl.load(line + 1).to(tl.int32)
+        group, m0, line, first, M = group_of_tile(groups, table, down)
         x += aligned(first * x_m, ALIGNED)
         if ROW is not None:
             row_codes += aligned(tl.load(line + 2), ALIGNED)
@@ -132,5 +125,6 @@ def largest_bits_of_sixteen(v):
 
 @triton.jit
 def note_nonfinite(largest, nonfinite):
+    """Set a flag if the largest magnitude, in bits, is infinite or NaN. Most programs do not touch it."""
     if largest >= INFINITY:
         tl.atomic_max(nonfinite, 1, sem="relaxed")

@@ -7,9 +7,8 @@ import triton.language as tl
 
 from .bits import INFINITY, MAGNITUDE, bits_of, float_of
 from .decode import decoded_tile
-from .encode import TABLE_COLUMNS
 from .encode_blocks import store_bytes, store_scales
-from .tiles import loaded_tile
+from .tiles import group_of_tile, loaded_tile
 
 
 @triton.jit
@@ -31,11 +30,7 @@ def mark_kernel(
         if tl.load(nonfinite) == 0:
             return
     if GROUPED:
-        group = tl.load(groups + 2 * down)
-        m0 = tl.load(groups + 2 * down + 1)
-        line = table + group * TABLE_COLUMNS
-        first = tl.load(line)
-        M = tl.load(line + 1).to(tl.int32)
+        group, m0, line, first, M = group_of_tile(groups, table, down)
         x += first * x_m
         own = line + (2 if PLANE.rowwise else 7)
         codes += tl.load(own)

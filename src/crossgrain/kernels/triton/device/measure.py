@@ -7,14 +7,14 @@ import triton.language as tl
 
 from .bits import bits_of, without_nan
 from .sixteens import largest, rotated, sixteen_of_rows
-from .tiles import loaded_columns, loaded_tile
+from .tiles import group_of_tile, loaded_columns, loaded_tile
 
 
 @triton.jit
 def amax_kernel(
     x, x_m, x_k, M, K, groups, table, out,
     OF: tl.constexpr, ROTATION: tl.constexpr, ROWWISE: tl.constexpr, COMPILED: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Raise the numbers of ``out`` (int32, the bits of fp32) to the largest magnitudes of the tile of this program.
 
@@ -23,18 +23,13 @@ def amax_kernel(
     Args:
         OF: "tensor", "row" or "column": of what there is one amax each.
         ROTATION: signs of a rotation that is applied first, along the rows if ``ROWWISE``; -1 for none.
-        COLUMNS: numbers for each group in ``table``.
     """
     across = tl.cdiv(K, BK)
     k0 = tl.program_id(0) % across * BK
     down = tl.program_id(0) // across
     group = 0
     if GROUPED:
-        group = tl.load(groups + 2 * down)
-        m0 = tl.load(groups + 2 * down + 1)
-        line = table + group * COLUMNS
-        first = tl.load(line)
-        M = tl.load(line + 1).to(tl.int32)
+        group, m0, _, first, M = group_of_tile(groups, table, down)
         x += first * x_m
         if OF == "row":
             out += first

@@ -5,6 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TABLE_COLUMNS = tl.constexpr(12)
+"""Numbers for each group: first row, rows, and for both planes: codes, scales, stride of codes, strides of scales."""
+
+
+@triton.jit
+def group_of_tile(groups, table, down):
+    """What the tables say about the tile ``down``: its group, its first row in the group, the group's line, the group's
+    first row in the matrix, and its number of rows."""
+    group = tl.load(groups + 2 * down)
+    line = table + group * TABLE_COLUMNS
+    return group, tl.load(groups + 2 * down + 1), line, tl.load(line), tl.load(line + 1).to(tl.int32)
+
 
 @triton.jit
 def loaded_tile(x, x_m, x_k, m0, k0, M, K, BM: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr):
