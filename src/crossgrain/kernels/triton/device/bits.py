@@ -125,44 +125,25 @@ def signed_codes(magnitude, b, a, ELEMENT: tl.constexpr):
     return tl.where(a > INFINITY, ELEMENT.nan_code, codes)
 
 
+_TO_FP8 = """
+{
+.reg .b16 low, high;
+cvt.rn.satfinite.ELEMENTx2.f32 low, $2, $1;
+cvt.rn.satfinite.ELEMENTx2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}
+"""
+TO_E4M3 = tl.constexpr(_TO_FP8.replace("ELEMENT", "e4m3"))
+TO_E5M2 = tl.constexpr(_TO_FP8.replace("ELEMENT", "e5m2"))
+
+
 @triton.jit
-def hardware_fp8_codes(v, E5M2: tl.constexpr):
-    """Codes (uint8) of E4M3 or E5M2 by the instruction of sm_89 and later.
+def hardware_fp8_codes(v, INSTRUCTION: tl.constexpr):
+    """Codes (uint8) of E4M3 or E5M2 by the instruction of sm_89 and later: `TO_E4M3` or `TO_E5M2`.
 
     It is written out because the cast of Triton 3.6 to 3.8 goes through fp16 on sm_89, which rounds twice.
     """
-    if E5M2:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f",
-            [v],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """
-                {
-                .reg .b16 low, high;
-                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-                mov.b32 $0, {low, high};
-                }
-                """,
-            "=r,f,f,f,f",
-            [v],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
+    return tl.inline_asm_elementwise(INSTRUCTION, "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -191,9 +172,9 @@ def hardware_fp4_codes(a, b, c, d, e, f, g, h):
 def fp8_or_software_codes(v, ELEMENT: tl.constexpr, FP8: tl.constexpr):
     """Codes (uint8) of fp32 numbers, rounded to the nearest: by hardware if ``FP8`` says that there is some."""
     if FP8 and ELEMENT.is_e4m3:
-        return hardware_fp8_codes(v, False)
+        return hardware_fp8_codes(v, TO_E4M3)
     elif FP8 and ELEMENT.is_e5m2:
-        return hardware_fp8_codes(v, True)
+        return hardware_fp8_codes(v, TO_E5M2)
     else:
         return nearest_codes(v, ELEMENT).to(tl.uint8)
 
@@ -222,55 +203,32 @@ def element_values(codes, ELEMENT: tl.constexpr):
         return value
 
 
+_FROM_FP8 = """
+{
+.reg .b16 low, high, a, b, c, d;
+.reg .b32 first, second;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.ELEMENTx2 first, low;
+cvt.rn.f16x2.ELEMENTx2 second, high;
+mov.b32 {a, b}, first;
+mov.b32 {c, d}, second;
+cvt.f32.f16 $0, a;
+cvt.f32.f16 $1, b;
+cvt.f32.f16 $2, c;
+cvt.f32.f16 $3, d;
+}
+"""
+FROM_E4M3 = tl.constexpr(_FROM_FP8.replace("ELEMENT", "e4m3"))
+FROM_E5M2 = tl.constexpr(_FROM_FP8.replace("ELEMENT", "e5m2"))
+
+
 @triton.jit
-def hardware_fp8_values(codes, E5M2: tl.constexpr):
-    """fp32 numbers of E4M3 or E5M2 codes (uint8) by the instruction of sm_89 and later; fp16 holds all of them."""
-    if E5M2:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 first, second;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e5m2x2 first, low;
-            cvt.rn.f16x2.e5m2x2 second, high;
-            mov.b32 {a, b}, first;
-            mov.b32 {c, d}, second;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.f32.f16 $2, c;
-            cvt.f32.f16 $3, d;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [codes],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 first, second;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 first, low;
-            cvt.rn.f16x2.e4m3x2 second, high;
-            mov.b32 {a, b}, first;
-            mov.b32 {c, d}, second;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.f32.f16 $2, c;
-            cvt.f32.f16 $3, d;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [codes],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
+def hardware_fp8_values(codes, INSTRUCTION: tl.constexpr):
+    """fp32 numbers of codes (uint8) by the instruction of sm_89 and later: `FROM_E4M3` or `FROM_E5M2`.
+
+    It goes through fp16, which holds all of them.
+    """
+    return tl.inline_asm_elementwise(INSTRUCTION, "=f,=f,=f,=f,r", [codes], dtype=tl.float32, is_pure=True, pack=4)
 
 
 @triton.jit

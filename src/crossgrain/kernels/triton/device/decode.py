@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bits import bits_of, element_values, hardware_fp4_values, hardware_fp8_values, rounded_to_bf16
+from .bits import (
+    FROM_E4M3,
+    FROM_E5M2,
+    bits_of,
+    element_values,
+    hardware_fp4_values,
+    hardware_fp8_values,
+    rounded_to_bf16,
+)
 from .scales import decode_factor
 from .sixteens import joined, rows_of_sixteen, sixteen_of_rows, unrotated
 
@@ -94,8 +102,10 @@ def loaded_values(
             each = loaded_bytes(codes, stride, 1, r0, c0, R, C, BR, BC, WIDE)
         else:
             each = loaded_bytes(codes, 1, stride, r0, c0, R, C, BR, BC, WIDE)
-        if PLANE.hardware.fp8 and (ELEMENT.is_e4m3 or ELEMENT.is_e5m2):
-            return hardware_fp8_values(each, ELEMENT.is_e5m2)
+        if PLANE.hardware.fp8 and ELEMENT.is_e4m3:
+            return hardware_fp8_values(each, FROM_E4M3)
+        elif PLANE.hardware.fp8 and ELEMENT.is_e5m2:
+            return hardware_fp8_values(each, FROM_E5M2)
         else:
             return element_values(each.to(tl.int32), ELEMENT)
     elif ELEMENT.bits == 4:
