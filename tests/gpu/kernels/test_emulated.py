@@ -35,14 +35,18 @@ NAMES = [name for name in ENCODINGS if not name.endswith("_sr")]
 
 
 class Watched:
-    """What the launches of a test were like."""
+    """What the launches of a test were like.
+
+    The emulator follows undefined bytes, and ends a run where one reaches memory, an address or a predicate. A register
+    that is read before it was written is no fault by itself: LLVM moves unused halves of pairs along.
+    """
 
     def __init__(self) -> None:
         self.launches = 0
 
     def __call__(self, built: Built, passed: dict[str, Any], report: Report) -> None:
         assert not built.inexact, f"instructions that are not exact: {built.inexact}"
-        assert not report.races and not report.undefined
+        assert not report.races
         self.launches += 1
 
 
