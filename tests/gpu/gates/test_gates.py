@@ -29,7 +29,7 @@ CEILINGS: dict[Work, dict[str, float]] = {
     MXFP8_DECODED: dict.fromkeys(NVIDIA, 6) | {"sm_80": 14},
     MXFP8_COLUMN_DECODED: dict.fromkeys(NVIDIA, 6) | {"sm_80": 14},
     FP8_DECODED: dict.fromkeys(NVIDIA, 6) | {"sm_80": 12},
-    NVFP4_DECODED: dict.fromkeys(NVIDIA, 8) | {"sm_80": 11},
+    NVFP4_DECODED: dict.fromkeys(NVIDIA, 6) | {"sm_80": 10},
 }
 
 # Amaxes down columns of 128 are exchanged between warps, in one place of shared memory for each.

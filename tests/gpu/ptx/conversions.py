@@ -23,7 +23,9 @@ def _integers() -> None:
         for to in _INTEGERS:
             bits, wide = int(source[1:]), int(to[1:])
             resized = undefined.of_resize(bits, wide, source[0] == "s")
-            TABLE[f"cvt.{to}.{source}"] = Operation(wide, (bits,), _resized(source, wide), resized, any_width=True)
+            TABLE[f"cvt.{to}.{source}"] = Operation(
+                wide, (bits,), _resized(source, wide), resized, any_width=True, signed=to[0] == "s"
+            )
         for size in (32, 64):
             TABLE[f"cvt.rn.f{size}.{source}"] = Operation(
                 size, (int(source[1:]),), _to_float(source, size), any_width=True
@@ -31,7 +33,9 @@ def _integers() -> None:
         for size in (32, 64):
             for rounding in _ROUND:
                 compute = _to_integer(source, size, rounding)
-                TABLE[f"cvt.{rounding}.{source}.f{size}"] = Operation(int(source[1:]), (size,), compute, any_width=True)
+                TABLE[f"cvt.{rounding}.{source}.f{size}"] = Operation(
+                    int(source[1:]), (size,), compute, any_width=True, signed=source[0] == "s"
+                )
 
 
 def _floats() -> None:
@@ -66,7 +70,7 @@ def _small_floats() -> None:
 
 
 def _resized(source: str, bits: int) -> Compute:
-    # Sign or zeros come from the source; the destination only says how many bits are kept.
+    # Sign or zeros come from the source; the destination says how many bits are kept, and what fills its register.
     dtype = of_type(source)
     wide = of_type(f"{source[0]}{bits}")
     return lambda a: a.view(dtype).astype(wide).view(unsigned(bits))

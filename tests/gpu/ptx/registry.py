@@ -93,6 +93,6 @@ def _lane_by_lane(instruction: Instruction, operation: Operation) -> Executor:
         if any(each.undefined is not None for each in held):
             undefined = rule(held)
         value = np.asarray(compute(*(each.value for each in held)))
-        wave.put(to, lanes, Bits(value, undefined), any_width=operation.any_width)
+        wave.put(to, lanes, Bits(value, undefined), any_width=operation.any_width, sign_fills=operation.signed)
 
     return execute

@@ -178,6 +178,15 @@ def test_integers_are_resized_by_the_type_of_the_source() -> None:
     assert evaluate("cvt.u16.u32 d, a", raw, result=np.uint16).tolist() == [0x7F, 0x80, 0xFF, 0x8000, 0xFFFF, 0x5678]
 
 
+def test_a_register_that_is_wider_than_the_type_is_filled_by_it() -> None:
+    """A result of 8 bits in a register of 16: with its sign if the type has one, else with zeros."""
+    raw = np.array([0x7F, 0x80, 0x1FF], np.uint32)
+    assert evaluate("cvt.s8.s32 d, a", raw, result=np.int16).tolist() == [127, -128, -1]
+    assert evaluate("cvt.u8.u32 d, a", raw, result=np.int16).tolist() == [127, 128, 255]
+    assert evaluate("cvt.s8.u32 d, a", raw, result=np.int16).tolist() == [127, -128, -1]
+    assert evaluate("cvt.rzi.s8.f32 d, a", floats(-3.5, 200.0), result=np.int16).tolist() == [-3, 127]
+
+
 @pytest.mark.parametrize(
     "opcode",
     [

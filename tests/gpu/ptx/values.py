@@ -36,6 +36,7 @@ class Operation:
     compute: Callable[..., Array]  # unsigned arrays of these widths -> an unsigned array of the result's
     undefined: Undefined | None = None  # None: any undefined byte makes the whole result undefined
     any_width: bool = False  # cvt: registers may be wider than their types
+    signed: bool = False  # the type of the result is signed: its sign fills a register that is wider
     fused: bool = False  # a multiply-add with one rounding
 
 

@@ -11,7 +11,7 @@ from .lanes import Lanes
 from .memory import SHARED_START, GlobalMemory, SharedMemory
 from .races import Moment
 from .source import Immediate, Operand, Program, Register, Sink, Special, Symbol
-from .values import Array, Bits, every_byte, undefined_mask, unsigned
+from .values import Array, Bits, every_byte, signed, undefined_mask, unsigned
 
 Executor = Callable[["Wave", Lanes], None]
 _GARBAGE = 0xDEADBEEFDEADBEEF  # what an undefined register holds: it should not pass for a number
@@ -81,8 +81,10 @@ class Wave:
         mine = lanes.take(undefined)
         return Bits(value, mine if mine.any() else None)
 
-    def put(self, operand: Operand, lanes: Lanes, bits: Bits, *, any_width: bool = False) -> None:
-        """Write a register, for these lanes alone."""
+    def put(
+        self, operand: Operand, lanes: Lanes, bits: Bits, *, any_width: bool = False, sign_fills: bool = False
+    ) -> None:
+        """Write a register, for these lanes alone. One that is wider is filled with zeros, or with the sign."""
         if isinstance(operand, Sink):
             return
         if not isinstance(operand, Register):
@@ -91,7 +93,7 @@ class Wave:
         if operand.bits != size:
             if not any_width or operand.bits < size:
                 raise PtxError(f"{operand.name} has {operand.bits} bits, the instruction writes {size}")
-            bits = Bits(bits.value.astype(unsigned(operand.bits)), bits.undefined)
+            bits = _sign_extended(bits, size, operand.bits) if sign_fills else _zero_extended(bits, operand.bits)
         if size == 1 and bits.undefined is not None and bits.undefined.any():
             raise PtxError("an undefined value decides a predicate")
         if lanes.index is None:
@@ -166,6 +168,18 @@ def constant(operand: Immediate, bits: int) -> Array:
     out = np.asarray(value & ((1 << bits) - 1), unsigned(bits))
     out.setflags(write=False)  # others get the same
     return out
+
+
+def _zero_extended(bits: Bits, wide: int) -> Bits:
+    return Bits(bits.value.astype(unsigned(wide)), bits.undefined)
+
+
+def _sign_extended(bits: Bits, size: int, wide: int) -> Bits:
+    value = bits.value.view(signed(size)).astype(signed(wide)).view(unsigned(wide))
+    if bits.undefined is None:
+        return Bits(value)
+    sign, above = 1 << (size // 8 - 1), every_byte(wide) & ~every_byte(size)
+    return Bits(value, np.where(bits.undefined & sign, bits.undefined | above, bits.undefined).astype(np.uint8))
 
 
 def _cut(undefined: Array | None, bits: int) -> Array | None:

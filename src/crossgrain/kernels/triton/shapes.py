@@ -54,6 +54,8 @@ def decoding_tile(plane: PlaneKind) -> Tile:
     along, across = plane.block_length, plane.block_rows  # in the order of codes in memory
     if not plane.operand_major:
         along, across = across, along
+    if plane.element.bits == 4 and along <= 512 and across <= 16:  # long rows: more codes for each address
+        return Tile(16, 512, 1)
     height, length = max(32, across), max(256, along)
     if across > 32:
         length = max(32, along)

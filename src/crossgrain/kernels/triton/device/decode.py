@@ -14,8 +14,10 @@ from .bits import (
     hardware_fp8_values,
     rounded_to_bf16,
 )
-from .scales import decode_factor
+from .scales import block_scale_values, decode_factor
 from .sixteens import joined, rows_of_sixteen, sixteen_of_rows, unrotated
+
+STORED_AT_ONCE = tl.constexpr(8)  # numbers of 16 bits in 16 bytes, the widest store
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def decoded_tile(
             v = v * tl.load(scales)
     else:
         rows: tl.constexpr = 1 if PLANE.replicated else PLANE.block_rows
-        length: tl.constexpr = PLANE.block_length
+        length: tl.constexpr = part_of_block(PLANE)
         factor = loaded_factors(scales, scale_r, scale_c, amax, r0, c0, R, C, PLANE, GLOBAL, BR // rows, BC // length)
         if uses_fp4_instruction(PLANE):
             if GLOBAL:
@@ -91,6 +93,16 @@ def uses_fp4_instruction(plane):
     return plane.hardware.fp8 and plane.element.is_e2m1
 
 
+@triton.constexpr_function
+def part_of_block(plane):
+    """How many numbers take their factor together: a block, or the part of it that a thread has.
+
+    A thread that stores 16 bytes has 8 numbers of a block of 16. With a factor for each 8, threads need not exchange
+    factors; that two of them read the same scale costs less.
+    """
+    return STORED_AT_ONCE if uses_fp4_instruction(plane) and plane.block_length == 16 else plane.block_length
+
+
 @triton.jit
 def loaded_values(
     codes, stride, r0, c0, R, C, PLANE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr
@@ -109,7 +121,8 @@ def loaded_values(
         else:
             return element_values(each.to(tl.int32), ELEMENT)
     elif ELEMENT.bits == 4:
-        both = loaded_bytes(codes, stride, 1, r0, c0 // 2, R, C // 2, BR, BC // 2, WIDE)
+        # A thread loads the codes of what it stores at once, so that threads need not exchange numbers.
+        both = loaded_bytes(codes, stride, 1, r0, c0 // 2, R, C // 2, BR, BC // 2, WIDE, STORED_AT_ONCE // 2)
         if uses_fp4_instruction(PLANE):
             even, odd = hardware_fp4_values(both)
             return joined(even, odd)
@@ -127,14 +140,22 @@ def loaded_values(
 
 
 @triton.jit
-def loaded_bytes(codes, stride_r, stride_c, r0, c0, R, C, BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr):
-    """The bytes of a tile [BR, BC] of a matrix [R, C]."""
+def loaded_bytes(
+    codes, stride_r, stride_c, r0, c0, R, C, BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr = 0,
+):  # fmt: skip
+    """The bytes of a tile [BR, BC] of a matrix [R, C]. A thread loads ``AT_ONCE`` bytes of a row with one instruction.
+
+    Triton chooses the number if it is 0.
+    """
     r, c = tl.arange(0, BR), tl.arange(0, BC)
     near_r, near_c = r, c
     if WIDE:
         near_r, near_c = r.to(tl.int64), c.to(tl.int64)
     start = r0.to(tl.int64) * stride_r + c0.to(tl.int64) * stride_c
     at = codes + start + (near_r[:, None] * stride_r + near_c[None, :] * stride_c)
+    if AT_ONCE:
+        at = tl.max_contiguous(at, (1, AT_ONCE))
     return tl.load(at, mask=(r0 + r < R)[:, None] & (c0 + c < C)[None, :], other=0)
 
 
@@ -143,18 +164,17 @@ def loaded_factors(
     scales, scale_r, scale_c, amax, r0, c0, R, C, PLANE: tl.constexpr, GLOBAL: tl.constexpr,
     HIGH: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """The numbers [HIGH, LONG] by which the codes of blocks are multiplied."""
+    """The numbers [HIGH, LONG] by which the codes of blocks, or of parts of blocks, are multiplied."""
     rows: tl.constexpr = 1 if PLANE.replicated else PLANE.block_rows
     line = r0 // rows + tl.arange(0, HIGH)
-    block = c0 // PLANE.block_length + tl.arange(0, LONG)
+    parts: tl.constexpr = PLANE.block_length // part_of_block(PLANE)
+    block = c0 // PLANE.block_length + tl.arange(0, LONG) // parts
     inside = (line * rows < R)[:, None] & (block * PLANE.block_length < C)[None, :]
     at = scales + line.to(tl.int64)[:, None] * scale_r + block.to(tl.int64)[None, :] * scale_c
     stored = tl.load(at, mask=inside, other=0)
-    if PLANE.rule != "fp32":
-        stored = stored.to(tl.int32)
     if PLANE.rule == "two_level":
         if not GLOBAL:
-            return element_values(stored, PLANE.scale_element)
+            return block_scale_values(stored, PLANE)
         elif PLANE.row_amax:
             return decode_factor(stored, tl.load(amax + line, mask=line < R, other=0.0)[:, None], PLANE)
         else:

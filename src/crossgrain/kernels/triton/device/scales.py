@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .bits import (
     FP32_MAX,
+    FROM_E4M3,
     at_most_fp32,
     bits_of,
     e8m0_reciprocal,
@@ -14,6 +15,7 @@ from .bits import (
     element_values,
     float_of,
     fp8_or_software_codes,
+    hardware_fp8_values,
     reciprocal,
 )
 
@@ -73,10 +75,19 @@ def stored_block_scale(wanted, decode, PLANE: tl.constexpr):
 
 @triton.jit
 def decode_factor(stored, amax, PLANE: tl.constexpr):
-    """The number by which decoded elements are multiplied. ``stored`` are fp32 numbers, or bytes in int32."""
+    """The number by which decoded elements are multiplied. ``stored`` are fp32 numbers, or bytes."""
     if PLANE.rule == "fp32":
         return stored
     elif PLANE.rule == "two_level":
-        return (element_values(stored, PLANE.scale_element) * amax) * PLANE.bound_reciprocal
+        return (block_scale_values(stored, PLANE) * amax) * PLANE.bound_reciprocal
     else:
-        return e8m0_value(stored)
+        return e8m0_value(stored.to(tl.int32))
+
+
+@triton.jit
+def block_scale_values(stored, PLANE: tl.constexpr):
+    """fp32 numbers of the bytes of block scales, for two-level scales."""
+    if PLANE.hardware.fp8 and PLANE.scale_element.is_e4m3:
+        return hardware_fp8_values(stored, FROM_E4M3)
+    else:
+        return element_values(stored.to(tl.int32), PLANE.scale_element)
