@@ -92,6 +92,7 @@ WRITTEN: dict[str, set[str]] = {
     "nvfp4_rows.tile_rows": _NVFP4_ROWS,
     "rows.cast": {"codes"},
     "rows.encode_rows": _NVFP4_ROWS,
+    "rows.run": _NVFP4_ROWS,
     "transposed.encode_columns": _NVFP4_ROWS,
 }
 
@@ -107,6 +108,14 @@ def all_kernels() -> set[str]:
     """The names of all kernels that Python calls; the others are compiled into them."""
     found = (value for module in _MODULES for value in vars(module).values() if isinstance(value, Dispatcher))
     return {name_of(each) for each in found if not each.targetoptions.get("forceinline")}
+
+
+_KERNELS_GIVEN = ("run", "address")  # parameters that are addresses of other kernels
+
+
+def _kernel_at(address: int) -> Any:
+    """The kernel that another one is given to call."""
+    return next(key[0] for key, found in runtime._addresses.items() if found == address)
 
 
 @lru_cache
@@ -164,7 +173,7 @@ class Guard:
             workspaces._Buffers(),
         )
         products._scale_values.cache_clear()
-        support._ONE = support.numbers(1.0)
+        support.ONE = support.numbers(1.0)
         yield
         for region in self._regions:
             problem = region.problem()
@@ -226,7 +235,9 @@ class Guard:
         read: list[Region] = []
         written: list[Region] = []
         for parameter, value in zip(_parameters(kernel), given, strict=True):
-            if type(value) is int and value >= _LEAST_ADDRESS:
+            if parameter in _KERNELS_GIVEN and value:
+                self.seen.add(name_of(_kernel_at(value)))
+            elif type(value) is int and value >= _LEAST_ADDRESS:
                 region = next((each for each in reversed(self._regions) if each.begin <= value < each.end), None)
                 assert region is not None, f"{parameter} of the kernel {name} is not the address of a guarded buffer"
                 (written if parameter in WRITTEN[name] else read).append(region)
@@ -235,13 +246,15 @@ class Guard:
                 read, written = ([*mine, *more] for mine, more in zip((read, written), of_job, strict=True))
         return read, written
 
-    def _jobs(self, table: int, count: int, step: int, results: int, work: Any) -> Iterator[tuple[list, list]]:
+    def _jobs(
+        self, address: int, table: int, count: int, step: int, results: int, work: Any
+    ) -> Iterator[tuple[list, list]]:
         """The regions of each job in a table."""
-        name, kinds, tags = work.name.split(":", 2)
+        kinds, tags = work.name.split(":")
         lines = np.ctypeslib.as_array(ctypes.cast(table, ctypes.POINTER(ctypes.c_int64)), (count, step // jobs.SLOT))
         for line in lines:
             values = [int(value) if kind == "i" else None for value, kind in zip(line, kinds, strict=True)]
-            yield self._regions_of(jobs._KERNELS[name], (*values, *tags.split(",")))
+            yield self._regions_of(_kernel_at(address), (*values, *[None] * int(tags)))
 
 
 class _GuardedKernels(dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossgrain.formats import Element
-from crossgrain.kernels.cpu import jobs, known, tags
+from crossgrain.kernels.cpu import known, tags
 
 from ..common.copied_package import copied_package
 
@@ -37,12 +37,6 @@ def test_the_data_of_an_element_is_in_the_key_of_its_kernels_and_of_no_others(ke
     assert key_of("e5m2", e3m2=E3M2_CHANGED) == key_of("e5m2")
     for other in ("e4m3", "e2m1", "e2m3", "bf16", "yes", "e8m0_up"):
         assert key_of(other, e5m2=E5M2_CHANGED) == key_of(other)
-
-
-def test_kernels_for_groups_have_it_too(key_of):
-    """Their one tag has all others in it."""
-    work = jobs.work_tag("cast", "iif", ["f32", "e5m2", "yes"]).name
-    assert key_of(work, e5m2=E5M2_CHANGED) != key_of(work) == key_of(work, e3m2=E3M2_CHANGED)
 
 
 def test_elements_that_kernels_name_themselves_are_in_every_key(key_of):

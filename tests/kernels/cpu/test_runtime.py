@@ -21,7 +21,7 @@ import crossgrain as cg
 from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
 from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import REFERENCE, Target
-from crossgrain.kernels.cpu import disk_cache, elements, measure, runtime, tags
+from crossgrain.kernels.cpu import compiling, disk_cache, measure, runtime, tags
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.planes import Direction, empty_plane
 
@@ -50,7 +50,7 @@ def amax_of(tmp_path, monkeypatch):
 
     def compile_and_run(x: torch.Tensor) -> tuple[float, bool]:
         """The amax, and whether the machine code came from the disk."""
-        dispatcher = elements.kernel(measure.of_all.py_func)
+        dispatcher = compiling.kernel(measure.of_all.py_func)
         arguments = (x.data_ptr(), 0, x.numel(), *SIGNATURE[3:])
         bits = runtime.kernel(dispatcher, *arguments)(*arguments)
         value = torch.tensor([bits], dtype=torch.int32).view(torch.float32).item()

@@ -6,22 +6,20 @@ the cache while the largest magnitude of every column is found, and is encoded f
 
 from __future__ import annotations
 
+from .compiling import inner, kernel
 from .elements import (
     INFINITY_BITS,
-    bytes_of_codes,
     e8m0_reciprocal,
     e8m0_reciprocal_vector,
     e8m0_up,
     e8m0_up_vector,
     encode_element,
-    inner,
     input_size,
-    kernel,
     load_input,
     magnitude_bits,
     reciprocal_of_max,
 )
-from .rows import block_length, encode_run
+from .rows import call_run
 from .simd import as_float, bits_of, float_of, largest, load, load_f32, maximum, narrow, splat, store, store_u8
 from .tags import NO, YES
 
@@ -52,11 +50,11 @@ def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element,
 
 @kernel
 def mx_columns(
-    x, x_stride, codes, codes_stride, scales, scales_stride, row_codes, row_codes_stride, row_scales,
-    row_scales_stride, encode_scales, decode_scales, scale_step, first, last, cols, width, scratch, key0, key1,
-    origin, row_words, dtype, element, row_element, row_rule, row_stochastic,
+    x, x_stride, codes, codes_stride, scales, scales_stride, run, row_bits, row_block, row_codes, row_codes_stride,
+    row_scales, row_scales_stride, encode_scales, decode_scales, scale_step, first, last, cols, width, scratch,
+    key0, key1, origin, row_words, dtype, element,
 ):  # fmt: skip
-    """MXFP8 columnwise, strips ``first:last`` of 32 rows, with a rowwise plane of ``row_rule`` in the same pass.
+    """MXFP8 columnwise, strips ``first:last`` of 32 rows, with a rowwise plane in the same pass if there is a ``run``.
 
     codes [rows, cols], scales [rows / 32, cols]; ``scratch`` holds 33 rows of ``width`` floats and what a
     run needs. The row plane is told about as in `encode_rows`.
@@ -73,14 +71,13 @@ def mx_columns(
                 source = x + at * x_stride + left * size
                 for col in range(0, here, 32):
                     store(scratch + (row * here + col) * 4, load_input(source + col * size, 32, dtype))
-                encode_run(
-                    source, here,
-                    row_codes + at * row_codes_stride + bytes_of_codes(left, row_element),
-                    row_scales + at * row_scales_stride + left // block_length(row_rule),
-                    load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
-                    run_scratch, origin + at * row_words + left // 4, 1, key0, key1,
-                    dtype, row_element, row_rule, row_stochastic,
-                )  # fmt: skip
+                if run:
+                    call_run(run, (
+                        source, here, row_codes + at * row_codes_stride + left * row_bits // 8,
+                        row_scales + at * row_scales_stride + left // row_block,
+                        load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
+                        run_scratch, origin + at * row_words + left // 4, 1, key0, key1,
+                    ))  # fmt: skip
             target = codes + top * codes_stride + left
             scale = scales + strip * scales_stride + left
             bits = _strip_columns(scratch, here, target, codes_stride, scale, factors, element, NO)

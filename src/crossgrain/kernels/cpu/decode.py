@@ -6,8 +6,7 @@ past the caches: for results that are larger than they are.
 
 from __future__ import annotations
 
-from numba.extending import overload
-
+from .compiling import inner, kernel, overloaded
 from .elements import (
     E2M1_TAG,
     E4M3_TAG,
@@ -15,9 +14,7 @@ from .elements import (
     decode_element,
     e8m0_value,
     e8m0_value_vector,
-    inner,
     input_size,
-    kernel,
     load_codes,
 )
 from .simd import bits_of, load, load_f32, load_u8, store, stream, to_bf16, widen
@@ -28,7 +25,7 @@ def put(address, vector, dtype, streaming):
     """Store as ``dtype``, past the caches or not."""
 
 
-@overload(put)
+@overloaded(put)
 def _put(address, vector, dtype, streaming):
     if dtype.tag == "bf16" and streaming.tag == "yes":
         return lambda address, vector, dtype, streaming: stream(address, to_bf16(vector))

@@ -7,17 +7,13 @@ are consecutive integers, so the count and the exponent add up to the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numba import njit
-from numba.extending import overload
 
 from ...formats import Element
 from . import known
-from .disk_cache import cached_on_disk
+from .compiling import inner, overloaded
 from .simd import (
     as_float,
     as_int,
@@ -38,15 +34,6 @@ from .simd import (
     widen,
 )
 from .tags import Tag, TagType
-
-inner = njit(nogil=True, error_model="numpy", forceinline=True)
-"""For what kernels call; compiled into them."""
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
-    return cached_on_disk(njit(nogil=True, error_model="numpy")(function))
-
 
 INFINITY_BITS = 0x7F800000
 FP32_MAX = np.float32(np.finfo(np.float32).max)
@@ -78,7 +65,7 @@ def load_input(address, lanes, dtype):
     """``lanes`` numbers of the input as f32."""
 
 
-@overload(load_input, prefer_literal=True)
+@overloaded(load_input, prefer_literal=True)
 def _load_input(address, lanes, dtype):
     if dtype.tag == "bf16":
         return lambda address, lanes, dtype: load_bf16(address, lanes)
@@ -89,7 +76,7 @@ def input_size(dtype):
     """Bytes of one number of the input."""
 
 
-@overload(input_size)
+@overloaded(input_size)
 def _input_size(dtype):
     size = 2 if dtype.tag == "bf16" else 4
     return lambda dtype: size
@@ -99,7 +86,7 @@ def magnitude_bits(v, with_nan):
     """The bits of |v|, by which magnitudes are compared; NaNs count as 0 if there may be any."""
 
 
-@overload(magnitude_bits)
+@overloaded(magnitude_bits)
 def _magnitude_bits(v, with_nan):
     if with_nan.tag == "no":
         return lambda v, with_nan: as_int(v) & 0x7FFFFFFF
@@ -118,7 +105,7 @@ def encode_element(v, element, with_nan):
     """f32 -> codes in i32 lanes: nearest even, saturating; NaN only where there may be any."""
 
 
-@overload(encode_element)
+@overloaded(encode_element)
 def _encode_element(v, element, with_nan):
     e = _element(element)
     max_bits = float_bits(e.max)
@@ -154,7 +141,7 @@ def decode_element(codes, element):
     """Codes in i32 lanes -> f32."""
 
 
-@overload(decode_element)
+@overloaded(decode_element)
 def _decode_element(codes, element):
     e = _element(element)
     mask, sign_bit, sign_shift = e.magnitude_mask, e.sign_bit, 32 - e.bits
@@ -185,7 +172,7 @@ def pack_codes(codes, element):
     """Codes in i32 lanes -> the bytes they are stored in, first code lowest."""
 
 
-@overload(pack_codes)
+@overloaded(pack_codes)
 def _pack_codes(codes, element):
     if _element(element).bits == 4:
         return lambda codes, element: pack_nibbles(codes)
@@ -198,7 +185,7 @@ def load_codes(address, lanes, element):
     """``lanes`` stored codes -> i32 lanes."""
 
 
-@overload(load_codes, prefer_literal=True)
+@overloaded(load_codes, prefer_literal=True)
 def _load_codes(address, lanes, element):
     bits = _element(element).bits
     stored = lanes.literal_value * bits // 8
@@ -213,7 +200,7 @@ def bytes_of_codes(count, element):
     """Bytes that ``count`` codes take; whole blocks fill whole bytes."""
 
 
-@overload(bytes_of_codes)
+@overloaded(bytes_of_codes)
 def _bytes_of_codes(count, element):
     bits = _element(element).bits
     return lambda count, element: count * bits // 8
@@ -226,7 +213,7 @@ def reciprocal_of_max(element):
     """fp32(1 / largest number)."""
 
 
-@overload(reciprocal_of_max)
+@overloaded(reciprocal_of_max)
 def _reciprocal_of_max(element):
     reciprocal = np.float32(1.0 / _element(element).max)
     return lambda element: reciprocal
@@ -236,7 +223,7 @@ def e8m0_byte(amax, element, rule):
     """E8M0 byte of a block, from the bits of its amax, by the scale rule that the tag names."""
 
 
-@overload(e8m0_byte)
+@overloaded(e8m0_byte)
 def _e8m0_byte(amax, element, rule):
     if rule.tag == "e8m0_up":
         return lambda amax, element, rule: e8m0_up(bits_of(float_of(amax) * reciprocal_of_max(element)))

@@ -7,7 +7,7 @@ same kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
 from .elements import INFINITY_BITS
 from .known import E2M1
 from .places import Ints, Numbers, place_of
-from .runtime import Arguments, run_kernel
+from .runtime import Arguments, address, run_kernel
 from .support import (
+    NO_STREAM,
+    ONE,
     Seed,
     Stream,
     factor_for_kernels,
@@ -44,7 +46,7 @@ from .support import (
     write_tensor_scale,
     yes_or_no,
 )
-from .tags import NO, YES, Tag
+from .tags import F32, NO, YES, Tag
 
 _TILE_WIDTH = 512  # columns of a tile of transposed planes
 _TURNED_WIDTH = 256  # columns of a tile that is transposed in the second-level cache
@@ -73,19 +75,32 @@ REFUSED = -1
 class Run(NamedTuple):
     """The arguments of kernels for a plane whose blocks are contiguous in memory."""
 
-    place: tuple[Ints, ...]  # of codes, scales and global scales: addresses and steps from row to row
+    place: tuple[Any, ...]  # the kernel, bits, block; codes, scales and global scales: addresses and steps between rows
     stream: Stream
-    tags: tuple[Tag, Tag, Tag]  # element, scale rule, stochastic
     global_scales: tuple[Numbers, Numbers]  # kept alive
 
 
-def _run(x: Tensor, target: Target, seed: Seed, rule: str | None = None) -> Run:
-    plane, fmt, at = target.plane, target.plane.format, place_of(target, x)
+def _run(x: Tensor, target: Target, seed: Seed, dtype: Tag | None = None) -> Run:
+    """The arguments for a target. ``dtype`` is what the kernel of a row reads; None for what ``x`` has."""
+    fmt, at = target.plane.format, place_of(target, x)
+    assert fmt.element is not None
     encode, decode = scales = global_scales(target)
     step = 4 if fmt.global_amax == "row" else 0
-    place = (at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step)
-    stochastic = YES if target.encoding.stochastic else NO
-    return Run(place, stream_of(seed, target), (tag_of_plane(plane), tag(rule or fmt.scale_rule), stochastic), scales)
+    tags = (dtype or tag_of_input(x), tag_of_plane(target.plane), tag(fmt.scale_rule), _stochastic(target))
+    place = (
+        address(rows.run, *_RUN_NUMBERS, *tags), fmt.element.bits, fmt.block_length or _WHOLE,
+        at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step,
+    )  # fmt: skip
+    return Run(place, stream_of(seed, target), scales)
+
+
+_RUN_NUMBERS = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0)  # by which the types of the arguments of `rows.run` are known
+_WHOLE = 1 << 31  # the length of a block without end: the tensor has one scale
+_NO_RUN = Run((0, 8, _WHOLE, 0, 0, 0, 0, 0, 0, 0), NO_STREAM, (ONE, ONE))
+
+
+def _stochastic(target: Target) -> Tag:
+    return YES if target.encoding.stochastic else NO
 
 
 def _beside(column: Target | None, targets: Sequence[Target]) -> Chosen | None:
@@ -95,9 +110,9 @@ def _beside(column: Target | None, targets: Sequence[Target]) -> Chosen | None:
     return column, next((target for target in targets if goes_along(target, column)), None)
 
 
-def _run_beside(x: Tensor, column: Target, row: Target | None, seed: Seed) -> Run:
+def _run_beside(x: Tensor, row: Target | None, seed: Seed) -> Run:
     """The arguments for the rowwise target of a pass. Without one, they say that nothing is written."""
-    return _run(x, column, seed, rule="none") if row is None else _run(x, row, seed)
+    return _NO_RUN if row is None else _run(x, row, seed)
 
 
 def _first(targets: Sequence[Target], wanted: Callable[[Target], bool]) -> Target | None:
@@ -136,7 +151,7 @@ def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     def arguments(first: Ints, last: Ints) -> Arguments:
         return (
             at.x, width * x.element_size(), *run.place,
-            first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.stream, tag_of_input(x), *run.tags,
+            first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.stream, F32,
         )  # fmt: skip
 
     bits = max(run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen), default=0)
@@ -148,14 +163,14 @@ def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode a columnwise plane that is stored transposed."""
     (target,) = chosen
     assert target is not None
-    run, at, width = _run(x, target, seed), place_of(target, x), target.plane.shape[1]
+    run, at, width = _run(x, target, seed, dtype=F32), place_of(target, x), target.plane.shape[1]
     strip = min(_TURNED_WIDTH, width)
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(strip * transposed.PITCH + rows.RUN_SCRATCH)
         return (
             at.x, width * x.element_size(), *run.place,
-            first, last, at.height, width, strip, scratch, *run.stream, tag_of_input(x), *run.tags,
+            first, last, at.height, width, strip, scratch, *run.stream, tag_of_input(x),
         )  # fmt: skip
 
     tiles = -(-at.height // transposed.HEIGHT)
@@ -186,7 +201,7 @@ def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode MXFP8 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
-    run = _run_beside(x, column, row, seed)
+    run = _run_beside(x, row, seed)
     at, width, element = place_of(column, x), column.plane.shape[1], tag_of_plane(column.plane)
     strip = min(_STRIP_WIDTH, width)
 
@@ -194,7 +209,7 @@ def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
         scratch = scratch_memory(33 * strip * 4 + rows.RUN_SCRATCH)
         return (
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            *run.place, first, last, width, strip, scratch, *run.stream, tag_of_input(x), element, *run.tags,
+            *run.place, first, last, width, strip, scratch, *run.stream, tag_of_input(x), element,
         )  # fmt: skip
 
     bits = max(run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen), default=0)
@@ -210,7 +225,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Encode NVFP4 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
-    run = _run_beside(x, column, row, seed)
+    run = _run_beside(x, row, seed)
     plane, at = column.plane, place_of(column, x)
     width = plane.shape[1]
     strip = width if width < 64 else min(_TILE_WIDTH, width // 32 * 32)
@@ -219,7 +234,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     stream = stream_of(seed, column)
     tags = (
         tag("none" if plane.format.rotation is None else str(plane.format.rotation)),
-        YES if column.encoding.stochastic else NO,
+        _stochastic(column),
         tag(column.encoding.four_over_six or "none"),
     )
 
@@ -229,7 +244,7 @@ def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
             at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
             encode.address, decode.address, amax.address, bound, *run.place,
             first, last, at.height, width, strip, scratch, *stream, *run.stream,
-            plane.format.block != (1, 16), tag_of_input(x), *tags, *run.tags,
+            plane.format.block != (1, 16), tag_of_input(x), *tags,
         )  # fmt: skip
 
     bits = max(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen), default=0)
@@ -248,7 +263,7 @@ def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> int:
     encode, decode, amax = scales_of_each_row(target)
     bound = E2M1.max * fmt.scale_bound
     stream = stream_of(seed, target)
-    tags = (YES if target.encoding.stochastic else NO, tag(target.encoding.four_over_six or "none"))
+    tags = (_stochastic(target), tag(target.encoding.four_over_six or "none"))
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         scratch = scratch_memory(nvfp4_rows.SCRATCH)

@@ -7,7 +7,7 @@ pairs of changed signs do not cancel; and order counts. It runs at the speed of 
 
 from __future__ import annotations
 
-from .elements import kernel
+from .compiling import kernel
 from .simd import load, splat, store
 
 WORD = 4  # bytes

@@ -7,9 +7,9 @@ eight rows at a time: the codes of eight rows in one column are eight bytes of t
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
-from .elements import INFINITY_BITS, encode_element, inner, input_size, kernel, load_input, magnitude_bits
+from .compiling import inner, kernel, overloaded
+from .elements import INFINITY_BITS, encode_element, input_size, load_input, magnitude_bits
 from .simd import (
     as_float,
     as_int,
@@ -46,7 +46,7 @@ def whole_powers(bits, power_of_two):
     """Scales rounded down to powers of two, if asked."""
 
 
-@overload(whole_powers)
+@overloaded(whole_powers)
 def _whole_powers(bits, power_of_two):
     if power_of_two.tag == "yes":
         return lambda bits, power_of_two: bits & INFINITY_BITS

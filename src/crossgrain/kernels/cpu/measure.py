@@ -5,7 +5,10 @@ Magnitudes are compared by their bits. Where NaNs are not looked out for, one sh
 
 from __future__ import annotations
 
-from .elements import INFINITY_BITS, input_size, kernel, load_input, magnitude_bits
+import numpy as np
+
+from .compiling import kernel
+from .elements import INFINITY_BITS, input_size, load_input, magnitude_bits
 from .nvfp4_blocks import rotated
 from .simd import largest, load, maximum, splat, store, store_i32
 from .tags import YES
@@ -25,7 +28,7 @@ def of_all(x, start, stop, dtype, with_nan):
     while position < stop:
         bits = max(bits, largest(magnitude_bits(load_input(x + position * size, 1, dtype), with_nan)))
         position += 1
-    return bits
+    return np.int64(bits)
 
 
 @kernel
@@ -42,6 +45,7 @@ def of_rows(x, x_stride, out, first, last, cols, dtype):
         for col in range(whole, cols):
             bits = max(bits, largest(magnitude_bits(load_input(source + col * size, 1, dtype), YES)))
         store_i32(out + row * 4, bits)
+    return np.int64(0)
 
 
 @kernel
@@ -57,6 +61,7 @@ def of_columns(x, x_stride, out, first, last, cols, dtype):
         for col in range(whole, cols):
             bits = magnitude_bits(load_input(source + col * size, 1, dtype), YES)
             store(out + col * 4, maximum(bits, load(out + col * 4, 1, "i32")))
+    return np.int64(0)
 
 
 @kernel

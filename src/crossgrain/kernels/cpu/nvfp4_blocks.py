@@ -7,17 +7,9 @@ codes end up in two words for each lane.
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
-from .elements import (
-    E2M1_TAG,
-    E4M3_TAG,
-    INFINITY_BITS,
-    at_most_fp32_max,
-    decode_element,
-    encode_element,
-    inner,
-)
+from .compiling import inner, overloaded
+from .elements import E2M1_TAG, E4M3_TAG, INFINITY_BITS, at_most_fp32_max, decode_element, encode_element
 from .known import E2M1, E4M3
 from .random_bits import encode_stochastically, hash_counters, lane_numbers
 from .simd import as_float, as_int, float_minimum, largest, load, splat, sum_of_halves, where_less
@@ -29,7 +21,7 @@ def rotated(rows, rotation):
     """Rows after the rotation that the tag names, if any."""
 
 
-@overload(rotated)
+@overloaded(rotated)
 def _rotated(rows, rotation):
     if rotation.tag == "none":
         return lambda rows, rotation: rows
@@ -52,7 +44,7 @@ def encode_blocks(
     """
 
 
-@overload(encode_blocks)
+@overloaded(encode_blocks)
 def _encode_blocks(
     buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
     counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
@@ -123,7 +115,7 @@ def random_words(counter, lane_step, key0, key1, stochastic):
     """A random word for each block; nothing where rounding is to nearest."""
 
 
-@overload(random_words)
+@overloaded(random_words)
 def _random_words(counter, lane_step, key0, key1, stochastic):
     if stochastic.tag == "no":
         return lambda counter, lane_step, key0, key1, stochastic: splat(0, 16, "i32")
@@ -138,7 +130,7 @@ def code(row, random_byte, stochastic):
     """Nearest or stochastic."""
 
 
-@overload(code)
+@overloaded(code)
 def _code(row, random_byte, stochastic):
     if stochastic.tag == "no":
         return lambda row, random_byte, stochastic: encode_element(row, E2M1_TAG, NO)
@@ -194,7 +186,7 @@ def magnitude_of_error(difference, measure):
     """Absolute (MAE) or squared (MSE)."""
 
 
-@overload(magnitude_of_error)
+@overloaded(magnitude_of_error)
 def _magnitude_of_error(difference, measure):
     if measure.tag == "MAE":
         return lambda difference, measure: as_float(as_int(difference) & 0x7FFFFFFF)

@@ -6,21 +6,23 @@ A tile is 128 rows high, so that a column of it fills a cache line of the transp
 
 from __future__ import annotations
 
-from .elements import INFINITY_BITS, bytes_of_codes, input_size, kernel, load_input
+from .compiling import kernel
+from .elements import INFINITY_BITS, input_size, load_input
 from .nvfp4_blocks import encode_blocks
-from .rows import block_length, encode_run
+from .rows import call_run
 from .simd import load, load_f32, store
 
 
 @kernel
 def columns(
     x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, amaxes, bound,
-    row_codes, row_codes_stride, row_scales, row_scales_stride, row_encode_scales, row_decode_scales, row_scale_step,
+    run, row_bits, row_block, row_codes, row_codes_stride, row_scales, row_scales_stride,
+    row_encode_scales, row_decode_scales, row_scale_step,
     first, last, height, cols, width, scratch, key0, key1, origin, row_words,
     row_key0, row_key1, row_origin, words_of_row,
-    square, dtype, rotation, stochastic, four_over_six, row_element, row_rule, row_stochastic,
+    square, dtype, rotation, stochastic, four_over_six,
 ):  # fmt: skip
-    """Tiles ``first:last`` of 128 rows, with a rowwise plane of ``row_rule`` in the same pass.
+    """Tiles ``first:last`` of 128 rows, with a rowwise plane in the same pass if there is a ``run``.
 
     There is a global scale and amax for each column. ``scratch`` is (16 * 4 + 64 + 8) * width bytes and
     what a run needs. The row plane is told about as in `encode_rows`.
@@ -46,15 +48,14 @@ def columns(
                         col = min(position, width - 32)
                         store(scratch + (row * width + col) * 4, load_input(source + col * size, 32, dtype))
                         position += 32
-                    encode_run(
-                        source, width,
-                        row_codes + at * row_codes_stride + bytes_of_codes(left, row_element),
-                        row_scales + at * row_scales_stride + left // block_length(row_rule),
-                        load_f32(row_encode_scales + at * row_scale_step),
-                        load_f32(row_decode_scales + at * row_scale_step),
-                        run_scratch, row_origin + at * words_of_row + left // 4, 1, row_key0, row_key1,
-                        dtype, row_element, row_rule, row_stochastic,
-                    )  # fmt: skip
+                    if run:
+                        call_run(run, (
+                            source, width, row_codes + at * row_codes_stride + left * row_bits // 8,
+                            row_scales + at * row_scales_stride + left // row_block,
+                            load_f32(row_encode_scales + at * row_scale_step),
+                            load_f32(row_decode_scales + at * row_scale_step),
+                            run_scratch, row_origin + at * words_of_row + left // 4, 1, row_key0, row_key1,
+                        ))  # fmt: skip
                 position = 0
                 while position < width:
                     col = min(position, width - 16)

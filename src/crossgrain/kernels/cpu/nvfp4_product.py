@@ -6,6 +6,7 @@ comes of them is dropped. Every number is summed in the same order, wherever its
 
 from __future__ import annotations
 
+from .compiling import inner, kernel
 from .dot_tile import (
     LEFT_BLOCK_BYTES,
     OFFSET,
@@ -15,7 +16,6 @@ from .dot_tile import (
     TILE_ROWS,
     multiply_tile,
 )
-from .elements import inner, kernel
 from .simd import (
     as_words,
     load,

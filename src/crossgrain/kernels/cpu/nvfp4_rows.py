@@ -5,7 +5,8 @@ Sixteen blocks are turned, so that they can be worked on side by side.
 
 from __future__ import annotations
 
-from .elements import INFINITY_BITS, input_size, kernel, load_input
+from .compiling import kernel
+from .elements import INFINITY_BITS, input_size, load_input
 from .nvfp4_blocks import encode_blocks
 from .simd import load, load_f32, splat, store
 from .tags import F32, Tag

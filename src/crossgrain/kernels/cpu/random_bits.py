@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from .elements import INFINITY_BITS, _element, encode_element, float_bits, inner
+from .compiling import inner, overloaded
+from .elements import INFINITY_BITS, _element, encode_element, float_bits
 from .simd import (
     Vector,
     as_bytes,
@@ -54,7 +55,7 @@ def random_bytes(counter, step, key0, key1, words, stochastic):
     """
 
 
-@overload(random_bytes, prefer_literal=True)
+@overloaded(random_bytes, prefer_literal=True)
 def _random_bytes(counter, step, key0, key1, words, stochastic):
     if stochastic.tag == "no":
         return lambda counter, step, key0, key1, words, stochastic: splat(0, 1, "u8")
@@ -69,7 +70,7 @@ def rounded(v, random, element, stochastic, with_nan):
     """Codes of f32 numbers: to nearest, or stochastically by as many random bytes (u8 lanes)."""
 
 
-@overload(rounded)
+@overloaded(rounded)
 def _rounded(v, random, element, stochastic, with_nan):
     if stochastic.tag == "no":
         return lambda v, random, element, stochastic, with_nan: encode_element(v, element, with_nan)
@@ -91,7 +92,7 @@ def encode_stochastically(v, random_byte, element):
     """
 
 
-@overload(encode_stochastically)
+@overloaded(encode_stochastically)
 def _encode_stochastically(v, random_byte, element):
     e = _element(element)
     max_bits, mantissa = float_bits(e.max), e.mantissa_bits

@@ -8,8 +8,9 @@ have seen: from those of Inf on, the input has an Inf or a NaN, which the codes 
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
+from .calling import caller
+from .compiling import inner, kernel, overloaded
 from .elements import (
     E2M1_TAG,
     E4M3_TAG,
@@ -20,9 +21,7 @@ from .elements import (
     e8m0_byte,
     e8m0_reciprocal,
     encode_element,
-    inner,
     input_size,
-    kernel,
     load_input,
     magnitude_bits,
     pack_codes,
@@ -64,7 +63,7 @@ def cast(x, codes, scale, start, stop, dtype, element, with_nan):
         bits = max(bits, largest(magnitude_bits(v, NO)))
         store(codes + position, narrow(encode_element(v * scale, element, with_nan)))
         position += 1
-    return bits
+    return np.int64(bits)
 
 
 # ---- blocks of 32 with an E8M0 scale -----------------------------------------------------------------
@@ -169,17 +168,11 @@ def encode_run(
     """
 
 
-@overload(encode_run)
+@overloaded(encode_run)
 def _encode_run(
     source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
     dtype, element, rule, stochastic,
 ):  # fmt: skip
-    def nothing(
-        source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
-        dtype, element, rule, stochastic,
-    ):  # fmt: skip
-        return 0
-
     def per_tensor(
         source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
         dtype, element, rule, stochastic,
@@ -227,37 +220,46 @@ def _encode_run(
             best = max(best, bits)
         return best
 
-    by_rule = {"none": nothing, "fp32": per_tensor, "two_level": two_level}
+    by_rule = {"fp32": per_tensor, "two_level": two_level}
     return by_rule.get(rule.tag, powers_of_two)
 
 
-def block_length(rule):
-    """Elements that share a scale in a run."""
+@kernel
+def run(
+    source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+    dtype, element, rule, stochastic,
+):  # fmt: skip
+    """`encode_run`, for other kernels."""
+    return np.int64(
+        encode_run(
+            source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
+            dtype, element, rule, stochastic,
+        )
+    )  # fmt: skip
 
 
-@overload(block_length)
-def _block_length(rule):
-    length = 16 if rule.tag == "two_level" else 32
-    return lambda rule: length
+call_run = caller(tags=4)
+"""Call `run` by its address."""
 
 
 @kernel
 def encode_rows(
-    x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
-    first, last, cols, scratch, key0, key1, origin, row_words, dtype, element, rule, stochastic,
+    x, x_stride, run, bits, block, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
+    first, last, cols, scratch, key0, key1, origin, row_words, sources,
 ):  # fmt: skip
     """Rowwise planes of MX formats and of NVFP4 with a scale per 16: x [rows, cols].
 
+    ``run`` is the address of the kernel that encodes a row to codes of ``bits``, with a scale per ``block`` numbers.
     The global scales are read from ``encode_scales`` and ``decode_scales``, ``scale_step`` bytes apart
     from row to row: 0 where the whole tensor shares one. ``origin`` is the counter of the first random word,
     ``row_words`` the number of words from row to row.
     """
     best = 0
     for row in range(first, last):
-        bits = encode_run(
+        found = call_run(run, (
             x + row * x_stride, cols, codes + row * codes_stride, scales + row * scales_stride,
             load_f32(encode_scales + row * scale_step), load_f32(decode_scales + row * scale_step),
-            scratch, origin + row * row_words, 1, key0, key1, dtype, element, rule, stochastic,
-        )  # fmt: skip
-        best = max(best, bits)
+            scratch, origin + row * row_words, 1, key0, key1,
+        ))  # fmt: skip
+        best = max(best, found)
     return best

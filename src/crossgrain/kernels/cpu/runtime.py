@@ -29,6 +29,7 @@ from .tags import Tag, TagType
 _ELEMENTS_PER_THREAD = 1 << 18  # with fewer numbers, another thread costs more time than it saves
 
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_addresses: dict[tuple[Any, ...], int] = {}
 
 
 def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
@@ -42,6 +43,21 @@ def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
         _undisturbed(partial(_compile, key, arguments))
         entry = _compiled[key]
     return entry
+
+
+def address(dispatcher: Any, *arguments: Any) -> int:
+    """The address of a kernel's machine code, by which other kernels call it; see `calling`."""
+    key = (dispatcher, *[argument.name for argument in arguments if type(argument) is Tag])
+    found = _addresses.get(key)
+    if found is None:
+        kernel(dispatcher, *arguments)
+        made = dispatcher.overloads[tuple(map(_numba_type, arguments))]
+        if made.signature.return_type != types.intp:
+            raise TypeError(
+                f"{dispatcher.__name__} returns {made.signature.return_type}; its callers expect an integer"
+            )
+        found = _addresses[key] = made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name)
+    return found
 
 
 def _compile(key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
@@ -215,20 +231,25 @@ def run_groups(
         groups = np.flatnonzero(begin < end)
         given = arguments(begin, end)
         values = [value for value in given if type(value) is not Tag]
-        tags = [value.name for value in given if type(value) is Tag]
+        tags = [value for value in given if type(value) is Tag]
         table = np.empty((len(groups), len(values)), np.int64)
         for place, value in enumerate(values):
             column = table.view(np.float32)[:, 2 * place] if _kind(value) == "f" else table[:, place]
             column[:] = value[groups] if isinstance(value, np.ndarray) else value
         results = np.empty(len(groups), np.int64)
+        kinds = "".join(map(_kind, values))
+        example = [_EXAMPLES[kind] for kind in kinds]
         call = (
-            table.ctypes.data, len(groups), len(values) * SLOT, results.ctypes.data,
-            work_tag(dispatcher.__name__, "".join(map(_kind, values)), tags),
+            address(dispatcher, *example, *tags), table.ctypes.data, len(groups), len(values) * SLOT,
+            results.ctypes.data, work_tag(kinds, len(tags)),
         )  # fmt: skip
         kernel(jobs, *call)(*call)
         return PartOfGroups(groups, results)
 
     return run_ranges(work, int(ends[-1]), elements)
+
+
+_EXAMPLES: dict[str, int | float | bool] = {"i": 0, "f": 0.0, "b": False}
 
 
 def _kind(value: Any) -> str:

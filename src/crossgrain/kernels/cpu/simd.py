@@ -18,7 +18,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
 
 _LLVM: dict[str, ir.Type] = {
     "f32": ir.FloatType(),
@@ -401,13 +403,21 @@ def _binary(emit: Callable[[Any, Vector, Any, Any], Any]) -> Any:
 
 
 def _operator(python_operator: Any, emit: Callable[[Any, Vector, Any, Any], Any]) -> None:
-    apply = _binary(emit)
+    """An operator of vectors, told to numba itself: an overload would be a function that is compiled for each use."""
 
-    @overload(python_operator, prefer_literal=True)
-    def apply_to_vectors(left, right):
-        if isinstance(left, Vector):
-            return lambda left, right: apply(left, right)
-        return None
+    class OnVectors(AbstractTemplate):
+        prefer_literal = True
+
+        def generic(self, args: Any, kws: Any) -> Any:
+            left, right = args
+            return signature(left, left, right) if isinstance(left, Vector) else None
+
+    infer_global(python_operator)(OnVectors)
+
+    @lower_builtin(python_operator, Vector, types.Any)
+    def generate(context: Any, builder: Any, found: Any, args: Any) -> Any:
+        left, right = found.args
+        return emit(builder, left, args[0], _as_vector(context, builder, args[1], right, left))
 
 
 def _float_or_int(on_floats: str, on_ints: str) -> Callable[[Any, Vector, Any, Any], Any]:

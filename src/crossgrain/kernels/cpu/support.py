@@ -60,12 +60,12 @@ def global_scales(target: Target) -> tuple[Numbers, Numbers]:
     """
     fmt = target.encoding.format
     if fmt.block is not None and fmt.scale_rule != "two_level":
-        return _ONE, _ONE
+        return ONE, ONE
     groups = getattr(target, "groups", None)
     if fmt.block is None:
         if groups is not None:
-            return numbers_of_groups(tensor_factors(target), groups), _ONE
-        return numbers(tensor_factor(target)), _ONE
+            return numbers_of_groups(tensor_factors(target), groups), ONE
+        return numbers(tensor_factor(target)), ONE
     assert target.amax is not None
     if groups is not None:
         encode_each, decode_each = two_level_scales(target)
@@ -117,7 +117,7 @@ def scales_of_each_row(target: Target) -> list[Numbers]:
     return [scale.for_each_of(target.plane.operand_shape[0]) for scale in (*global_scales(target), amax)]
 
 
-_ONE = numbers(1.0)
+ONE = numbers(1.0)
 
 
 class _Scratch(threading.local):

@@ -5,10 +5,10 @@ A tile is 128 rows high, so that what it gives of a transposed row fills a cache
 
 from __future__ import annotations
 
-from .elements import bytes_of_codes, inner, input_size, kernel, load_input
-from .rows import block_length, encode_run
+from .compiling import inner, kernel
+from .elements import input_size, load_input
+from .rows import call_run
 from .simd import load_f32, store
-from .tags import F32
 from .tiles import ROWS, load_rows, store_rows, transpose_rows
 
 HEIGHT = 128
@@ -33,8 +33,8 @@ def _turn(x, x_stride, height, width, turned, dtype):
 
 @kernel
 def encode_columns(
-    x, x_stride, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
-    first, last, height, cols, width, scratch, key0, key1, origin, row_words, dtype, element, rule, stochastic,
+    x, x_stride, run, bits, block, codes, codes_stride, scales, scales_stride, encode_scales, decode_scales, scale_step,
+    first, last, height, cols, width, scratch, key0, key1, origin, row_words, dtype,
 ):  # fmt: skip
     """Tiles ``first:last`` of 128 rows: x [height, cols] -> a plane [cols, height], as `encode_rows` would.
 
@@ -50,13 +50,11 @@ def encode_columns(
             _turn(x + top * x_stride + left * input_size(dtype), x_stride, high, here, scratch, dtype)
             for col in range(here):
                 at = left + col
-                bits = encode_run(
+                found = call_run(run, (
                     scratch + col * PITCH, high,
-                    codes + at * codes_stride + bytes_of_codes(top, element),
-                    scales + at * scales_stride + top // block_length(rule),
+                    codes + at * codes_stride + top * bits // 8, scales + at * scales_stride + top // block,
                     load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
                     run_scratch, origin + (top // 4) * row_words + at, row_words, key0, key1,
-                    F32, element, rule, stochastic,
-                )  # fmt: skip
-                best = max(best, bits)
+                ))  # fmt: skip
+                best = max(best, found)
     return best
