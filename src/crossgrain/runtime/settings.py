@@ -59,6 +59,8 @@ class Settings:
             call, as long as the weights do not change. False saves their memory.
         nonfinite: what layers do about NaNs and infinities, unless a recipe says it: "propagate", "raise" or
             "saturate" (see `quantizers.nonfinite`). None for "saturate" in strict mode, otherwise "propagate".
+        announce_compiling: tell on the terminal about kernels whose compilation took over a second. Nothing is written
+            if stderr is no terminal.
     """
 
     strict: bool = False
@@ -69,6 +71,7 @@ class Settings:
     requantize_on_load: bool = False
     reuse_unchanged_weights: bool = True
     nonfinite: Literal["propagate", "raise", "saturate"] | None = None
+    announce_compiling: bool = True
 
     def __getattr__(self, name: str) -> Any:
         if name != "compute_capability":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats.encoding import Encoding
 from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
@@ -82,18 +83,40 @@ class Run(NamedTuple):
 
 def _run(x: Tensor, target: Target, seed: Seed, dtype: Tag | None = None) -> Run:
     """The arguments for a target. ``dtype`` is what the kernel of a row reads; None for what ``x`` has."""
-    fmt, at = target.plane.format, place_of(target, x)
-    assert fmt.element is not None
+    at, encoding = place_of(target, x), target.encoding
+    key = (id(encoding), dtype or tag_of_input(x))
+    found = _row_kernels.get(key)
+    if found is None:
+        found = _row_kernels[key] = _row_kernel(target, key[1])
     encode, decode = scales = global_scales(target)
-    step = 4 if fmt.global_amax == "row" else 0
-    tags = (dtype or tag_of_input(x), tag_of_plane(target.plane), tag(fmt.scale_rule), _stochastic(target))
+    step = 4 if encoding.format.global_amax == "row" else 0
     place = (
-        address(rows.run, *_RUN_NUMBERS, *tags), fmt.element.bits, fmt.block_length or _WHOLE,
-        at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step,
+        *found.numbers, at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step,
     )  # fmt: skip
     return Run(place, stream_of(seed, target), scales)
 
 
+class _RowKernel(NamedTuple):
+    """The kernel that encodes a row, the bits of its codes, and the length of its blocks."""
+
+    numbers: tuple[int, int, int]
+    encoding: Encoding  # its address is in the key, so it is kept alive
+
+
+_row_kernels: dict[tuple[int, Tag], _RowKernel] = {}
+
+
+def _row_kernel(target: Target, dtype: Tag) -> _RowKernel:
+    if len(_row_kernels) >= _MOST_ROW_KERNELS:
+        _row_kernels.clear()
+    fmt = target.encoding.format
+    assert fmt.element is not None
+    tags = (dtype, tag_of_plane(target.plane), tag(fmt.scale_rule), _stochastic(target))
+    numbers = (address(rows.run, *_RUN_NUMBERS, *tags), fmt.element.bits, fmt.block_length or _WHOLE)
+    return _RowKernel(numbers, target.encoding)
+
+
+_MOST_ROW_KERNELS = 1024
 _RUN_NUMBERS = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0)  # by which the types of the arguments of `rows.run` are known
 _WHOLE = 1 << 31  # the length of a block without end: the tensor has one scale
 _NO_RUN = Run((0, 8, _WHOLE, 0, 0, 0, 0, 0, 0, 0), NO_STREAM, (ONE, ONE))

@@ -30,6 +30,7 @@ class Tag:
 # Files that call kernels and have no part in them.
 CALLERS = (
     "__init__",
+    "announcing",
     "backend",
     "decoders",
     "disk_cache",

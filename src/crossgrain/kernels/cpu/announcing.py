@@ -1,0 +1,47 @@
+"""A line on the terminal about kernels that were compiled, if that took long: nobody should wonder what takes time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...runtime.settings import settings
+
+_LONG = 1.0  # seconds: less is not worth a line
+
+_untold: list[str] = []  # kernels that no line has told of yet
+_seconds = 0.0  # what they took
+_told_before = False
+
+
+@contextmanager
+def announced(dispatcher: Any) -> Iterator[None]:
+    """Compile a kernel inside of this. A line is printed as soon as those that it tells of took over a second.
+
+    Kernels that come from the cache on disk are not mentioned.
+    """
+    global _seconds
+    hits, start = sum(dispatcher.stats.cache_hits.values()), time.perf_counter()
+    yield
+    if sum(dispatcher.stats.cache_hits.values()) > hits:
+        return
+    _seconds += time.perf_counter() - start
+    _untold.append(f"{dispatcher.py_func.__module__.rpartition('.')[2]}.{dispatcher.__name__}")
+    if _seconds >= _LONG:
+        _tell()
+
+
+def _tell() -> None:
+    global _seconds, _told_before
+    names, seconds, number = ", ".join(dict.fromkeys(_untold)), _seconds, len(_untold)
+    _untold.clear()
+    _seconds = 0.0
+    if not settings.announce_compiling or sys.stderr is None or not sys.stderr.isatty():
+        return
+    once = "" if _told_before else " They are kept on disk for later runs; `crossgrain warmup` makes them in advance."
+    _told_before = True
+    kernels = "a kernel" if number == 1 else f"{number} kernels"
+    print(f"crossgrain: compiled {kernels} in {seconds:.1f} s ({names}).{once}", file=sys.stderr, flush=True)

@@ -1,0 +1,46 @@
+"""After the warm-up for a recipe, training with it compiles nothing."""
+
+import pytest
+import torch
+
+import crossgrain as cg
+from crossgrain.kernels.cpu import runtime
+from crossgrain.nn.warm_recipe import warm_up_for
+
+RULES = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr); *.down: fp8; last 10 % of steps: hp"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is compiled, as in a process that has compiled nothing."""
+    monkeypatch.setattr(runtime, "_compiled", {})
+    monkeypatch.setattr(runtime, "_addresses", {})
+    return runtime._compiled
+
+
+@pytest.mark.parametrize("text", ["mxfp8-fwd-nvfp4-bwd", RULES])
+def test_training_compiles_nothing_afterwards(text, compiled):
+    recipe = cg.recipe.RecipeSchedule.load(text)
+    random = torch.get_rng_state()
+    steps = list(warm_up_for(recipe))
+    assert [step.number for step in steps] == list(range(steps[0].total)) and compiled
+    assert torch.equal(torch.get_rng_state(), random)
+    before = set(compiled)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(64, 96, dtype=dtype) if name == "up" else torch.nn.Linear(96, 64, dtype=dtype)
+             for name in ("up", "down")}
+        )  # fmt: skip
+        cg.convert(model, recipe=recipe.recipe_at(0, total_steps=100))
+        model["down"](model["up"](torch.randn(32, 64, dtype=dtype, requires_grad=True))).sum().backward()
+    assert set(compiled) == before
+
+
+def test_every_rule_and_phase_is_tried():
+    names = [step.name for step in warm_up_for(cg.recipe.RecipeSchedule.load(RULES))]
+    assert [name.rpartition(",")[0] for name in names[::2]] == ["all layers", "*.down", "last 10 % of steps"]
+
+
+def test_recipes_of_transformer_engine(compiled):
+    steps = list(warm_up_for(cg.recipe.MXFP8BlockScaling()))
+    assert [step.name for step in steps] == ["all layers, float32", "all layers, bfloat16"] and compiled
