@@ -32,9 +32,9 @@ def decode_operand(plane: Plane) -> Tensor:
 def _decoded(plane: Plane) -> Tensor:
     fmt = plane.format
     assert fmt.element is not None
+    if plane.data.numel() == 0:  # a group without rows: it needs no table, which would have to be uploaded to a GPU
+        return torch.empty(plane.operand_shape, dtype=torch.float32, device=plane.data.device)
     values = element_values(unpack(plane.operand_codes(), fmt.element.bits), fmt.element)
-    if plane.data.numel() == 0:
-        return values
     factor = decode_factors(plane)
     rows = 1 if fmt.layout.replicated else fmt.block_rows
     block = (rows, fmt.block_length) if fmt.block else plane.operand_shape

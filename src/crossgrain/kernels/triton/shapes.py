@@ -33,7 +33,8 @@ def encoding_tile(row: EncodingKind | None, column: EncodingKind | None) -> Tile
     stochastic = any(kind.stochastic for kind in (row, column) if kind is not None)
     if rows > 32 or columns > (32 if stochastic else 64):
         rows, columns = max(32, rows), max(32, columns)
-        return Tile(rows, columns, max(1, rows * columns // (2048 if stochastic else 4096)))
+        each = 4096 if not stochastic else 1024 if planes[0].hardware.crowded else 2048  # numbers of a warp
+        return Tile(rows, columns, max(1, rows * columns // each))
     return Tile(32, 32, 1) if stochastic else Tile(32, 64, 1)
 
 
@@ -41,7 +42,8 @@ def _fits_in_registers(column: EncodingKind | None) -> bool:
     """Whether a thread can hold 128 numbers of a column of NVFP4, and what it needs to write them."""
     if column is None or column.four_over_six:
         return False
-    return not (column.stochastic and column.plane.hardware.pairs)
+    hardware = column.plane.hardware
+    return not column.stochastic or (hardware.fp8 and not hardware.pairs)
 
 
 def measuring_tile(rotated: bool) -> Tile:

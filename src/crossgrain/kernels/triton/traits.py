@@ -17,12 +17,14 @@ class Traits:
         fp8: there is an instruction from fp32 to E4M3 and E5M2.
         fp4: there is an instruction from fp32 to E2M1.
         pairs: fp32 numbers are computed in pairs, in registers next to each other, of which kernels then need more.
+        crowded: the assembler of these GPUs needs more registers for the same kernels.
     """
 
     compiled: bool = False
     fp8: bool = False
     fp4: bool = False
     pairs: bool = False
+    crowded: bool = False
 
 
 SOFTWARE = Traits()
@@ -36,6 +38,7 @@ def cuda_traits(capability: tuple[int, int]) -> Traits:
         fp8=capability >= (8, 9),
         fp4=capability >= (10, 0),
         pairs=capability[0] == 10,
+        crowded=capability[0] == 12,
     )
 
 
