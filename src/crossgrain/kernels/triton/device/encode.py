@@ -116,11 +116,11 @@ def largest_bits(v):
 
 @triton.jit
 def largest_bits_of_sixteen(v):
-    """`largest_bits` of 16 tensors."""
-    found = bits_of(v[0]) & MAGNITUDE
+    """`largest_bits` of 16 tensors. A maximum of fp32 numbers that keeps NaNs takes their magnitudes on the way."""
+    found = tl.abs(v[0])
     for i in tl.static_range(1, 16):
-        found = tl.maximum(found, bits_of(v[i]) & MAGNITUDE)
-    return tl.max(found)
+        found = tl.maximum(found, tl.abs(v[i]), propagate_nan=tl.PropagateNan.ALL)
+    return largest_bits(found)
 
 
 @triton.jit
