@@ -132,12 +132,20 @@ def test_an_exception_at_any_instruction_leaves_nobody_at_work(two_threads, monk
         queue.put(_thread.exit)
 
 
+class NewKernel:
+    """A kernel that is not in the cache on disk."""
+
+    __name__ = "new"
+    py_func = SimpleNamespace(__module__="kernels")
+    stats = SimpleNamespace(cache_hits={})
+
+
 def test_the_compiler_is_never_interrupted(alarms, monkeypatch):
     """Its lock would stay with the main thread, and helpers that need it would wait for ever."""
     monkeypatch.setattr(runtime, "_compiled", {})
     in_main_thread = []
 
-    class Dispatcher:
+    class Dispatcher(NewKernel):
         overloads: ClassVar = {(): SimpleNamespace(entry_point=lambda: "called")}
 
         def compile(self, signature):
@@ -155,7 +163,7 @@ def test_the_compiler_is_never_interrupted(alarms, monkeypatch):
 def test_an_error_of_the_compiler_reaches_the_caller(monkeypatch):
     monkeypatch.setattr(runtime, "_compiled", {})
 
-    class Dispatcher:
+    class Dispatcher(NewKernel):
         def compile(self, signature):
             raise ZeroDivisionError
 
