@@ -26,7 +26,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(announcing.time, "perf_counter", lambda: now.seconds)
     monkeypatch.setattr(announcing, "_untold", [])
     monkeypatch.setattr(announcing, "_seconds", 0.0)
-    monkeypatch.setattr(announcing, "_told_before", False)
+    monkeypatch.setattr(announcing, "_lines", 0)
     return now
 
 
@@ -52,13 +52,14 @@ def told(monkeypatch, stream, compile_one) -> str:
     assert not stream.getvalue()
     compile_one("run", 0.7)
     compile_one("run", 1.5)
+    compile_one("tiles", 0.6)
     return stream.getvalue()
 
 
 def test_what_was_compiled_and_how_long_it_took(monkeypatch, compile_one):
     first, second = told(monkeypatch, Terminal(), compile_one).splitlines()
     assert first.startswith("crossgrain: compiled 2 kernels in 1.1 s (rows.cast, rows.run).") and "on disk" in first
-    assert second == "crossgrain: compiled a kernel in 1.5 s (rows.run)."
+    assert second == "crossgrain: compiled 2 kernels in 2.1 s (rows.run, rows.tiles)."
 
 
 def test_nothing_is_written_to_a_log(monkeypatch, compile_one):

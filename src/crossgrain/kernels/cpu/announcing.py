@@ -10,16 +10,16 @@ from typing import Any
 
 from ...runtime.settings import settings
 
-_LONG = 1.0  # seconds: less is not worth a line
+_LONG = 1.0  # seconds: less is not worth a line, and each line waits for so much more than the one before
 
 _untold: list[str] = []  # kernels that no line has told of yet
 _seconds = 0.0  # what they took
-_told_before = False
+_lines = 0  # that were written
 
 
 @contextmanager
 def announced(dispatcher: Any) -> Iterator[None]:
-    """Compile a kernel inside of this. A line is printed as soon as those that it tells of took over a second.
+    """Compile a kernel inside of this. A line is printed as soon as the kernels that it tells of took over a second.
 
     Kernels that come from the cache on disk are not mentioned.
     """
@@ -30,18 +30,18 @@ def announced(dispatcher: Any) -> Iterator[None]:
         return
     _seconds += time.perf_counter() - start
     _untold.append(f"{dispatcher.py_func.__module__.rpartition('.')[2]}.{dispatcher.__name__}")
-    if _seconds >= _LONG:
+    if _seconds >= _LONG * (1 + _lines):
         _tell()
 
 
 def _tell() -> None:
-    global _seconds, _told_before
+    global _seconds, _lines
     names, seconds, number = ", ".join(dict.fromkeys(_untold)), _seconds, len(_untold)
     _untold.clear()
     _seconds = 0.0
     if not settings.announce_compiling or sys.stderr is None or not sys.stderr.isatty():
         return
-    once = "" if _told_before else " They are kept on disk for later runs; `crossgrain warmup` makes them in advance."
-    _told_before = True
+    once = "" if _lines else " Kernels are kept on disk for later runs; `crossgrain warmup` compiles them in advance."
+    _lines += 1
     kernels = "a kernel" if number == 1 else f"{number} kernels"
     print(f"crossgrain: compiled {kernels} in {seconds:.1f} s ({names}).{once}", file=sys.stderr, flush=True)
