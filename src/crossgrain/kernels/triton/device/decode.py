@@ -67,10 +67,10 @@ def decoded_tile(
         length: tl.constexpr = part_of_block(PLANE)
         factor = loaded_factors(scales, scale_r, scale_c, amax, r0, c0, R, C, PLANE, GLOBAL, BR // rows, BC // length)
         if uses_fp4_instruction(PLANE):
-            if GLOBAL:
-                v = v * 64.0  # not in the factor, which may be so large that 64 times it is infinite
+            if PLANE.rule == "two_level" and not GLOBAL:
+                factor = factor * 64.0  # block scales are far from the largest fp32 number
             else:
-                factor = factor * 64.0
+                v = v * 64.0  # the factor may be so large that 64 times it is infinite
         parts = tl.reshape(v, (BR // rows, rows, BC // length, length))
         v = tl.reshape(parts * factor[:, None, :, None], (BR, BC))
     if UNROTATE:
