@@ -57,6 +57,13 @@ def test_warmup_tells_where_the_cache_is():
     assert {**result, "seconds": 0} == {"kernels": 7, "from_cache": 3, "seconds": 0, "cache": "/somewhere"}
 
 
+@pytest.mark.parametrize("recipe, said", [("mxfp8", False), ("nvfp4-fp8-attention", True)])
+def test_a_warmup_for_a_recipe_says_that_attention_is_left_out(monkeypatch, two_steps, recipe, said):
+    monkeypatch.setattr("crossgrain.nn.warm_recipe._train", lambda recipe, dtype: None)
+    result = CliRunner().invoke(app, ["warmup", "--recipe", recipe])
+    assert result.exit_code == 0 and ("attention" in result.stderr) == said
+
+
 @pytest.mark.usefixtures("two_steps")
 def test_a_warmup_that_leaves_nothing_behind_fails(monkeypatch):
     monkeypatch.setattr(runtime, "compiled_so_far", lambda: runtime.Compiled(7, 0, None))

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ..kernels import get_backend
+from ..recipe import GemmRecipe, RecipeSchedule
 from ..runtime.settings import settings
 from .output import AsJson, fail, print_json, progress_bar
 from .recipes import load_schedule
@@ -54,6 +55,10 @@ def warmup(
                 progress.update(task, description=step.name, completed=step.number, total=step.total)
             progress.update(task, description="done", completed=step.total)
     compiled, seconds = compiled_so_far(), time.perf_counter() - start
+    if any(_base(each).fp8_dpa for each in wanted):
+        Console(stderr=True).print(
+            "The kernels of quantized attention are compiled at their first use.", highlight=False
+        )
 
     if as_json:
         print_json(
@@ -72,3 +77,7 @@ def warmup(
         raise fail(
             "the kernels were compiled, but no directory to store them is writable: set NUMBA_CACHE_DIR to one that is"
         )
+
+
+def _base(recipe: GemmRecipe | RecipeSchedule) -> GemmRecipe:
+    return recipe.base if isinstance(recipe, RecipeSchedule) else recipe

@@ -53,6 +53,8 @@ class _LowerPart(NativeLowering):
 
 
 class _PartCompiler(CompilerBase):
+    """numba's compiler, with `_LowerPart` in the place of its last step."""
+
     def define_pipelines(self) -> list[Any]:
         pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
         pipeline.passes = [

@@ -255,8 +255,7 @@ def is_row_run(target: Target) -> bool:
 def goes_along(row: Target, column: Target) -> bool:
     """Whether a rowwise plane can be written in the same pass as a columnwise plane.
 
-    There is a compiled kernel for each such pair, so these are only the pairs that are used in training. Other planes
-    are written one after the other.
+    These are the pairs that are used in training. Other planes are written one after the other.
     """
     eight_bits = row.plane.format.element in (E4M3, E5M2) and not row.encoding.stochastic
     nvfp4 = row.plane.format.scale_rule == "two_level" and row.plane.format.global_amax == "tensor"

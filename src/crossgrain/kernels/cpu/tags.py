@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,8 @@ class TagType(types.Type):
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
-        elements = [known.ELEMENTS[word] for word in re.split(r"[:,]", tag) if word in known.ELEMENTS]
-        super().__init__(name=f"Tag({tag}, {', '.join([SOURCE_DIGEST, *map(known.data_digest, elements)])})")
+        digests = [SOURCE_DIGEST] + ([known.data_digest(known.ELEMENTS[tag])] if tag in known.ELEMENTS else [])
+        super().__init__(name=f"Tag({tag}, {', '.join(digests)})")
 
 
 register_model(TagType)(models.OpaqueModel)

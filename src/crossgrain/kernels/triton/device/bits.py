@@ -238,46 +238,28 @@ def hardware_fp4_values(both):
     An E2M1 code, with its magnitude moved up by two bits, is the E4M3 code of the number divided by 64. So the
     instruction of sm_89 serves.
     """
-    return tl.inline_asm_elementwise(
+    even, odd = tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 even, odd, t, first, second;
-        .reg .b16 p, q, a, b, c, d;
-        and.b32 t, $8, 0x07070707;
+        .reg .b32 even, odd, t;
+        and.b32 t, $2, 0x07070707;
         shl.b32 even, t, 2;
-        and.b32 t, $8, 0x08080808;
+        and.b32 t, $2, 0x08080808;
         shl.b32 t, t, 4;
-        or.b32 even, even, t;
-        and.b32 t, $8, 0x70707070;
+        or.b32 $0, even, t;
+        and.b32 t, $2, 0x70707070;
         shr.u32 odd, t, 2;
-        and.b32 t, $8, 0x80808080;
-        or.b32 odd, odd, t;
-        mov.b32 {p, q}, even;
-        cvt.rn.f16x2.e4m3x2 first, p;
-        cvt.rn.f16x2.e4m3x2 second, q;
-        mov.b32 {a, b}, first;
-        mov.b32 {c, d}, second;
-        cvt.f32.f16 $0, a;
-        cvt.f32.f16 $1, b;
-        cvt.f32.f16 $2, c;
-        cvt.f32.f16 $3, d;
-        mov.b32 {p, q}, odd;
-        cvt.rn.f16x2.e4m3x2 first, p;
-        cvt.rn.f16x2.e4m3x2 second, q;
-        mov.b32 {a, b}, first;
-        mov.b32 {c, d}, second;
-        cvt.f32.f16 $4, a;
-        cvt.f32.f16 $5, b;
-        cvt.f32.f16 $6, c;
-        cvt.f32.f16 $7, d;
+        and.b32 t, $2, 0x80808080;
+        or.b32 $1, odd, t;
         }
         """,
-        "=f,=f,=f,=f,=f,=f,=f,=f,r",
+        "=r,=r,r",
         [both],
-        dtype=(tl.float32, tl.float32),
+        dtype=(tl.uint8, tl.uint8),
         is_pure=True,
         pack=4,
     )
+    return hardware_fp8_values(even, FROM_E4M3), hardware_fp8_values(odd, FROM_E4M3)
 
 
 @triton.jit
