@@ -44,7 +44,7 @@ def attack(tmp_path, work, *cases):
 
 def _attacked(rank, work, cases):
     """The number of interrupts that came before the work was done."""
-    runtime._ELEMENTS_PER_THREAD = 1 << 12
+    runtime.ELEMENTS_PER_THREAD = 1 << 12
     faulthandler.dump_traceback_later(PATIENCE * len(cases), exit=True)
     hits = 0
     for os.environ["CROSSGRAIN_NUM_THREADS"] in ("1", "2"):

@@ -39,6 +39,7 @@ from crossgrain.kernels.cpu import (
     nvfp4_rows,
     places,
     products,
+    programs,
     rows,
     runtime,
     support,
@@ -63,6 +64,7 @@ _MODULES = (
     nvfp4_columns,
     nvfp4_product,
     nvfp4_rows,
+    programs,
     rows,
     transposed,
 )
@@ -90,6 +92,9 @@ WRITTEN: dict[str, set[str]] = {
     "nvfp4_product.pack_right": {"out"},
     "nvfp4_rows.block_rows": _NVFP4_ROWS,
     "nvfp4_rows.tile_rows": _NVFP4_ROWS,
+    "programs.program": set(),  # its table is no guarded buffer; see `_lines`
+    "programs.tensor_factor": {"factor", "other_factor", "scale"},
+    "programs.two_level_scales": {"amax", "encode", "decode", "each_amax"},
     "rows.cast": {"codes"},
     "rows.encode_rows": _NVFP4_ROWS,
     "rows.run": _NVFP4_ROWS,
@@ -173,6 +178,7 @@ class Guard:
             workspaces._Buffers(),
         )
         products._scale_values.cache_clear()
+        decoders._decoders.clear()  # which have kernels without a guard
         support.ONE = support.numbers(1.0)
         yield
         for region in self._regions:
@@ -214,7 +220,7 @@ class Guard:
         make_scale_values = products._scale_values.__wrapped__
         products._scale_values = lru_cache(lambda: self.copy(make_scale_values()))
         backend._STREAM_FROM = 1  # small results are written past the caches too, if they are aligned
-        runtime._ELEMENTS_PER_THREAD = 256
+        runtime.ELEMENTS_PER_THREAD = 256
 
     def call(self, kernel: Any, entry: Callable[..., Any], *given: Any) -> Any:
         read, written = self._regions_of(kernel, given)
@@ -229,21 +235,42 @@ class Guard:
             assert np.array_equal(region.bytes, bytes_), f"the kernel {name} changed what it should only read"
         return result
 
-    def _regions_of(self, kernel: Any, given: tuple[Any, ...]) -> tuple[list[Region], list[Region]]:
+    def _regions_of(
+        self, kernel: Any, given: tuple[Any, ...], inside: range = range(0)
+    ) -> tuple[list[Region], list[Region]]:
+        """What a call reads and writes. ``inside`` are addresses in the table of a program."""
         name = name_of(kernel)
         self.seen.add(name)
+        if kernel is programs.program:
+            return self._regions_of_program(*given)
         read: list[Region] = []
         written: list[Region] = []
         for parameter, value in zip(_parameters(kernel), given, strict=True):
             if parameter in _KERNELS_GIVEN and value:
                 self.seen.add(name_of(_kernel_at(value)))
-            elif type(value) is int and value >= _LEAST_ADDRESS:
+            elif type(value) is int and value >= _LEAST_ADDRESS and value not in inside:
                 region = next((each for each in reversed(self._regions) if each.begin <= value < each.end), None)
                 assert region is not None, f"{parameter} of the kernel {name} is not the address of a guarded buffer"
                 (written if parameter in WRITTEN[name] else read).append(region)
         if kernel is jobs.jobs:
             for of_job in self._jobs(*given):
                 read, written = ([*mine, *more] for mine, more in zip((read, written), of_job, strict=True))
+        return read, written
+
+    def _regions_of_program(self, table: int, first: int, last: int, tag: Any) -> tuple[list[Region], list[Region]]:
+        """What the lines of a program read and write."""
+        words = ctypes.cast(table, ctypes.POINTER(ctypes.c_int64))
+        lines = [words[at * programs.LINE : (at + 1) * programs.LINE] for at in range(last)]
+        size = jobs.SLOT + max(line[3] for line in lines)
+        read: list[Region] = []
+        written: list[Region] = []
+        for runner, kernel, arguments, _, _ in lines[first:]:
+            kinds, tags = next(key[1] for key, found in runtime._addresses.items() if found == runner).split(":")
+            start = arguments // jobs.SLOT
+            values = [words[start + at] if kind == "i" else None for at, kind in enumerate(kinds)]
+            given = (*values, *[None] * int(tags))
+            found = self._regions_of(_kernel_at(kernel), given, range(table, table + size))
+            read, written = [*read, *found[0]], [*written, *found[1]]
         return read, written
 
     def _jobs(

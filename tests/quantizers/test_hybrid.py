@@ -45,8 +45,13 @@ def encoded(monkeypatch):
         seen.extend((target.plane.format.name, target.plane.direction) for target in targets)
         return encode(x, targets, *rest, **options)
 
+    monkeypatch.setattr(kernels, "plan", no_plan)
     monkeypatch.setattr(kernels, "encode", spy)
     return seen
+
+
+def no_plan(*_):
+    """In the place of `kernels.plan`: planes are then written by `kernels.encode`."""
 
 
 # ---- children ----------------------------------------------------------------------------------------
@@ -96,6 +101,7 @@ def test_unneeded_directions_are_never_computed(x, encoded, direction, source):
 
 def test_both_planes_are_written_by_one_call(x, monkeypatch):
     calls = []
+    monkeypatch.setattr(kernels, "plan", no_plan)
     monkeypatch.setattr(kernels, "encode", lambda x, targets, *rest, **options: calls.append(len(targets)))
     h = hybrid_of("mxfp8", "nvfp4_rht")
     h(x).quantize_(x)
@@ -433,6 +439,7 @@ def test_a_custom_child_that_fails_leaves_no_mixture(x, monkeypatch):
 
 def test_kernels_are_asked_with_the_encoding_of_each_child(x, monkeypatch):
     asked = []
+    monkeypatch.setattr(kernels, "plan", no_plan)
     monkeypatch.setattr(kernels, "encode", lambda x, targets, *rest, **options: asked.extend(targets))
     hybrid_of("nvfp4_4over6_mse", "nvfp4_rht_sr")(x)
     assert all(isinstance(target, Target) for target in asked)

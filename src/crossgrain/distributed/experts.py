@@ -216,7 +216,8 @@ class _QuantizedDispatch(torch.autograd.Function):
         own = quantizer.copy()
         own.internal = False
         own.set_usage(rowwise=True, columnwise=False)
-        return own._holding(exchange._send_planes(plane), rows.dtype)
+        sent = exchange._send_planes(plane)
+        return own._holding([sent], sent.shape, rows.dtype)
 
     @staticmethod
     @differentiable_once("tokens that are sent quantized")

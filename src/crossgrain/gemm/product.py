@@ -12,6 +12,7 @@ units a bf16 GEMM is many times slower than an fp32 GEMM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class _Operand(NamedTuple):
     """Decoded numbers [rows, summed dimension], and the rest of their scale: one number, or one for each row."""
 
     values: Tensor
-    scale: float | Tensor
+    scale: float | Tensor | None  # None for one
 
 
 def gemm(
@@ -76,15 +77,16 @@ def gemm(
         ValueError: the operands cannot be multiplied, a plane is of the wrong direction, or shapes do not fit.
         RuntimeError: a plane is stale, or the operands must be decoded and ``settings.native_gemms`` is True.
     """
-    if which not in GEMMS:
+    sides = _SIDES.get(which)
+    if sides is None:
         raise ValueError(f"the GEMM must be one of {', '.join(GEMMS)}, got {which!r}")
-    planes = [
-        _operand_plane(which, operand, name, direction)
-        for operand, (name, direction) in zip((a, b), GEMMS[which].items(), strict=True)
-    ]
-    if not allow_mixed:
-        _check_pair(which, planes[0].format, planes[1].format)
-    (rows, a_inner), (columns, b_inner) = planes[0].operand_shape, planes[1].operand_shape
+    left_plane = _operand_plane(which, a, *sides[0])
+    right_plane = _operand_plane(which, b, *sides[1])
+    planes = (left_plane, right_plane)
+    if not allow_mixed and (which, id(left_plane.format), id(right_plane.format)) not in _checked_pairs:
+        _check_pair(which, left_plane.format, right_plane.format)
+    rows, a_inner = left_plane.shape if sides[0][1] is ROWWISE else left_plane.shape[::-1]
+    columns, b_inner = right_plane.shape if sides[1][1] is ROWWISE else right_plane.shape[::-1]
     if a_inner != b_inner:
         _refuse_inner_sizes(which, planes)
 
@@ -96,13 +98,14 @@ def gemm(
         out_dtype = out.dtype
     if bias is not None:
         bias = bias.detach()
-    if _in_double(planes):
+    if left_plane.format.element is None and right_plane.format.element is None and _in_double(planes):
         return _multiplied_in_double(planes, out_dtype, bias, out, accumulate, alpha, beta)
-    if planes[0].data.device.type != "cpu" or machine.for_cpu:
-        return multiplied_on_gpu(which, planes[0], planes[1], out_dtype, bias, out, accumulate, alpha, beta)
+    if not left_plane.data.is_cpu or machine.for_cpu:
+        return multiplied_on_gpu(which, left_plane, right_plane, out_dtype, bias, out, accumulate, alpha, beta)
     if settings.native_gemms:
-        refuse_decoding(which, planes[0], planes[1], "the operands are on the CPU")
-    from_codes = settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
+        refuse_decoding(which, left_plane, right_plane, "the operands are on the CPU")
+    two_levels = left_plane.format.scale_rule == right_plane.format.scale_rule == "two_level"
+    from_codes = two_levels and settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
     if not from_codes:
         plain = bias is None and not accumulate and alpha == 1.0
         left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
@@ -114,7 +117,7 @@ def gemm(
     elif out is not None and out_dtype == torch.float32:
         total = out
     else:
-        total = _fp32_memory("gemm.out", rows, columns, planes[0].data, keep=out_dtype == torch.float32)
+        total = _fp32_memory("gemm.out", rows, columns, left_plane.data, keep=out_dtype == torch.float32)
     if from_codes:
         _multiply_codes(planes, total, bias, alpha, beta if accumulate else None)
     else:
@@ -124,15 +127,24 @@ def gemm(
     return out if total is out else out.copy_(total)
 
 
-@lru_cache(maxsize=1024)
+_SIDES = {which: tuple(operands.items()) for which, operands in GEMMS.items()}
+
+_MOST_PAIRS = 1024
+_checked_pairs: dict[tuple[str, int, int], tuple[Format, Format]] = {}
+"""Pairs of formats that can be multiplied, by their addresses, which are faster than their hashes. They are kept."""
+
+
 def _check_pair(which: str, a: Format, b: Format) -> None:
     """Raise if the two operands cannot be multiplied without decoding. Errors are not cached."""
-    (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
+    (a_name, a_direction), (b_name, b_direction) = _SIDES[which]
     try:
         check_operands(which, [(a_name, a_direction, a), (b_name, b_direction, b)])
     except ValueError as error:
         refuse_if_strict("operands of different formats", str(error))
         raise
+    if len(_checked_pairs) >= _MOST_PAIRS:
+        _checked_pairs.clear()
+    _checked_pairs[which, id(a), id(b)] = a, b
 
 
 def _operand_plane(which: str, operand: Plane | Tensor, name: str, direction: Direction) -> Plane:
@@ -146,7 +158,7 @@ def _operand_plane(which: str, operand: Plane | Tensor, name: str, direction: Di
     return operand if operand.direction is direction else operand.read(direction)
 
 
-def _refuse_inner_sizes(which: str, planes: list[Plane]) -> None:
+def _refuse_inner_sizes(which: str, planes: Sequence[Plane]) -> None:
     inner = [plane.operand_shape[1] for plane in planes]
     shapes = " and ".join(f"{name} {list(plane.shape)}" for name, plane in zip(GEMMS[which], planes, strict=True))
     raise ValueError(
@@ -158,26 +170,26 @@ def _refuse_inner_sizes(which: str, planes: list[Plane]) -> None:
 # ---- operands ----------------------------------------------------------------------------------------
 
 
-def _operands(planes: list[Plane], allow_bf16: bool) -> tuple[_Operand, _Operand]:
+def _operands(planes: Sequence[Plane], allow_bf16: bool) -> tuple[_Operand, _Operand]:
     unrotated = planes[0].format.rotation != planes[1].format.rotation
     left, right = _operand(planes[0], "gemm.a", unrotated), _operand(planes[1], "gemm.b", unrotated)
-    if allow_bf16 and _is_one(left.scale) and _is_one(right.scale) and _wants_bf16():
+    if allow_bf16 and left.scale is None and right.scale is None and _wants_bf16():
         narrow = [_exact_bf16(operand.values) for operand in (left, right)]
         if narrow[0] is not None and narrow[1] is not None:
-            return _Operand(narrow[0], 1.0), _Operand(narrow[1], 1.0)
+            return _Operand(narrow[0], None), _Operand(narrow[1], None)
     return left, right
 
 
 def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
     fmt = plane.format
     if fmt.element is None:
-        return _Operand(_plain_operand(plane, name), 1.0)
+        return _Operand(_plain_operand(plane, name), None)
     memory = kernels.workspace(name, plane.shape[0] * plane.shape[1])
     has_global_scale = fmt.block is None or fmt.global_amax is not None
     values = kernels.decode_operand(kernels.under_scale_one(plane) if has_global_scale else plane, memory)
     if unrotated and fmt.rotation is not None:
         values = unrotate(values, fmt.rotation)
-    return _Operand(values, _global_scale(plane) if has_global_scale else 1.0)
+    return _Operand(values, _global_scale(plane) if has_global_scale else None)
 
 
 def _plain_operand(plane: Plane, name: str) -> Tensor:
@@ -205,10 +217,6 @@ def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
     return values.to(torch.float64) * factor
 
 
-def _is_one(scale: float | Tensor) -> bool:
-    return isinstance(scale, float) and scale == 1.0
-
-
 # ---- multiplying -------------------------------------------------------------------------------------
 
 
@@ -221,7 +229,7 @@ def _multiply(
     round the fp32 operands of others to bf16.
     """
     a, b = left.values, right.values.t()
-    if _is_one(left.scale) and _is_one(right.scale) and alpha == 1.0:
+    if left.scale is None and right.scale is None and alpha == 1.0:
         if beta is not None:
             total.addmm_(a, b, beta=beta)
         elif bias is None:
@@ -235,14 +243,17 @@ def _multiply(
     # Not with alpha of addmm: BLAS multiplies an operand by it, whose numbers would then not be exact any more.
     product = _product_memory(total, aside=beta is not None)
     torch.mm(a, b, out=product)
-    factor = _one_factor(left.scale, right.scale, alpha)
+    left_scale, right_scale = (1.0 if side.scale is None else side.scale for side in (left, right))
+    factor = _one_factor(left_scale, right_scale, alpha)
     if factor is None:
-        _scale_by_vectors(product, left.scale, right.scale, alpha)
+        _scale_by_vectors(product, left_scale, right_scale, alpha)
         factor = 1.0
     _finish(product, factor, total, bias, beta)
 
 
-def _multiply_codes(planes: list[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None) -> None:
+def _multiply_codes(
+    planes: Sequence[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
+) -> None:
     """The same as `_multiply`, without decoding."""
     left, right = planes
     left_scale, right_scale = _global_scale(left), _global_scale(right)
@@ -341,16 +352,13 @@ def _multiplied_in_bf16(left: _Operand, right: _Operand, out: Tensor | None) -> 
 # ---- double precision --------------------------------------------------------------------------------
 
 
-def _in_double(planes: list[Plane]) -> bool:
+def _in_double(planes: Sequence[Plane]) -> bool:
     """Whether to compute in float64: for unquantized float64 operands, as in a gradient check."""
-    a, b = planes
-    if a.format.element is not None or b.format.element is not None:
-        return False
-    return torch.float64 in (a.data.dtype, b.data.dtype)
+    return any(plane.data.dtype == torch.float64 for plane in planes)
 
 
 def _multiplied_in_double(
-    planes: list[Plane],
+    planes: Sequence[Plane],
     out_dtype: torch.dtype,
     bias: Tensor | None,
     out: Tensor | None,

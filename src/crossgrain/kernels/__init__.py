@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..formats.encoding import Encoding
 from ..planes import Plane, shape_problem
-from .backend import Backend, Seen
+from .backend import Backend, Plan, Plans, Seen
 from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
 from .global_scale import GlobalScale, global_scale, has_global_scale, under_scale_one
 from .layout import check_is_matrix, unswizzle_scales
@@ -25,6 +26,8 @@ __all__ = [
     "Backend",
     "GlobalScale",
     "GroupedTarget",
+    "Plan",
+    "Plans",
     "Seen",
     "Target",
     "Within",
@@ -46,6 +49,7 @@ __all__ = [
     "measure",
     "measure_groups",
     "multiply",
+    "plan",
     "set_backend",
     "swizzle_scales",
     "tensor_scale",
@@ -121,6 +125,23 @@ def encode(x: Tensor, targets: Sequence[Target], seed: int | None = None, *, che
             if target.encoding.stochastic and seed is None:
                 raise ValueError(f"stochastic rounding to {fmt.name} needs a seed")
     return _backend(x).encode(x, targets, seed)
+
+
+def plan(x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], known: Plans) -> Plan | None:
+    """A plan to measure ``x`` and write it to new planes with one call of compiled code; None if there is none.
+
+    What depends on the shape, the dtype and the formats is determined once. ``plan.run(x, planes, seed)`` returns what
+    `encode` returns; or None if the numbers need `measure` and `encode`, for instance if there is a NaN.
+
+    Args:
+        x: the matrix.
+        planes: planes that were just made for ``x``, and nobody else has.
+        encodings: how the bytes of each plane are chosen.
+        known: the plans for matrices and planes of the same shapes and encodings, to which a new plan is added.
+    """
+    if _SMALLEST * 2.0 == 0.0:
+        _refuse_flush_to_zero()
+    return _backend(x).plan(x, planes, encodings, known)
 
 
 def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
@@ -221,9 +242,11 @@ def epilogue(
 
 
 def _check_readable(*planes: Plane) -> None:
-    _refuse_flush_to_zero()
+    if _SMALLEST * 2.0 == 0.0:
+        _refuse_flush_to_zero()
     for plane in planes:
-        plane.check_readable()
+        if plane.stale or not plane.data.untyped_storage().nbytes():
+            plane.check_readable()
         plane.check_buffers()
 
 

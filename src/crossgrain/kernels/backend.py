@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..formats.encoding import Encoding
 from ..planes import Plane
 from ..planes.groups import PlaneGroups
 from .global_scale import GlobalScale
@@ -15,6 +16,16 @@ from .target import GroupedTarget, Target
 
 Seen = bool | Tensor | None
 """Whether an input has a NaN or an infinity: known, in an int32 tensor [1] on a GPU (not 0 if it has), or not known."""
+
+
+class Plan(Protocol):
+    """How matrices of one shape and dtype are encoded to new planes; see `kernels.plan`."""
+
+    def run(self, x: Tensor, planes: Sequence[Plane], seed: int | None) -> bool | None: ...
+
+
+Plans = dict[torch.dtype, Plan | None]
+"""Plans by the dtype of the matrix; None if there is none for it."""
 
 
 class Backend(Protocol):
@@ -27,6 +38,7 @@ class Backend(Protocol):
 
     def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]: ...
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> Seen: ...
+    def plan(self, x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], known: Plans) -> Plan | None: ...
     def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]: ...
     def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen: ...
     def mark(self, x: Tensor, plane: Plane, seen: Seen) -> None: ...

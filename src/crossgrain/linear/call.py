@@ -101,7 +101,9 @@ class LinearCall:
 
     def makes_columns(self, quantizer: Quantizer | None) -> bool:
         """Whether forward makes the columns of an operand: not if a quantizer makes them late."""
-        return self.quantizes_backward and not (quantizer is not None and quantizer.makes_columns_late)
+        if self.input is None or self.backward_override is not None:
+            return False
+        return quantizer is None or not quantizer.makes_columns_late
 
     @property
     def is_plain(self) -> bool:

@@ -137,9 +137,11 @@ def _padded_rows(plane: Plane, sizes: Sequence[int], heights: Sequence[int]) -> 
 def _storage(quantizer: Quantizer, row: Plane, dtype: torch.dtype, columnwise: bool) -> QuantizedTensorStorage:
     if isinstance(quantizer, HybridQuantizer):
         hybrid = quantizer.storing(rowwise=True, columnwise=columnwise)
-        made: QuantizedTensorStorage = hybrid.quantized_from_rows(hybrid._made_child(ROWWISE)._holding(row, dtype))
+        made: QuantizedTensorStorage = hybrid.quantized_from_rows(
+            hybrid._made_child(ROWWISE)._holding([row], row.shape, dtype)
+        )
         return made
-    made = quantizer.storing(rowwise=True, columnwise=False)._holding(row, dtype)
+    made = quantizer.storing(rowwise=True, columnwise=False)._holding([row], row.shape, dtype)
     if columnwise:
         made.update_usage(columnwise_usage=True)
     return made

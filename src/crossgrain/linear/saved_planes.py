@@ -44,7 +44,8 @@ def buffers_and_note(operand: Operand | None) -> tuple[tuple[Tensor | None, ...]
     """The buffers for ``save_for_backward``, and the note that is kept in the graph."""
     if not isinstance(operand, Plane):
         return (operand, None, None), None
-    operand.check_fresh()  # autograd checks the buffers from here on
+    if operand.stale:
+        operand.check_fresh()  # autograd checks the buffers from here on
     note = PlaneNote(operand.format, operand.direction, operand.shape, operand.transposed)
     return (operand.data, operand.scale, operand.amax), note
 

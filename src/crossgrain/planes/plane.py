@@ -49,7 +49,7 @@ class Direction(enum.Enum):
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Plane:
     """Codes, scales and their format: everything that is needed to decode a matrix.
 
@@ -72,6 +72,29 @@ class Plane:
     amax: Tensor | None = None
     transposed: bool = False
     stale: bool = False
+
+    def __init__(
+        self,
+        format: Format,
+        direction: Direction,
+        shape: tuple[int, int],
+        data: Tensor,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        transposed: bool = False,
+        stale: bool = False,
+    ) -> None:
+        # A layer makes a dozen planes in a step. The constructor of a frozen dataclass takes three times as long.
+        self.__dict__.update(
+            format=format,
+            direction=direction,
+            shape=shape,
+            data=data,
+            scale=scale,
+            amax=amax,
+            transposed=transposed,
+            stale=stale,
+        )
 
     def check_fresh(self) -> None:
         """Raise RuntimeError if the plane is stale."""
@@ -102,19 +125,23 @@ class Plane:
             if self.data.numel() != math.prod(self.shape):
                 self._refuse_buffer("numbers", self.data, self.data.dtype, f"{math.prod(self.shape)} of them")
             return
-        rowwise = self.direction is ROWWISE
-        needed = _needed_buffers(self.format, self.shape if rowwise else self.shape[::-1])
+        key = id(self.format), self.direction, self.shape, self.transposed
+        needed = _needed.get(key)
+        if needed is None:
+            needed = _needed_buffers(key, self.format)
         data, scale, amax = self.data, self.scale, self.amax
         if data.numel() != needed.codes or data.dtype != torch.uint8:
             self._refuse_buffer("codes", data, torch.uint8, f"{needed.codes} bytes")
         if self.transposed and data.dim() and data.shape[0] != self.shape[1]:
             self._refuse_buffer("codes", data, torch.uint8, f"transposed, {self.shape[1]} rows of them")
+        least = needed.scales
         if (
             scale is None
             or scale.dtype != needed.scale_dtype
-            or not _is_grid(scale, needed.scale_grid, (rowwise or self.transposed) != self.format.layout.transposed)
+            or (scale.numel() != 1 if least is None else scale.dim() != 2)
+            or (least is not None and (scale.shape[0] < least[0] or scale.shape[1] < least[1]))
         ):
-            grid = "one number" if needed.scale_grid is None else f"{list(needed.scale_grid)} and padding"
+            grid = "one number" if least is None else f"{list(least)} and padding"
             self._refuse_buffer("scales", scale, needed.scale_dtype, grid)
         if needed.amaxes and (amax is None or amax.numel() != needed.amaxes or amax.dtype != torch.float32):
             self._refuse_buffer("amax", amax, torch.float32, f"{needed.amaxes} numbers")
@@ -201,29 +228,32 @@ class PlanePair(NamedTuple):
         return self.rowwise if direction is ROWWISE else self.columnwise
 
 
-def _is_grid(scale: Tensor, grid: tuple[int, int] | None, operand_major: bool) -> bool:
-    """Whether a buffer has a scale for each block of the operand, or one scale if there are no blocks."""
-    if grid is None:
-        return scale.numel() == 1
-    if scale.dim() != 2:
-        return False
-    rows, blocks = grid if operand_major else grid[::-1]
-    return scale.shape[0] >= rows and scale.shape[1] >= blocks
-
-
 class _NeededBuffers(NamedTuple):
+    format: Format  # its address is in the key, so it is kept alive
     codes: int  # bytes
     scale_dtype: torch.dtype
-    scale_grid: tuple[int, int] | None  # scales of the operand; None for one scale
+    scales: tuple[int, int] | None  # as they are stored, without padding; None for one scale
     amaxes: int
 
 
-@lru_cache(maxsize=4096)
-def _needed_buffers(fmt: Format, operand_shape: tuple[int, int]) -> _NeededBuffers:
-    rows, length = operand_shape
-    grid = None if fmt.block is None else scale_grid(fmt, operand_shape)
+_Key = tuple[int, Direction, tuple[int, int], bool]
+_needed: dict[_Key, _NeededBuffers] = {}  # by the address of the format, which is faster than its hash
+_MOST_NEEDED = 4096
+
+
+def _needed_buffers(key: _Key, fmt: Format) -> _NeededBuffers:
+    _, direction, shape, transposed = key
+    rowwise = direction is ROWWISE
+    rows, length = shape if rowwise else shape[::-1]
+    scales = None
+    if fmt.block is not None:
+        scales = scale_grid(fmt, (rows, length))
+        scales = scales if (rowwise or transposed) != fmt.layout.transposed else scales[::-1]
     amaxes = {None: 0, "tensor": 1, "row": rows}[fmt.global_amax]
-    return _NeededBuffers(rows * bytes_per_row(fmt, length), scale_dtype(fmt), grid, amaxes)
+    if len(_needed) >= _MOST_NEEDED:
+        _needed.clear()
+    found = _needed[key] = _NeededBuffers(fmt, rows * bytes_per_row(fmt, length), scale_dtype(fmt), scales, amaxes)
+    return found
 
 
 def scale_dtype(fmt: Format) -> torch.dtype:
@@ -327,7 +357,9 @@ class BufferShapes(NamedTuple):
 
     matrix: tuple[int, int]
     data: tuple[int, ...]
+    data_strides: tuple[int, ...]  # of contiguous memory
     scale: tuple[int, ...]
+    scale_strides: tuple[int, ...]
     amax: tuple[int, ...] | None
     pads: bool  # whether the scale buffer has padding
     cuts_rows: bool  # whether the codes of a row of the operand are not next to each other, if memory is contiguous
@@ -338,15 +370,21 @@ def buffer_shapes(fmt: Format, direction: Direction, shape: tuple[int, ...], tra
     """The shapes of the buffers of a plane, for a tensor of ``shape``."""
     rows, cols = matrix_shape(shape)
     grid = None if fmt.block is None else scale_grid(fmt, (rows, cols) if direction is ROWWISE else (cols, rows))
-    scales = scale_shape(fmt, direction, shape, transposed)
+    codes, scales = data_shape(fmt, direction, shape, transposed), scale_shape(fmt, direction, shape, transposed)
     return BufferShapes(
         (rows, cols),
-        data_shape(fmt, direction, shape, transposed),
+        codes,
+        _contiguous_strides(codes),
         scales,
+        _contiguous_strides(scales),
         amax_shape(fmt, direction, shape),
         grid is not None and math.prod(grid) != math.prod(scales),
         direction is COLUMNWISE and not transposed and fmt.block is not None,
     )
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def stored_by_columns(codes: Tensor) -> Tensor:

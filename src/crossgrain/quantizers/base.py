@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..formats import Format
 from ..formats.dtypes import HIGH_PRECISION
 from ..formats.encoding import Encoding
 from ..kernels import GroupedTarget, Target
@@ -31,7 +30,7 @@ from ..planes import (
     shape_problem,
 )
 from ..runtime.devices import resolved_device
-from ..runtime.settings import is_non_tn_fp8_gemm_supported, settings
+from ..runtime.settings import settings
 from ..runtime.transforms import refuse_transforms
 from ..tensor.autograd import QuantizeFunction
 from ..tensor.storage import QuantizedTensorStorage
@@ -41,21 +40,13 @@ from .data_free import DataFree
 from .nonfinite import Policy
 from .noop_flag import is_set, undone_if_set
 from .subject import NO_SUBJECT, Subject
-from .writing import Job, PlaneSpec, make_planes, plane_spec, write_planes
+from .writing import Job, Layout, as_matrix, make_planes, plane_spec, write_planes
 
 AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
 _NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "nonfinite", "subject"))
 _OF_ITS_LAYER = frozenset(("_memo", "nonfinite", "subject"))  # not saved: a layer gives them to its quantizers again
 _MOST_LAYOUTS = 256  # a quantizer caches what it computed for so many shapes, so that many shapes do not fill memory
-
-
-class _Layout(NamedTuple):
-    """The layout of a plane that a quantizer makes for tensors of one shape."""
-
-    direction: Direction
-    format: Format
-    transposed: bool
 
 
 class Quantizer(AmaxReduction, DataFree):
@@ -85,6 +76,7 @@ class Quantizer(AmaxReduction, DataFree):
     _compatible_recipe: ClassVar[type[Any]]  # set by `recipe.compatibility`, which knows the recipes
     custom: ClassVar[bool] = False
     _observes: ClassVar[bool] = False  # whether `_observe_all` has anything to do
+    scales_by_input: ClassVar[bool]  # scales depend only on the input, and nothing is recorded
     nonfinite: Policy | None = "saturate"
     subject: Subject = NO_SUBJECT
     derives_columns: bool = False  # columnwise planes are made from decoded rowwise planes, not from the input
@@ -97,6 +89,7 @@ class Quantizer(AmaxReduction, DataFree):
         hooks = (cls.quantize, cls.quantize_impl, cls.make_quantized)
         own = all(hook.__module__.startswith(f"{__package__}.") for hook in hooks)
         cls.makes_planes = own and not cls.custom
+        cls.scales_by_input = cls._given is Quantizer._given and not cls._observes
 
     _memo: dict[Any, Any]
     rowwise_usage: bool
@@ -231,12 +224,8 @@ class Quantizer(AmaxReduction, DataFree):
     def quantize_impl(self, tensor: Tensor) -> Any:
         """Quantize without autograd. Custom quantizers override this method."""
         tensor = self._as_plain(tensor)
-        layouts = self._layouts(tensor.shape)
-        if settings.strict:
-            self._refuse_in_strict_mode(tensor, self._directions_to_make())
-        result, planes = self._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
-        self._write(tensor, result, planes, checked=True)
-        return result
+        planes = make_planes(as_matrix(tensor), self._layout_by_usages(tensor), (self,))
+        return self._holding(planes, tensor.shape, tensor.dtype)
 
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
         """Quantize a matrix to planes, without a tensor around them and without autograd.
@@ -251,8 +240,7 @@ class Quantizer(AmaxReduction, DataFree):
         """
         if not self.makes_planes:
             return self._planes_of_storage(matrix, rowwise, columnwise)
-        specs = self._specs(matrix, rowwise, columnwise)
-        planes = make_planes(matrix.detach(), [(self, specs)])
+        planes = make_planes(matrix.detach(), self._layout(matrix, rowwise, columnwise), (self,))
         if len(planes) == 2:
             return PlanePair(*planes)
         (plane,) = planes
@@ -267,27 +255,35 @@ class Quantizer(AmaxReduction, DataFree):
 
     def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
         """Raise what `make_planes` would raise."""
-        self._specs(matrix, rowwise, columnwise)
+        self._layout(matrix, rowwise, columnwise)
 
-    def _specs(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> tuple[PlaneSpec, ...]:
-        """The planes to make for ``matrix``, which is checked. Computed once for each shape."""
-        shape = tuple(matrix.shape)
+    def _layout(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Layout:
+        """The planes to make for a tensor, which is checked. Computed once for each shape."""
+        shape = tuple(tensor.shape)
         key = (shape, rowwise, columnwise, settings.strict, settings.non_tn_fp8_gemm, settings.compute_capability)
-        found: tuple[PlaneSpec, ...] | None = self._memo.get(key)
-        if found is None:
-            directions = self._planes_to_make(rowwise, columnwise)
-            self._check_shape(shape, directions)
-            asked = Quantizer._planes_to_make(self, rowwise, columnwise)
-            found = tuple(
-                plane_spec(self.encoding(d), d, self._stores_transposed(d), shape, serves)
-                for d, serves in zip(directions, _served(directions, asked), strict=True)
-            )
-            self._remember(key, found)
-        if matrix.dtype not in HIGH_PRECISION:
-            self._as_plain(matrix)
+        layout: Layout | None = self._memo.get(key)
+        if layout is None:
+            layout = self._layout_for(shape, rowwise, columnwise)
+            self._remember(key, layout)
+        if tensor.dtype not in HIGH_PRECISION:
+            self._as_plain(tensor)
         if settings.strict:
-            self._refuse_in_strict_mode(matrix, [spec.direction for spec in found])
-        return found
+            self._refuse_in_strict_mode(tensor, [spec.direction for spec in layout.specs])
+        return layout
+
+    def _layout_by_usages(self, tensor: Tensor) -> Layout:
+        return self._layout(tensor, self.rowwise_usage, self.columnwise_usage)
+
+    def _layout_for(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> Layout:
+        """The planes to make for tensors of ``shape``, which is checked."""
+        shape, directions = tuple(shape), self._planes_to_make(rowwise, columnwise)
+        self._check_shape(shape, directions)
+        asked = Quantizer._planes_to_make(self, rowwise, columnwise)
+        specs = [
+            plane_spec(self.encoding(d), d, self._stores_transposed(d), shape, serves)
+            for d, serves in zip(directions, _served(directions, asked), strict=True)
+        ]
+        return Layout([(type(self), specs)])
 
     def _remember(self, key: Any, value: Any) -> None:
         if len(self._memo) >= _MOST_LAYOUTS:
@@ -345,12 +341,10 @@ class Quantizer(AmaxReduction, DataFree):
         """Record that planes are now in the formats of this quantizer, also for aliases, which read the same bytes."""
         dst._formats.update({plane.direction: self.encoding(plane.direction).format for plane in planes})
 
-    def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane], checked: bool = False) -> None:
-        """Measure, reduce and encode. Planes are in the formats of this quantizer; ``checked`` if just allocated."""
+    def _write(self, src: Tensor, dst: QuantizedTensorStorage, planes: Sequence[Plane]) -> None:
+        """Measure, reduce and encode. Planes are in the formats of this quantizer."""
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            src = src.detach()
-            src = src if src.shape == dst._matrix else src.reshape(dst._matrix)
-            write_planes(src, [Job(self, planes)], checked=checked)
+            write_planes(src.detach().reshape(dst._matrix), [Job(self, planes)])
 
     def check_writable(self, dst: QuantizedTensorStorage) -> None:
         """Raise ValueError if `update_quantized` cannot write to every plane of ``dst``."""
@@ -476,36 +470,11 @@ class Quantizer(AmaxReduction, DataFree):
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False) -> Any:
         """A storage or tensor for the current usages, with uninitialised planes."""
-        return self._allocated(self._layouts(shape), shape, dtype, device, pin_memory)[0]
-
-    def _layouts(self, shape: Sequence[int]) -> list[_Layout]:
-        """The planes to make for a tensor of ``shape``, which is checked."""
-        usages = (self.rowwise_usage, self.columnwise_usage)
-        key = (tuple(shape), usages, settings.strict, is_non_tn_fp8_gemm_supported())
-        found: list[_Layout] | None = self._memo.get(key)
-        if found is None:
-            directions = self._directions_to_make()
-            self._check_shape(shape, directions)
-            found = [_Layout(d, self.encoding(d).format, self._stores_transposed(d)) for d in directions]
-            self._remember(key, found)
-        return found
-
-    def _allocated(
-        self,
-        layouts: Sequence[_Layout],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        pin_memory: bool = False,
-    ) -> tuple[Any, list[Plane]]:
-        """A storage or tensor with uninitialised planes, and these planes."""
         made = self._blank(shape, dtype, device)
-        planes = []
-        for direction, fmt, transposed in layouts:
-            plane = empty_plane(fmt, direction, shape, device=device, transposed=transposed, pin_memory=pin_memory)
-            made._set_plane(direction, plane)
-            planes.append(made.plane(direction) if made._shares_scale else plane)
-        return made, planes
+        for spec in self._layout_for(shape, self.rowwise_usage, self.columnwise_usage).specs:
+            options: Any = {"device": device, "transposed": spec.transposed, "pin_memory": pin_memory}
+            made._set_plane(spec.direction, empty_plane(spec.encoding.format, spec.direction, shape, **options))
+        return made
 
     def _blank(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
         """A storage or tensor without planes."""
@@ -515,14 +484,15 @@ class Quantizer(AmaxReduction, DataFree):
             made = object.__new__(cls)
         else:
             made = cls._wrapper(shape, dtype, device)
-        formats = {direction: self.encoding(direction).format for direction in Direction}
+        formats = {ROWWISE: self.encoding(ROWWISE).format, COLUMNWISE: self.encoding(COLUMNWISE).format}
         made._init_common(formats, self, dtype, shape, [None] * len(cls._buffer_names))
         return made
 
-    def _holding(self, plane: Plane, dtype: torch.dtype) -> Any:
-        """A storage or tensor with an existing plane in the format of this quantizer."""
-        made = self._blank(plane.shape, dtype, plane.data.device)
-        made._set_plane(plane.direction, plane)
+    def _holding(self, planes: Sequence[Plane], shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """A storage or tensor with existing planes in the formats of this quantizer."""
+        made = self._blank(shape, dtype, planes[0].data.device)
+        for plane in planes:
+            made._set_plane(plane.direction, plane)
         made._quantizer.leave_group()
         return made
 

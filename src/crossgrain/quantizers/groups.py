@@ -108,10 +108,11 @@ def _hybrids(
 def _allocated(rows: Tensor, sizes: Sequence[int], quantizers: Sequence[Quantizer]) -> _Share:
     width, planes = rows.shape[1], []
     shared_scale = None
-    for direction, fmt, transposed in quantizers[0]._layouts((sizes[0], width)):
-        options: Any = {"device": rows.device, "transposed": transposed, "scale": shared_scale}
-        planes.append(empty_groups(fmt, direction, sizes, width, **options))
-        if quantizers[0]._tensor_class._shares_scale:
+    first = quantizers[0]
+    for spec in first._layout_for((sizes[0], width), first.rowwise_usage, first.columnwise_usage).specs:
+        options: Any = {"device": rows.device, "transposed": spec.transposed, "scale": shared_scale}
+        planes.append(empty_groups(spec.encoding.format, spec.direction, sizes, width, **options))
+        if first._tensor_class._shares_scale:
             shared_scale = planes[-1].scale
     return _Share(quantizers, planes)
 

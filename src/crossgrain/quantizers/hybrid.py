@@ -9,6 +9,7 @@ made at any time: ``"rowwise_dequantized_late"`` keeps only the rowwise plane un
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -28,7 +29,7 @@ from .identity import IdentityQuantizer
 from .noop_flag import is_set, undone_if_set
 from .nvfp4 import NVFP4Quantizer
 from .request import QuantizerRequest
-from .writing import Job, make_planes, write_planes
+from .writing import Job, as_matrix, make_planes, write_planes
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
@@ -253,19 +254,17 @@ class HybridQuantizer(Quantizer):
 
     def _made_together(self, tensor: Tensor, wanted: Sequence[Direction]) -> dict[Direction, Any]:
         """Make children from the same input, with one call that writes all their planes."""
-        children: dict[Direction, Any] = {}
-        jobs = []
-        for direction in wanted:
-            quantizer = self._made_child(direction)
-            if _writes_planes(quantizer):
-                layouts = quantizer._layouts(tensor.shape)
-                storage, planes = quantizer._allocated(layouts, tensor.shape, tensor.dtype, tensor.device)
-                jobs.append(Job(quantizer, planes))
-            else:
-                storage = quantizer.quantize_impl(tensor)
-            children[direction] = storage
-        _write_matrix(tensor, jobs, checked=True)
-        return children
+        quantizers = {direction: self._made_child(direction) for direction in wanted}
+        together = [quantizer for quantizer in quantizers.values() if _writes_planes(quantizer)]
+        if len(together) < 2:
+            return {direction: quantizer.quantize_impl(tensor) for direction, quantizer in quantizers.items()}
+        first, second = together
+        layout = first._layout_by_usages(tensor).beside(second._layout_by_usages(tensor))
+        planes = iter(make_planes(as_matrix(tensor), layout, together))
+        return {
+            direction: quantizer._holding(list(islice(planes, count)), tensor.shape, tensor.dtype)
+            for (direction, quantizer), count in zip(quantizers.items(), layout.counts, strict=True)
+        }
 
     def _made_child(self, direction: Direction) -> Quantizer:
         """The child of a direction, set to make a storage if the hybrid makes one."""
@@ -543,22 +542,17 @@ def _decoded(plane: Plane, dtype: torch.dtype) -> Tensor:
 
 def _planes_made_together(matrix: Tensor, row: Quantizer | None, column: Quantizer | None) -> PlanePair:
     """The rowwise plane of one quantizer and the columnwise plane of another, of the same matrix."""
-    wanted, kept = [], {}
-    for quantizer, direction in ((row, ROWWISE), (column, COLUMNWISE)):
-        if isinstance(quantizer, IdentityQuantizer):
-            usages = {side.value: side is direction for side in Direction}
-            kept[direction] = quantizer.make_planes(matrix, **usages).plane(direction)
-        elif quantizer is not None:
-            wanted.append((quantizer, quantizer._specs(matrix, direction is ROWWISE, direction is COLUMNWISE)))
-    made = iter(make_planes(matrix.detach(), wanted) if wanted else ())
-    if row is not None and ROWWISE not in kept:
-        kept[ROWWISE] = next(made)
-    if column is not None and COLUMNWISE not in kept:
-        kept[COLUMNWISE] = next(made).read(COLUMNWISE)  # a buffer for both directions is made as a rowwise plane
-    return PlanePair(kept.get(ROWWISE), kept.get(COLUMNWISE))
+    if row is None or column is None or isinstance(row, IdentityQuantizer) or isinstance(column, IdentityQuantizer):
+        # Nothing is encoded together.
+        rows = None if row is None else row.make_planes(matrix, rowwise=True, columnwise=False).plane(ROWWISE)
+        made = None if column is None else column.make_planes(matrix, rowwise=False, columnwise=True)
+        return PlanePair(rows, None if made is None else made.plane(COLUMNWISE))
+    layout = row._layout(matrix, True, False).beside(column._layout(matrix, False, True))
+    rows, columns = make_planes(matrix.detach(), layout, (row, column))
+    return PlanePair(rows, columns.read(COLUMNWISE))  # a buffer for both directions is made as a rowwise plane
 
 
-def _write_matrix(src: Tensor, jobs: Sequence[Job], checked: bool = False) -> None:
+def _write_matrix(src: Tensor, jobs: Sequence[Job]) -> None:
     if jobs:
         with torch.no_grad():
-            write_planes(src.detach().reshape(jobs[0].planes[0].shape), jobs, checked=checked)
+            write_planes(src.detach().reshape(jobs[0].planes[0].shape), jobs)

@@ -8,6 +8,7 @@ input and one seed, as if one quantizer had made them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..formats.encoding import Encoding
-from ..kernels import Target
-from ..planes import Direction, Plane
+from ..kernels import Seen, Target
+from ..planes import Direction, Plane, matrix_shape
 from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype, stored_by_columns
 from ..runtime.gpu_capability import multiplies_mxfp8
 from ..runtime.random_numbers import draw_seed
@@ -41,13 +42,15 @@ class PlaneSpec(NamedTuple):
     def empty(self, device: torch.device, scale: Tensor | None = None) -> Plane:
         """Allocate the plane. ``scale`` is a scale buffer that it shares with another plane; None for a new one."""
         sizes = self.sizes
-        data = torch.empty(sizes.data, dtype=torch.uint8, device=device)
+        # With strides, torch allocates in half of the time.
+        data = torch.empty_strided(sizes.data, sizes.data_strides, dtype=torch.uint8, device=device)
         if sizes.cuts_rows and device.type != "cpu" and multiplies_mxfp8(device):
             data = stored_by_columns(data)
-        if scale is None:
-            fill = torch.zeros if sizes.pads else torch.empty
-            scale = fill(sizes.scale, dtype=self.scale_dtype, device=device)
-        amax = None if sizes.amax is None else torch.empty(sizes.amax, dtype=torch.float32, device=device)
+        if scale is None and sizes.pads:
+            scale = torch.zeros(sizes.scale, dtype=self.scale_dtype, device=device)
+        elif scale is None:
+            scale = torch.empty_strided(sizes.scale, sizes.scale_strides, dtype=self.scale_dtype, device=device)
+        amax = None if sizes.amax is None else torch.empty_strided(sizes.amax, (1,), dtype=torch.float32, device=device)
         return Plane(self.encoding.format, self.direction, sizes.matrix, data, scale, amax, self.transposed)
 
 
@@ -64,6 +67,67 @@ def plane_spec(
     return PlaneSpec(encoding, direction, transposed, sizes, scale_dtype(fmt), serves or (direction,))
 
 
+class Layout:
+    """The planes that quantizers make together of matrices of one shape.
+
+    Args:
+        wanted: for each quantizer its class and the specs of its planes.
+
+    Attributes:
+        specs: the specs of all planes.
+        counts: how many of them belong to each quantizer.
+        serves: the directions that each plane serves.
+    """
+
+    def __init__(self, wanted: Sequence[tuple[type[Quantizer], Sequence[PlaneSpec]]]) -> None:
+        self._wanted = wanted
+        self.specs = [spec for _, specs in wanted for spec in specs]
+        self.counts = [len(specs) for _, specs in wanted]
+        self._encodings = [spec.encoding for spec in self.specs]
+        self.serves = [spec.serves for spec in self.specs]
+        self._stochastic = any(spec.encoding.stochastic for spec in self.specs)
+        self._by_input = all(quantizer.scales_by_input for quantizer, _ in wanted)
+        self._shares_scale = [  # with the plane before
+            at > 0 and quantizer._tensor_class._shares_scale for quantizer, specs in wanted for at in range(len(specs))
+        ]
+        self._plans: kernels.Plans = {}
+        self._last_pair: tuple[Layout, Layout] | None = None
+
+    def beside(self, other: Layout) -> Layout:
+        """The layout of the planes of both, which are made together. It is cached for the last ``other``."""
+        if self._last_pair is None or self._last_pair[0] is not other:
+            self._last_pair = other, Layout([*self._wanted, *other._wanted])
+        return self._last_pair[1]
+
+    def empty(self, device: torch.device) -> list[Plane]:
+        """Allocate the planes."""
+        planes: list[Plane] = []
+        for spec, shares in zip(self.specs, self._shares_scale, strict=True):
+            planes.append(spec.empty(device, planes[-1].scale if shares else None))
+        return planes
+
+    def write_by_plan(self, matrix: Tensor, planes: list[Plane], quantizers: Sequence[Quantizer]) -> bool:
+        """Measure and encode with one call of a kernel. False if that is not possible; then nothing is done."""
+        if not self._by_input:
+            return False
+        for quantizer in quantizers:
+            if quantizer.with_amax_reduction or quantizer.part is not None:
+                return False
+        plan = kernels.plan(matrix, planes, self._encodings, self._plans)
+        if plan is None:
+            return False
+        seed = draw_seed(quantizers[0].subject) if self._stochastic else None
+        seen: Seen = plan.run(matrix, planes, seed)
+        if seen is None:  # these numbers need another way, with the same seed
+            targets = [Target(*each) for each in zip(planes, self._encodings, strict=True)]
+            seen = kernels.encode(matrix, kernels.measure(matrix, targets, checked=True), seed, checked=True)
+        if seen is not False:
+            left = iter(planes)
+            shares = [(q, [next(left) for _ in range(n)]) for q, n in zip(quantizers, self.counts, strict=True)]
+            act_on_nonfinite(matrix, shares, seen)
+        return True
+
+
 class Job(NamedTuple):
     """The planes that are written for one quantizer."""
 
@@ -71,46 +135,48 @@ class Job(NamedTuple):
     planes: Sequence[Plane]
 
 
-def make_planes(matrix: Tensor, wanted: Sequence[tuple[Quantizer, Sequence[PlaneSpec]]]) -> list[Plane]:
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix [M, K], detached from autograd."""
+    matrix = tensor.detach()
+    return matrix if matrix.dim() == 2 else matrix.reshape(matrix_shape(matrix.shape))
+
+
+def make_planes(matrix: Tensor, layout: Layout, quantizers: Sequence[Quantizer]) -> list[Plane]:
     """Make new planes of a matrix.
 
     Args:
         matrix: the matrix [M, K], detached from autograd.
-        wanted: for each quantizer, the specs of its planes.
+        layout: the planes to make.
+        quantizers: the quantizers for which the layout was made, or copies of them.
 
     Returns:
-        The planes, in the order of the specs.
+        The planes, in the order of the layout.
     """
-    device = matrix.device
-    targets: list[Target] = []
-    for quantizer, specs in wanted:
-        amax, factor = quantizer._given()
-        scale = None
-        for spec in specs:
-            plane = spec.empty(device, scale)
-            if quantizer._tensor_class._shares_scale:
-                scale = plane.scale
-            targets.append(Target(plane, spec.encoding, amax, factor))
-    written, seed = _write(matrix, targets, [(quantizer, len(specs)) for quantizer, specs in wanted])
+    planes = layout.empty(matrix.device)
+    if not observer.observers and layout.write_by_plan(matrix, planes, quantizers):
+        return planes
+    left, targets = iter(zip(planes, layout.specs, strict=True)), []
+    for quantizer, count in zip(quantizers, layout.counts, strict=True):
+        amax, scale = quantizer._given()
+        for plane, spec in islice(left, count):
+            targets.append(Target(plane, spec.encoding, amax, scale))
+    written, seed = _write(matrix, targets, list(zip(quantizers, layout.counts, strict=True)))
     if observer.observers:
-        serves = [spec.serves for _, specs in wanted for spec in specs]
-        observer.tell(wanted[0][0].subject, matrix, list(zip(written, serves, strict=True)), seed)
-    return [target.plane for target in targets]
+        observer.tell(quantizers[0].subject, matrix, list(zip(written, layout.serves, strict=True)), seed)
+    return planes
 
 
-def write_planes(src: Tensor, jobs: Sequence[Job], *, checked: bool = False) -> None:
+def write_planes(src: Tensor, jobs: Sequence[Job]) -> None:
     """Write a matrix to existing planes.
 
     Args:
         src: the matrix [M, K], detached from autograd.
         jobs: the planes, in the formats of their quantizers.
-        checked: the planes were just made for ``src`` and need no checks.
     """
     targets: list[Target] = []
     for quantizer, planes in jobs:
         targets += quantizer._targets(planes)
-    if not checked:
-        kernels.check_targets(src, targets)
+    kernels.check_targets(src, targets)
     written, seed = _write(src, targets, [(quantizer, len(planes)) for quantizer, planes in jobs])
     if observer.observers:
         serves = [each for quantizer, planes in jobs for each in quantizer.directions_served(planes)]

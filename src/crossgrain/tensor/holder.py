@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import Format
-from ..planes import COLUMNWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
+from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, data_shape, empty_plane, matrix_shape
 from ..planes.slicing import CutsBlocks, slice_plane
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Epoch:
 def new_epochs() -> dict[Direction, Epoch]:
     """The records of a tensor that shares its buffers with no other."""
     tensor = LastWrite()
-    return {direction: Epoch(0, tensor) for direction in Direction}
+    return {ROWWISE: Epoch(0, tensor), COLUMNWISE: Epoch(0, tensor)}
 
 
 def copied_epochs(epochs: Mapping[Direction, Epoch]) -> dict[Direction, Epoch]:

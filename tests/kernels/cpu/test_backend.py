@@ -137,7 +137,7 @@ def test_arbitrary_bit_patterns(data):
 @pytest.mark.parametrize("name", NAMES)
 def test_thread_counts_do_not_matter(name, monkeypatch):
     """Large enough to be shared, with ranges that do not divide evenly."""
-    monkeypatch.setattr("crossgrain.kernels.cpu.runtime._ELEMENTS_PER_THREAD", 4096)
+    monkeypatch.setattr("crossgrain.kernels.cpu.runtime.ELEMENTS_PER_THREAD", 4096)
     x = torch.randn(384, 160) if "block" not in name else torch.randn(384, 256)
     planes = []
     for threads in ("1", "2", "3", "7"):
@@ -197,7 +197,7 @@ def _encode_in_child(rank, x, expected, results):
 
 def test_threads_after_a_fork(monkeypatch):
     """The pool of the parent does not exist in the child: it must make its own."""
-    monkeypatch.setattr("crossgrain.kernels.cpu.runtime._ELEMENTS_PER_THREAD", 4096)
+    monkeypatch.setattr("crossgrain.kernels.cpu.runtime.ELEMENTS_PER_THREAD", 4096)
     monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "2")
     x = torch.randn(256, 256)
     expected = [p.data for p in encoded(CPU, x, encodings_of("mxfp8", (ROWWISE, COLUMNWISE)))]

@@ -17,8 +17,19 @@ from crossgrain.kernels.cpu.simd import load_u8, store_u8
 from crossgrain.kernels.cpu.support import tag_of_plane
 from crossgrain.kernels.cpu.tags import NO
 from crossgrain.kernels.workspaces import free_workspaces
+from crossgrain.planes import empty_plane
 
-from ...common.encodings import DIRECTIONS, HYBRIDS, NAMES, encoded, encoded_groups, encodings_of, pair_of, that_fit
+from ...common.encodings import (
+    DIRECTIONS,
+    HYBRIDS,
+    NAMES,
+    SEED,
+    encoded,
+    encoded_groups,
+    encodings_of,
+    pair_of,
+    that_fit,
+)
 from ...common.guarded_memory import WRITTEN, all_kernels, guarded_child, name_of
 
 CPU = CpuBackend()
@@ -53,6 +64,16 @@ def single(x, encodings):
     return encoded(CPU, x, encodings)
 
 
+def planned(x, encodings):
+    """By a plan, as new planes are made; as above where there is none."""
+    planes = [empty_plane(encoding.format, way, x.shape, device=x.device) for way, encoding in encodings]
+    plan = CPU.plan(x, planes, [encoding for _, encoding in encodings], {})
+    if plan is None:
+        return single(x, encodings)
+    assert plan.run(x, planes, SEED) is False
+    return planes
+
+
 def grouped(x, encodings):
     return encoded_groups(CPU, x, HEIGHTS, encodings)
 
@@ -85,6 +106,7 @@ def plane_cases(ways):
         for x in (*(numbers(shape, torch.bfloat16) for shape in SHAPES), numbers(SHAPES[-1]), turned):
             if fitting := that_fit(encodings, x.shape):
                 yield partial(all_bytes, single, x, fitting)
+                yield partial(all_bytes, planned, x, fitting)
 
 
 def group_cases(name):
@@ -160,6 +182,7 @@ def test_all_kernels_are_among_the_guarded_ones():
         partial(all_bytes, single, x, encodings_of(name, (way,))) for name in some for way in (ROWWISE, COLUMNWISE)
     ]
     cases += [partial(all_bytes, single, x, encodings_of("nvfp4_4over6_448", (ROWWISE,)))]
+    cases += [partial(all_bytes, planned, x, encodings_of(name, (ROWWISE,))) for name in ("fp8", "nvfp4")]
 
     def complete(guard):
         missing = set() if products.has_byte_dot_products() else {"nvfp4_product.multiply"}

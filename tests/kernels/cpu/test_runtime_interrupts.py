@@ -25,7 +25,7 @@ class Interrupted(Exception):
 @pytest.fixture
 def two_threads(monkeypatch):
     monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", "2")
-    monkeypatch.setattr(runtime, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(runtime, "ELEMENTS_PER_THREAD", 1)
 
 
 @pytest.fixture

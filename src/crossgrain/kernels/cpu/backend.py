@@ -16,21 +16,24 @@ from torch import Tensor
 from ...formats.encoding import Encoding
 from ...planes import ROWWISE, Plane
 from ...planes.groups import PlaneGroups
-from ..backend import Seen
+from ..backend import Plan, Plans, Seen
 from ..reference import ReferenceBackend
 from ..reference.hadamard import unrotate
 from ..target import GroupedTarget, Target
-from . import fingerprint, measure, products
+from . import fingerprint, measure, products, runtime
 from .decoders import decoder
 from .elements import INFINITY_BITS
-from .encoders import REFUSED, KernelCall, encode_some
+from .encoders import Step, chosen_work
 from .known import is_known
-from .places import Ints, as_one, groups_of, starts
+from .places import GroupsAsOne, Ints, as_one, starts
+from .plans import plan_for
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
 from .support import (
+    Seed,
     all_have_memory,
     from_bits,
     has_memory,
+    is_plain_memory,
     is_readable,
     is_standard,
     is_standard_format,
@@ -39,9 +42,9 @@ from .support import (
     tag,
     tag_of_input,
     tensor_factor,
-    yes_or_no,
 )
 from .tags import F32, NO, YES, Tag
+from .work import REFUSED, run_work
 
 _STREAM_FROM = 1 << 20  # results of so many numbers do not fit into the caches, and are written past them
 
@@ -50,13 +53,13 @@ _MOST_KINDS = 4096  # kinds of work whose steps are cached, so that many shapes 
 
 
 class _Known(NamedTuple):
-    """How a kind of work was done. Its key has the addresses of the encodings, so they are kept alive here."""
+    """How a kind of work is done. Its key has the addresses of the encodings, so they are kept alive here."""
 
-    steps: list[KernelCall]
+    steps: list[Step]
     encodings: list[Encoding]
 
 
-_steps: dict[Hashable, _Known] = {}  # for each kind of work that needs only compiled kernels
+_known: dict[Hashable, _Known] = {}  # for each kind of work that needs only compiled kernels
 
 
 class CpuBackend(ReferenceBackend):
@@ -138,35 +141,50 @@ class CpuBackend(ReferenceBackend):
             return super().encode(x, targets, seed)
         source = readable_memory(x)
         key = _kind_of_work(x, targets)
-        known = None if key is None else _steps.get(key)
-        if known is None:
-            return self._encode_and_note(x, source, targets, seed, key)
-        most = 0
-        for run, at in known.steps:
-            chosen = tuple([None if i is None else targets[i] for i in at])
-            bits = run(source, chosen, seed)
-            if bits == REFUSED:
-                super().encode(x, [target for target in chosen if target is not None], seed)
-                bits = INFINITY_BITS  # kernels refuse only NaNs
-            most = max(most, bits)
-        return most >= INFINITY_BITS
-
-    def _encode_and_note(
-        self, x: Tensor, source: Tensor, targets: Sequence[Target], seed: int | None, key: Hashable | None
-    ) -> Seen:
-        """Try all encoders, and cache the steps if they have done everything, so that the next call need not try."""
+        known = None if key is None else _known.get(key)
+        if known is not None:
+            return self._run(x, source, known.steps, targets, seed) >= INFINITY_BITS
         # fp16 is converted to fp32, except if scales depend on the range of the input's dtype.
         bound_to_dtype = [t for t in targets if x.dtype == torch.float16 and t.encoding.format.scale_rule == "fp32"]
         unusual = [t for t in targets if not _draws_hashes(t.encoding) or not is_standard(t.plane)]
         slow = [t for t in targets if t in bound_to_dtype or t in unusual or not _has_usable_amax(t)]
-        steps, left, most = encode_some(source, [target for target in targets if target not in slow], seed)
-        if key is not None and not slow and not left:
-            if len(_steps) >= _MOST_KINDS:
-                _steps.clear()
-            _steps[key] = _Known(steps, [target.encoding for target in targets])
-        if left or slow:
-            return super().encode(x, left + slow, seed)
-        return most >= INFINITY_BITS
+        fast = [target for target in targets if target not in slow]
+        steps, left = chosen_work(source.dtype, fast)
+        slow += [fast[at] for at in left]
+        if key is not None and not slow:
+            if len(_known) >= _MOST_KINDS:
+                _known.clear()
+            _known[key] = _Known(steps, [target.encoding for target in targets])
+        most = self._run(x, source, steps, fast, seed)
+        return super().encode(x, slow, seed) if slow else most >= INFINITY_BITS
+
+    def plan(self, x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], known: Plans) -> Plan | None:
+        if not is_plain_memory(x):
+            return None
+        if x.dtype not in known:
+            known[x.dtype] = plan_for(x, [Target(*each) for each in zip(planes, encodings, strict=True)])
+        return known[x.dtype]
+
+    def _run(self, x: Tensor, source: Tensor, steps: list[Step], targets: Sequence[Target], seed: Seed) -> int:
+        """Run kernels. What one refuses is encoded by the reference. Returns the bits of the largest magnitude."""
+        most = 0
+        for work, at in steps:
+            chosen = tuple([None if i is None else targets[i] for i in at])
+            bits = run_work(work, source, chosen, seed)
+            if bits == REFUSED:
+                self._encode_refused(x, [target for target in chosen if target is not None], seed)
+                bits = INFINITY_BITS  # kernels refuse only NaNs
+            most = max(most, bits)
+        return most
+
+    def _encode_refused(self, x: Tensor, targets: Sequence[Target], seed: Seed) -> None:
+        groups = [target.as_groups() for target in targets if isinstance(target, GroupsAsOne)]
+        if groups:
+            assert not isinstance(seed, int)
+            super().encode_groups(x, groups, seed)
+        else:
+            assert seed is None or isinstance(seed, int)
+            super().encode(x, targets, seed)
 
     def tensor_scale(self, target: Target | GroupedTarget) -> Tensor:
         if isinstance(target, GroupedTarget) or not is_known(target.encoding.format):
@@ -199,12 +217,13 @@ class CpuBackend(ReferenceBackend):
     def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:
         if not is_readable(x) or not x.numel():
             return super().encode_groups(x, targets, seeds)
+        fast = [target for target in targets if _has_kernels(x, target)]
+        ones = [as_one(target) for target in fast]
         source = readable_memory(x)
-        left: list[Target] = [as_one(target) for target in targets if _has_kernels(x, target)]
-        asked = {id(groups_of(one)) for one in left}
-        _, left, most = encode_some(source, left, seeds)
-        done = asked - {id(groups_of(one)) for one in left}
-        slow = [target for target in targets if id(target.planes) not in done]
+        steps, left = chosen_work(source.dtype, ones)
+        slow = [target for target in targets if not any(target is other for other in fast)]
+        slow += [fast[at] for at in left]
+        most = self._run(x, source, steps, ones, seeds)
         return super().encode_groups(x, slow, seeds) if slow else most >= INFINITY_BITS
 
     # ---- decoding ------------------------------------------------------------------------------
@@ -236,24 +255,21 @@ class CpuBackend(ReferenceBackend):
         self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
         """Decode a plane in its layout: the operand, or [M, K] if it is stored so. None if there is no kernel."""
-        if not plane.data.is_contiguous() or not all_have_memory(plane.buffers()):
+        found = decoder(plane, dtype) if all_have_memory(plane.buffers()) else None
+        if found is None:
             return None
-        if plane.scale is None or not is_standard(plane):
-            return None
-        if plane.format.block is not None and plane.scale.stride(-1) != 1:
-            return None
-        height, width = plane.shape[::-1] if plane.transposed else plane.shape
-        work = decoder(plane, width)
-        if work is None:
-            return None
+        height, width = found.shape
+        count = height * width
         if workspace is None:
             out = torch.empty(height, width, dtype=dtype, device="cpu")
         else:
-            out = workspace[: height * width].view(height, width)
-        aligned = width * out.element_size() % 64 == 0 and out.data_ptr() % 64 == 0
-        streaming = yes_or_no(out.numel() >= _STREAM_FROM and aligned)
-        flat = plane.format.block is None
-        run_ranges(lambda first, last: work(out, first, last, streaming), out.numel() if flat else height, out.numel())
+            out = workspace[:count].view(height, width)
+        address = out.data_ptr()
+        past_caches = count >= _STREAM_FROM and width * dtype.itemsize % 64 == 0 and address % 64 == 0
+        if count < 2 * runtime.ELEMENTS_PER_THREAD:
+            found.run(plane, address, 0, found.steps, past_caches)
+        else:
+            run_ranges(lambda first, last: found.run(plane, address, first, last, past_caches), found.steps, count)
         return out
 
 

@@ -1,7 +1,7 @@
-"""The kernels that encode targets: for which targets each is, and how it is called.
+"""The kernels that encode targets: for which targets each is, and with which arguments it is called.
 
-`encode_some` tries one after the other. The backend caches the steps, so that it does not try again for targets of the
-same kind.
+`chosen_work` tries one after the other. The backend caches what it returns, so that it does not try again for targets
+of the same kind.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...formats.encoding import Encoding
 from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
 from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
-from .elements import INFINITY_BITS
 from .known import E2M1
-from .places import Ints, Numbers, place_of
-from .runtime import Arguments, address, run_kernel
+from .places import Ints
+from .runtime import address
 from .support import (
     NO_STREAM,
-    ONE,
-    Seed,
     Stream,
-    factor_for_kernels,
-    global_scales,
     goes_along,
     is_cast,
     is_column_run,
@@ -37,40 +31,29 @@ from .support import (
     is_nvfp4_columns,
     is_nvfp4_tile_rows,
     is_row_run,
-    one_per_direction,
-    scales_of_each_row,
-    scratch_memory,
-    stream_of,
     tag,
-    tag_of_input,
+    tag_of_dtype,
     tag_of_plane,
-    write_tensor_scale,
     yes_or_no,
 )
 from .tags import F32, NO, YES, Tag
+from .work import FIRST, LAST, SCRATCH, Chosen, TargetSlots, Work, stream_slots
 
 _TILE_WIDTH = 512  # columns of a tile of transposed planes
 _TURNED_WIDTH = 256  # columns of a tile that is transposed in the second-level cache
 _STRIP_WIDTH = 512  # columns of a strip: 32 rows of it stay in the second-level cache
 
 
-Chosen = tuple[Target | None, ...]  # the targets of one pass, in the order in which its encoder expects them
-
-
 class Encoder(NamedTuple):
     """A kernel for some kinds of targets.
 
     Attributes:
-        choose: returns targets for one pass of this kernel, from those that are left; None if there are none.
-        run: writes them; returns the bits of the largest magnitude, or REFUSED if the kernel cannot encode these
-            numbers.
+        choose: returns targets for one call of this kernel, from those that are left; None if there are none.
+        work: the call that writes them, for a matrix of a dtype.
     """
 
     choose: Callable[[Sequence[Target]], Chosen | None]
-    run: Callable[[Tensor, Chosen, Seed], int]
-
-
-REFUSED = -1
+    work: Callable[[torch.dtype, Chosen], Work]
 
 
 class Run(NamedTuple):
@@ -78,22 +61,21 @@ class Run(NamedTuple):
 
     place: tuple[Any, ...]  # the kernel, bits, block; codes, scales and global scales: addresses and steps between rows
     stream: Stream
-    global_scales: tuple[Numbers, Numbers]  # kept alive
 
 
-def _run(x: Tensor, target: Target, seed: Seed, dtype: Tag | None = None) -> Run:
-    """The arguments for a target. ``dtype`` is what the kernel of a row reads; None for what ``x`` has."""
-    at, encoding = place_of(target, x), target.encoding
-    key = (id(encoding), dtype or tag_of_input(x))
+def _run(target: Target, slots: TargetSlots, dtype: Tag) -> Run:
+    """The arguments for a target. ``dtype`` is what the kernel of a row reads."""
+    encoding = target.encoding
+    key = (id(encoding), dtype)
     found = _row_kernels.get(key)
     if found is None:
-        found = _row_kernels[key] = _row_kernel(target, key[1])
-    encode, decode = scales = global_scales(target)
+        found = _row_kernels[key] = _row_kernel(target, dtype)
     step = 4 if encoding.format.global_amax == "row" else 0
     place = (
-        *found.numbers, at.codes, at.codes_step, at.scales, at.scales_step, encode.address, decode.address, step,
+        *found.numbers, slots.codes, slots.codes_step, slots.scales, slots.scales_step,
+        slots.encode, slots.decode, step,
     )  # fmt: skip
-    return Run(place, stream_of(seed, target), scales)
+    return Run(place, stream_slots(target, slots))
 
 
 class _RowKernel(NamedTuple):
@@ -119,7 +101,7 @@ def _row_kernel(target: Target, dtype: Tag) -> _RowKernel:
 _MOST_ROW_KERNELS = 1024
 _RUN_NUMBERS = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0)  # by which the types of the arguments of `rows.run` are known
 _WHOLE = 1 << 31  # the length of a block without end: the tensor has one scale
-_NO_RUN = Run((0, 8, _WHOLE, 0, 0, 0, 0, 0, 0, 0), NO_STREAM, (ONE, ONE))
+_NO_RUN = Run((0, 8, _WHOLE, 0, 0, 0, 0, 0, 0, 0), NO_STREAM)
 
 
 def _stochastic(target: Target) -> Tag:
@@ -133,9 +115,9 @@ def _beside(column: Target | None, targets: Sequence[Target]) -> Chosen | None:
     return column, next((target for target in targets if goes_along(target, column)), None)
 
 
-def _run_beside(x: Tensor, row: Target | None, seed: Seed) -> Run:
+def _run_beside(dtype: torch.dtype, row: Target | None) -> Run:
     """The arguments for the rowwise target of a pass. Without one, they say that nothing is written."""
-    return _NO_RUN if row is None else _run(x, row, seed)
+    return _NO_RUN if row is None else _run(row, TargetSlots.of(1), tag_of_dtype(dtype))
 
 
 def _first(targets: Sequence[Target], wanted: Callable[[Target], bool]) -> Target | None:
@@ -152,156 +134,96 @@ def _one(wanted: Callable[[Target], bool]) -> Callable[[Sequence[Target]], Chose
     return choose
 
 
-def _finish(target: Target | None) -> None:
-    """Write what a plane has beside codes and block scales: the amax and the per-tensor scale."""
-    if target is None:
-        return
-    if target.amax is not None:
-        groups = getattr(target, "groups", None)
-        amax = target.plane.amax if groups is None else groups.amax
-        if amax is not None:
-            amax.copy_(target.amax)
-    if target.plane.format.block is None:
-        write_tensor_scale(target)
+def _in_steps_of(rows: int) -> Callable[[Ints], Ints]:
+    """The number of steps, if each has so many rows; the last one may have fewer."""
+    return lambda height: -(-height // rows)
 
 
-def _encode_row_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
+def _row_run(dtype: torch.dtype, chosen: Chosen) -> Work:
     """Encode a rowwise plane."""
     (target,) = chosen
     assert target is not None
-    run, at, width = _run(x, target, seed), place_of(target, x), target.plane.shape[1]
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        return (
-            at.x, width * x.element_size(), *run.place,
-            first, last, width, scratch_memory(rows.RUN_SCRATCH), *run.stream, F32,
-        )  # fmt: skip
-
-    bits = max(run_kernel(rows.encode_rows, arguments, at.height, x.numel(), chosen), default=0)
-    _finish(target)
-    return bits
+    at, width = TargetSlots.of(0), target.plane.shape[1]
+    run = _run(target, at, tag_of_dtype(dtype))
+    arguments = (at.x, width * dtype.itemsize, *run.place, FIRST, LAST, width, SCRATCH, *run.stream, F32)
+    return Work(rows.encode_rows, arguments, _in_steps_of(1), rows.RUN_SCRATCH)
 
 
-def _encode_column_run(x: Tensor, chosen: Chosen, seed: Seed) -> int:
+def _column_run(dtype: torch.dtype, chosen: Chosen) -> Work:
     """Encode a columnwise plane that is stored transposed."""
     (target,) = chosen
     assert target is not None
-    run, at, width = _run(x, target, seed, dtype=F32), place_of(target, x), target.plane.shape[1]
-    strip = min(_TURNED_WIDTH, width)
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        scratch = scratch_memory(strip * transposed.PITCH + rows.RUN_SCRATCH)
-        return (
-            at.x, width * x.element_size(), *run.place,
-            first, last, at.height, width, strip, scratch, *run.stream, tag_of_input(x),
-        )  # fmt: skip
-
-    tiles = -(-at.height // transposed.HEIGHT)
-    bits = max(run_kernel(transposed.encode_columns, arguments, tiles, x.numel(), chosen), default=0)
-    _finish(target)
-    return bits
+    at, width = TargetSlots.of(0), target.plane.shape[1]
+    run, strip = _run(target, at, F32), min(_TURNED_WIDTH, width)
+    arguments = (
+        at.x, width * dtype.itemsize, *run.place,
+        FIRST, LAST, at.height, width, strip, SCRATCH, *run.stream, tag_of_dtype(dtype),
+    )  # fmt: skip
+    scratch = strip * transposed.PITCH + rows.RUN_SCRATCH
+    return Work(transposed.encode_columns, arguments, _in_steps_of(transposed.HEIGHT), scratch)
 
 
-def _cast(x: Tensor, chosen: Chosen, seed: Seed) -> int:
+def _cast(dtype: torch.dtype, chosen: Chosen) -> Work:
     """Encode per-tensor FP8 in the layout of the input."""
     (target,) = chosen
     assert target is not None
-    at, factor, element = place_of(target, x), factor_for_kernels(target), tag_of_plane(target.plane)
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        return (at.x, at.codes, factor, first, last, tag_of_input(x), element, YES)
-
-    bits = max(run_kernel(rows.cast, arguments, at.height * target.plane.shape[1], x.numel(), chosen), default=0)
-    write_tensor_scale(target)
-    return bits
+    at, width = TargetSlots.of(0), target.plane.shape[1]
+    arguments = (at.x, at.codes, at.factor, FIRST, LAST, tag_of_dtype(dtype), tag_of_plane(target.plane), YES)
+    return Work(rows.cast, arguments, lambda height: height * width)
 
 
 def _choose_mxfp8_columns(targets: Sequence[Target]) -> Chosen | None:
     return _beside(_first(targets, is_mxfp8_columns), targets)
 
 
-def _encode_mxfp8_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
+def _mxfp8_columns(dtype: torch.dtype, chosen: Chosen) -> Work:
     """Encode MXFP8 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
-    run = _run_beside(x, row, seed)
-    at, width, element = place_of(column, x), column.plane.shape[1], tag_of_plane(column.plane)
+    at, run, width = TargetSlots.of(0), _run_beside(dtype, row), column.plane.shape[1]
     strip = min(_STRIP_WIDTH, width)
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        scratch = scratch_memory(33 * strip * 4 + rows.RUN_SCRATCH)
-        return (
-            at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            *run.place, first, last, width, strip, scratch, *run.stream, tag_of_input(x), element,
-        )  # fmt: skip
-
-    bits = max(run_kernel(columns.mx_columns, arguments, at.height // 32, x.numel(), chosen), default=0)
-    _finish(row)
-    return bits
+    arguments = (
+        at.x, width * dtype.itemsize, at.codes, at.codes_step, at.scales, at.scales_step,
+        *run.place, FIRST, LAST, width, strip, SCRATCH, *run.stream, tag_of_dtype(dtype), tag_of_plane(column.plane),
+    )  # fmt: skip
+    return Work(columns.mx_columns, arguments, _in_steps_of(32), 33 * strip * 4 + rows.RUN_SCRATCH)
 
 
 def _choose_nvfp4_columns(targets: Sequence[Target]) -> Chosen | None:
     return _beside(_first(targets, is_nvfp4_columns), targets)
 
 
-def _encode_nvfp4_columns(x: Tensor, chosen: Chosen, seed: Seed) -> int:
+def _nvfp4_columns(dtype: torch.dtype, chosen: Chosen) -> Work:
     """Encode NVFP4 columnwise, with a rowwise plane in the same pass."""
     column, row = chosen
     assert column is not None
-    run = _run_beside(x, row, seed)
-    plane, at = column.plane, place_of(column, x)
-    width = plane.shape[1]
+    at, run, fmt = TargetSlots.of(0), _run_beside(dtype, row), column.plane.format
+    width = column.plane.shape[1]
     strip = width if width < 64 else min(_TILE_WIDTH, width // 32 * 32)
-    encode, decode, amax = scales_of_each_row(column)
-    bound = E2M1.max * plane.format.scale_bound
-    stream = stream_of(seed, column)
-    tags = (
-        tag("none" if plane.format.rotation is None else str(plane.format.rotation)),
-        _stochastic(column),
-        tag(column.encoding.four_over_six or "none"),
-    )
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        scratch = scratch_memory((16 * 4 + 64 + 8) * strip + rows.RUN_SCRATCH)
-        return (
-            at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            encode.address, decode.address, amax.address, bound, *run.place,
-            first, last, at.height, width, strip, scratch, *stream, *run.stream,
-            plane.format.block != (1, 16), tag_of_input(x), *tags,
-        )  # fmt: skip
-
-    bits = max(run_kernel(nvfp4_columns.columns, arguments, -(-at.height // 128), x.numel(), chosen), default=0)
-    if bits > INFINITY_BITS:
-        return REFUSED
-    _finish(column)
-    _finish(row)
-    return bits
+    arguments = (
+        at.x, width * dtype.itemsize, at.codes, at.codes_step, at.scales, at.scales_step,
+        at.each_encode, at.each_decode, at.each_amax, E2M1.max * fmt.scale_bound, *run.place,
+        FIRST, LAST, at.height, width, strip, SCRATCH, *stream_slots(column, at), *run.stream,
+        fmt.block != (1, 16), tag_of_dtype(dtype), tag("none" if fmt.rotation is None else str(fmt.rotation)),
+        _stochastic(column), tag(column.encoding.four_over_six or "none"),
+    )  # fmt: skip
+    scratch = (16 * 4 + 64 + 8) * strip + rows.RUN_SCRATCH
+    return Work(nvfp4_columns.columns, arguments, _in_steps_of(128), scratch, refuses_nan=True)
 
 
-def _encode_nvfp4_rows(x: Tensor, chosen: Chosen, seed: Seed) -> int:
+def _nvfp4_rows(dtype: torch.dtype, chosen: Chosen) -> Work:
     """Encode NVFP4 rowwise with a scale per 16x16 tile, or with 4-over-6."""
     (target,) = chosen
     assert target is not None
-    fmt, width, at = target.plane.format, target.plane.shape[1], place_of(target, x)
-    encode, decode, amax = scales_of_each_row(target)
-    bound = E2M1.max * fmt.scale_bound
-    stream = stream_of(seed, target)
-    tags = (_stochastic(target), tag(target.encoding.four_over_six or "none"))
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        scratch = scratch_memory(nvfp4_rows.SCRATCH)
-        return (
-            at.x, width * x.element_size(), at.codes, at.codes_step, at.scales, at.scales_step,
-            encode.address, decode.address, amax.address, bound, first, last, width, scratch,
-            *stream, tag_of_input(x), *tags,
-        )  # fmt: skip
-
+    at, fmt, width = TargetSlots.of(0), target.plane.format, target.plane.shape[1]
+    arguments = (
+        at.x, width * dtype.itemsize, at.codes, at.codes_step, at.scales, at.scales_step,
+        at.each_encode, at.each_decode, at.each_amax, E2M1.max * fmt.scale_bound, FIRST, LAST, width, SCRATCH,
+        *stream_slots(target, at), tag_of_dtype(dtype),
+        _stochastic(target), tag(target.encoding.four_over_six or "none"),
+    )  # fmt: skip
     by_rows = nvfp4_rows.tile_rows if is_nvfp4_tile_rows(target) else nvfp4_rows.block_rows
-    bits = max(run_kernel(by_rows, arguments, at.height // fmt.block_rows, x.numel(), chosen), default=0)
-    if bits > INFINITY_BITS:
-        return REFUSED
-    _finish(target)
-    return bits
+    return Work(by_rows, arguments, _in_steps_of(fmt.block_rows), nvfp4_rows.SCRATCH, refuses_nan=True)
 
 
 def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
@@ -309,24 +231,19 @@ def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
     first = _first(targets, is_mxfp8_tiled)
     if first is None:
         return None
-    return tuple(one_per_direction([t for t in targets if is_mxfp8_tiled(t) and t.encoding == first.encoding]))
+    return _by_direction([t for t in targets if is_mxfp8_tiled(t) and t.encoding == first.encoding])
 
 
-def _encode_mxfp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> int:
-    group = [target for target in chosen if target is not None]
-    plane = group[0].plane
-    width = plane.shape[1]
-    places = {target.plane.direction: place_of(target, x) for target in group}
-    row, column = (places.get(direction) or next(iter(places.values())) for direction in (ROWWISE, COLUMNWISE))
-
-    def arguments(first: Ints, last: Ints) -> Arguments:
-        return (
-            row.x, width * x.element_size(), row.codes, column.codes,
-            row.scales, row.scales_step, column.scales, column.scales_step,
-            first, last, width, ROWWISE in places, COLUMNWISE in places, tag_of_input(x), tag_of_plane(plane),
-        )  # fmt: skip
-
-    return max(run_kernel(columns.mx_tiles, arguments, row.height // 32, x.numel(), chosen), default=0)
+def _mxfp8_tiles(dtype: torch.dtype, chosen: Chosen) -> Work:
+    made = [target is not None for target in chosen]
+    row, column = _slots_by_direction(chosen)
+    plane = _any(chosen).plane
+    arguments = (
+        row.x, plane.shape[1] * dtype.itemsize, row.codes, column.codes,
+        row.scales, row.scales_step, column.scales, column.scales_step,
+        FIRST, LAST, plane.shape[1], *made, tag_of_dtype(dtype), tag_of_plane(plane),
+    )  # fmt: skip
+    return Work(columns.mx_tiles, arguments, _in_steps_of(32))
 
 
 def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
@@ -334,86 +251,83 @@ def _choose_fp8_tiles(targets: Sequence[Target]) -> Chosen | None:
     first = _first(targets, is_fp8_tiled)
     if first is None:
         return None
-    return tuple(one_per_direction([target for target in targets if is_fp8_tiled(target, beside=first)]))
+    return _by_direction([target for target in targets if is_fp8_tiled(target, beside=first)])
 
 
-def _encode_fp8_tiles(x: Tensor, chosen: Chosen, seed: Seed) -> int:
-    group = [target for target in chosen if target is not None]
-    first = next((target for target in group if is_fp8_tiled(target)), group[0])
-    places = {target.plane.direction: place_of(target, x) for target in group}
-    row, column = (places.get(direction) or next(iter(places.values())) for direction in (ROWWISE, COLUMNWISE))
-    fmt, encoding = first.plane.format, first.encoding
+def _fp8_tiles(dtype: torch.dtype, chosen: Chosen) -> Work:
+    made = [target is not None for target in chosen]
+    row, column = _slots_by_direction(chosen)
+    plane, encoding = _any(chosen).plane, _any(chosen).encoding
+    fmt, width = plane.format, plane.shape[1]
     assert fmt.element is not None
-    width = first.plane.shape[1]
-    factor = factor_for_kernels(first) if fmt.block is None else 1.0
-    largest_code = fmt.element.max
+    arguments = (
+        row.x, width * dtype.itemsize, row.codes, width, column.codes, row.height,
+        row.scales, row.scales_step, column.scales, column.scales_step,
+        FIRST, LAST, row.height, width, row.factor if fmt.block is None else 1.0,
+        float(encoding.epsilon), fmt.element.max, float(torch.finfo(dtype).max), SCRATCH,
+        *made, fmt.block == (1, 128), fmt.block == (128, 128),
+        tag_of_dtype(dtype), tag_of_plane(plane), yes_or_no(encoding.power_of_two),
+    )  # fmt: skip
+    return Work(fp8_tiles.tiles, arguments, _in_steps_of(fp8_tiles.SIDE), fp8_tiles.SCRATCH_BYTES)
 
-    def arguments(begin: Ints, end: Ints) -> Arguments:
-        scratch = scratch_memory(fp8_tiles.SCRATCH_BYTES)
-        return (
-            row.x, width * x.element_size(), row.codes, width, column.codes, row.height,
-            row.scales, row.scales_step, column.scales, column.scales_step,
-            begin, end, row.height, width, factor, float(encoding.epsilon), largest_code,
-            float(torch.finfo(x.dtype).max), scratch,
-            ROWWISE in places, COLUMNWISE in places, fmt.block == (1, 128), fmt.block == (128, 128),
-            tag_of_input(x), tag_of_plane(first.plane), yes_or_no(encoding.power_of_two),
-        )  # fmt: skip
 
-    bits = max(run_kernel(fp8_tiles.tiles, arguments, -(-row.height // fp8_tiles.SIDE), x.numel(), chosen), default=0)
-    if fmt.block is None:
-        for target in group:
-            write_tensor_scale(target)
-    return bits
+def _by_direction(targets: Sequence[Target]) -> Chosen:
+    """The first rowwise and the first columnwise target, which one call can write; None where there is none."""
+    rows, columns = ([t for t in targets if t.plane.direction is direction] for direction in (ROWWISE, COLUMNWISE))
+    return rows[0] if rows else None, columns[0] if columns else None
+
+
+def _slots_by_direction(chosen: Chosen) -> tuple[TargetSlots, TargetSlots]:
+    """The slots of the two directions. Those of a direction that is not made are not used: they are the other's."""
+    row, column = chosen
+    return TargetSlots.of(1 if row is None else 0), TargetSlots.of(0 if column is None else 1)
+
+
+def _any(chosen: Chosen) -> Target:
+    return next(target for target in chosen if target is not None)
 
 
 ENCODERS: tuple[Encoder, ...] = (
-    Encoder(_choose_nvfp4_columns, _encode_nvfp4_columns),
-    Encoder(_choose_mxfp8_columns, _encode_mxfp8_columns),
-    Encoder(_choose_mxfp8_tiles, _encode_mxfp8_tiles),
-    Encoder(_choose_fp8_tiles, _encode_fp8_tiles),
-    Encoder(_one(is_row_run), _encode_row_run),
-    Encoder(_one(is_column_run), _encode_column_run),
+    Encoder(_choose_nvfp4_columns, _nvfp4_columns),
+    Encoder(_choose_mxfp8_columns, _mxfp8_columns),
+    Encoder(_choose_mxfp8_tiles, _mxfp8_tiles),
+    Encoder(_choose_fp8_tiles, _fp8_tiles),
+    Encoder(_one(is_row_run), _row_run),
+    Encoder(_one(is_column_run), _column_run),
     Encoder(_one(is_cast), _cast),
-    Encoder(_one(lambda target: is_nvfp4_tile_rows(target) or is_four_over_six_rows(target)), _encode_nvfp4_rows),
+    Encoder(_one(lambda target: is_nvfp4_tile_rows(target) or is_four_over_six_rows(target)), _nvfp4_rows),
 )
 """The order matters: kernels that also write a rowwise plane come before those that write only rowwise planes."""
 
 
-class KernelCall(NamedTuple):
-    """An encoder, and the indices of the targets that it writes."""
+class Step(NamedTuple):
+    """A call of a kernel, and the indices of the targets that it writes."""
 
-    run: Callable[[Tensor, Chosen, Seed], int]
+    work: Work
     at: tuple[int | None, ...]
 
 
-class Encoded(NamedTuple):
-    """What `encode_some` has done.
+class Steps(NamedTuple):
+    """What `chosen_work` has found.
 
     Attributes:
-        steps: the kernels that wrote something.
-        left: the targets that no kernel can write.
-        largest: bits of the largest magnitude that these kernels have seen.
+        steps: the calls that write the targets for which there are kernels.
+        left: the indices of the targets that no kernel can write.
     """
 
-    steps: list[KernelCall]
-    left: list[Target]
-    largest: int
+    steps: list[Step]
+    left: list[int]
 
 
-def encode_some(x: Tensor, targets: Sequence[Target], seed: Seed) -> Encoded:
-    """Write the targets for which there are kernels."""
-    left, steps, most = list(targets), [], 0
+def chosen_work(dtype: torch.dtype, targets: Sequence[Target]) -> Steps:
+    """The calls of kernels that write ``targets``."""
+    left, steps = list(targets), []
     for encoder in ENCODERS:
-        refused: list[Target] = []
-        while chosen := encoder.choose([target for target in left if not any(target is other for other in refused)]):
-            bits = encoder.run(x, chosen, seed)
-            if bits == REFUSED:
-                refused += [target for target in chosen if target is not None]
-                continue
-            most = max(most, bits)
-            steps.append(KernelCall(encoder.run, tuple(None if t is None else _index(targets, t) for t in chosen)))
+        while chosen := encoder.choose(left):
+            at = tuple(None if target is None else _index(targets, target) for target in chosen)
+            steps.append(Step(encoder.work(dtype, chosen), at))
             left = [target for target in left if not any(target is other for other in chosen)]
-    return Encoded(steps, left, most)
+    return Steps(steps, [_index(targets, target) for target in left])
 
 
 def _index(targets: Sequence[Target], wanted: Target) -> int:

@@ -31,6 +31,10 @@ class GroupsAsOne(Target):
 
     groups: PlaneGroups | None = None
 
+    def as_groups(self) -> GroupedTarget:
+        assert self.groups is not None
+        return GroupedTarget(self.groups, self.encoding, self.amax, self.scale, self.within)
+
 
 def as_one(target: GroupedTarget) -> GroupsAsOne:
     planes = target.planes

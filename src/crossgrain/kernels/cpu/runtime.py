@@ -27,7 +27,7 @@ from .announcing import announced
 from .jobs import SLOT, jobs, work_tag
 from .tags import Tag, TagType
 
-_ELEMENTS_PER_THREAD = 1 << 18  # with fewer numbers, another thread costs more time than it saves
+ELEMENTS_PER_THREAD = 1 << 18  # with fewer numbers, another thread costs more time than it saves
 
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _addresses: dict[tuple[Any, ...], int] = {}
@@ -122,7 +122,7 @@ def _numba_type(argument: Any) -> Any:
 def thread_count(elements: int) -> int:
     """The number of threads for so many numbers, at most CROSSGRAIN_NUM_THREADS or torch's number of threads."""
     wanted = int(os.environ.get("CROSSGRAIN_NUM_THREADS") or 0) or torch.get_num_threads()
-    return max(1, min(wanted, elements // _ELEMENTS_PER_THREAD))
+    return max(1, min(wanted, elements // ELEMENTS_PER_THREAD))
 
 
 def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> list[Any]:
@@ -131,7 +131,7 @@ def run_ranges(work: Callable[[int, int], Any], count: int, elements: int) -> li
     Nobody is still at work when it returns or raises, whatever is raised in this thread: whoever handles an interrupt
     may free or reuse the memory that is being written.
     """
-    threads = 1 if elements < 2 * _ELEMENTS_PER_THREAD else min(thread_count(elements), count)
+    threads = 1 if elements < 2 * ELEMENTS_PER_THREAD else min(thread_count(elements), count)
     if threads <= 1:
         return [work(0, count)]
     ranges = deque(enumerate(pairwise(count * i // threads for i in range(threads + 1))))
@@ -235,11 +235,11 @@ def run_groups(
         tags = [value for value in given if type(value) is Tag]
         table = np.empty((len(groups), len(values)), np.int64)
         for place, value in enumerate(values):
-            column = table.view(np.float32)[:, 2 * place] if _kind(value) == "f" else table[:, place]
+            column = table.view(np.float32)[:, 2 * place] if kind_of(value) == "f" else table[:, place]
             column[:] = value[groups] if isinstance(value, np.ndarray) else value
         results = np.empty(len(groups), np.int64)
-        kinds = "".join(map(_kind, values))
-        example = [_EXAMPLES[kind] for kind in kinds]
+        kinds = "".join(map(kind_of, values))
+        example = [EXAMPLES[kind] for kind in kinds]
         call = (
             address(dispatcher, *example, *tags), table.ctypes.data, len(groups), len(values) * SLOT,
             results.ctypes.data, work_tag(kinds, len(tags)),
@@ -250,10 +250,11 @@ def run_groups(
     return run_ranges(work, int(ends[-1]), elements)
 
 
-_EXAMPLES: dict[str, int | float | bool] = {"i": 0, "f": 0.0, "b": False}
+EXAMPLES: dict[str, int | float | bool] = {"i": 0, "f": 0.0, "b": False}  # of each kind of arguments
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The kind of an argument of a kernel, as `jobs.work_tag` names it."""
     if isinstance(value, np.ndarray):
         return "f" if value.dtype == np.float32 else "i"
     return {bool: "b", float: "f", int: "i"}[type(value)]

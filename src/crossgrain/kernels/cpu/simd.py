@@ -175,6 +175,7 @@ def _scalar_load(numba_type: Any, llvm_type: Any, widened: Any = None) -> Any:
 load_u8 = _scalar_load(types.int32, _LLVM["u8"], _I32)
 load_i32 = _scalar_load(types.int32, _I32)
 load_f32 = _scalar_load(types.float32, _LLVM["f32"])
+load_i64 = _scalar_load(types.int64, ir.IntType(64))
 
 
 @intrinsic

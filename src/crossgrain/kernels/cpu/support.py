@@ -94,14 +94,14 @@ def _two_level_numbers(target: Target) -> tuple[float, float, float]:
     assert target.amax is not None
     amax = target.amax.item()
     encode, decode = global_factors(amax, target.encoding.format)
-    return encode if target.encoding.four_over_six is not None else c_float(encode * _SIXTH).value, decode, amax
+    return encode if target.encoding.four_over_six is not None else c_float(encode * SIXTH).value, decode, amax
 
 
 def two_level_scales(target: Target) -> tuple[Tensor, Tensor]:
     """The global scales of a two-level format, for each amax."""
     assert target.amax is not None
     scale = global_scale(target.amax, target.encoding.format)
-    return scale.encode if target.encoding.four_over_six is not None else scale.encode * _SIXTH, scale.decode
+    return scale.encode if target.encoding.four_over_six is not None else scale.encode * SIXTH, scale.decode
 
 
 def scales_of_each_row(target: Target) -> list[Numbers]:
@@ -127,13 +127,18 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def scratch_memory(size: int) -> int:
-    """The address of scratch memory for the next kernel of this thread. It is kept: allocating takes time."""
+def scratch(size: int) -> Tensor:
+    """Memory of this thread, at least ``size`` bytes. It is reused, because allocating takes time."""
     memory = _scratch.memory
     if memory is None or memory.numel() < size:
         with torch.inference_mode(False):
             memory = _scratch.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-    return memory.data_ptr()
+    return memory
+
+
+def scratch_memory(size: int) -> int:
+    """The address of `scratch`."""
+    return scratch(size).data_ptr()
 
 
 def tensor_factor(target: Target) -> float:
@@ -163,7 +168,7 @@ def write_tensor_scale(target: Target) -> None:
         groups.scale.copy_(quotient(1.0, tensor_factors(target)))
 
 
-_SIXTH = scalars.fp32(1.0 / E2M1.max)
+SIXTH = scalars.fp32(1.0 / E2M1.max)
 
 
 Stream = tuple[Any, Any, int, int]
@@ -171,21 +176,14 @@ Stream = tuple[Any, Any, int, int]
 NO_STREAM: Stream = (0, 0, 0, 0)
 
 
-def stream_of(seed: Seed, target: Target) -> Stream:
-    """The random stream of a plane: two keys (of each group), the first counter, and the counters of a row.
-
-    A row is one of the matrix for rowwise planes, and four of them for columnwise planes.
-    """
-    if seed is None:
-        return NO_STREAM
+def keys_of(seed: Seed, target: Target) -> tuple[Any, Any]:
+    """The two keys of stochastic rounding for a plane; arrays for the seeds of groups."""
+    assert seed is not None
     direction = target.plane.direction
-    top, left, width = target.within or (0, 0, target.plane.shape[1])
-    step = -(-width // 4) if direction is ROWWISE else width
-    origin = top * step + left // 4 if direction is ROWWISE else top // 4 * step + left
     if isinstance(seed, int):
-        return *stream_keys(seed, direction), origin, step
+        return stream_keys(seed, direction)
     first, second = zip(*(stream_keys(each, direction) for each in seed), strict=True)
-    return np.array(first), np.array(second), origin, step
+    return np.array(first), np.array(second)
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -197,6 +195,19 @@ def has_memory(tensor: Tensor) -> bool:
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
         and tensor.data_ptr() != 0
+    )
+
+
+def is_plain_memory(x: Tensor) -> bool:
+    """Whether kernels can read ``x`` as it is, and new tensors are ordinary ones: nothing is traced or transformed."""
+    return (
+        type(x) is Tensor
+        and x.is_contiguous()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._is_functional_tensor(x)
+        and not x.is_neg()
+        and x.data_ptr() != 0
     )
 
 
@@ -227,12 +238,19 @@ def readable_memory(x: Tensor) -> Tensor:
     return (x.to(torch.float32) if x.dtype == torch.float16 else x).contiguous()
 
 
+def tag_of_dtype(dtype: torch.dtype) -> Tag:
+    return BF16 if dtype == torch.bfloat16 else F32
+
+
 def tag_of_input(x: Tensor) -> Tag:
-    return BF16 if x.dtype == torch.bfloat16 else F32
+    return tag_of_dtype(x.dtype)
 
 
 def tag_of_plane(plane: Plane) -> Tag:
-    element = plane.format.element
+    return tag_of_element(plane.format.element)
+
+
+def tag_of_element(element: object) -> Tag:
     found = _element_tags.get(id(element))
     if found is None:
         assert isinstance(element, Element)  # tables are not known to kernels
@@ -376,11 +394,6 @@ def row_bytes(scales: Tensor) -> int:
 
 def is_row_cast(target: Target) -> bool:
     return target.plane.direction is ROWWISE and is_cast(target)
-
-
-def one_per_direction(targets: list[Target]) -> list[Target]:
-    """The first rowwise and the first columnwise target, which one pass can write."""
-    return list({target.plane.direction: target for target in reversed(targets)}.values())
 
 
 def is_standard(plane: Plane) -> bool:

@@ -35,10 +35,13 @@ CALLERS = (
     "disk_cache",
     "encoders",
     "places",
+    "plans",
     "products",
     "runtime",
     "scalars",
     "support",
+    "tables",
+    "work",
 )
 # A file of data alone: kernels depend on the part of it that their tags name.
 DATA = ("known",)

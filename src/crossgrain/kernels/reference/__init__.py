@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...formats.encoding import Encoding
 from ...planes import Plane
 from ...planes.groups import PlaneGroups
-from ..backend import Seen
+from ..backend import Plan, Plans, Seen
 from ..global_scale import GlobalScale, under_scale_one
 from ..layout import swizzle_scales
 from ..target import GroupedTarget, Target
@@ -33,6 +34,9 @@ class ReferenceBackend:
         for target in targets:
             _encode.encode(x, target, seed)
         return _has_nonfinite(x)
+
+    def plan(self, x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], known: Plans) -> Plan | None:
+        return None
 
     def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]:
         return [self._measured_group_by_group(x, target) for target in targets]
