@@ -131,7 +131,7 @@ def test_what_kernels_cannot_read_as_it_is_has_no_plan():
     "change",
     [
         lambda quantizer: setattr(quantizer, "stochastic_rounding", True),
-        lambda quantizer: setattr(quantizer, "four_over_six", "MSE"),
+        lambda quantizer: setattr(quantizer, "nvfp4_use_4over6", True),
         lambda quantizer: quantizer.set_usage(columnwise=False),
         lambda quantizer: quantizer.set_usage(rowwise=False),
     ],
