@@ -61,7 +61,8 @@ __all__ = [
 
 
 def _backend(tensor: Tensor) -> Backend:
-    return serving.get(tensor.device.type) or backend_for(tensor.device.type)
+    device = "cpu" if tensor.is_cpu else tensor.device.type  # the name of a device takes longer
+    return serving.get(device) or backend_for(device)
 
 
 def measure(x: Tensor, targets: Sequence[Target], *, checked: bool = False) -> list[Target]:
@@ -131,7 +132,8 @@ def plan(x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], know
     """A plan to measure ``x`` and write it to new planes with one call of compiled code; None if there is none.
 
     What depends on the shape, the dtype and the formats is determined once. ``plan.run(x, planes, seed)`` returns what
-    `encode` returns; or None if the numbers need `measure` and `encode`, for instance if there is a NaN.
+    `encode` returns; or None if the numbers need `measure` and `encode`, for instance if there is a NaN. With a list as
+    its fourth argument, the amax of ``x`` is appended to it if a plane needs one.
 
     Args:
         x: the matrix.

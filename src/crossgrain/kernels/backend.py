@@ -21,7 +21,9 @@ Seen = bool | Tensor | None
 class Plan(Protocol):
     """How matrices of one shape and dtype are encoded to new planes; see `kernels.plan`."""
 
-    def run(self, x: Tensor, planes: Sequence[Plane], seed: int | None) -> bool | None: ...
+    def run(
+        self, x: Tensor, planes: Sequence[Plane], seed: int | None, amaxes: list[Tensor] | None = None
+    ) -> bool | None: ...
 
 
 Plans = dict[torch.dtype, Plan | None]

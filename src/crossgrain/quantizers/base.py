@@ -76,7 +76,7 @@ class Quantizer(AmaxReduction, DataFree):
     _compatible_recipe: ClassVar[type[Any]]  # set by `recipe.compatibility`, which knows the recipes
     custom: ClassVar[bool] = False
     _observes: ClassVar[bool] = False  # whether `_observe_all` has anything to do
-    scales_by_input: ClassVar[bool]  # scales depend only on the input, and nothing is recorded
+    gives_scales: bool = False  # whether `_given` may return something
     nonfinite: Policy | None = "saturate"
     subject: Subject = NO_SUBJECT
     derives_columns: bool = False  # columnwise planes are made from decoded rowwise planes, not from the input
@@ -89,7 +89,8 @@ class Quantizer(AmaxReduction, DataFree):
         hooks = (cls.quantize, cls.quantize_impl, cls.make_quantized)
         own = all(hook.__module__.startswith(f"{__package__}.") for hook in hooks)
         cls.makes_planes = own and not cls.custom
-        cls.scales_by_input = cls._given is Quantizer._given and not cls._observes
+        if "_given" in cls.__dict__ and "gives_scales" not in cls.__dict__:
+            cls.gives_scales = True
 
     _memo: dict[Any, Any]
     rowwise_usage: bool

@@ -315,6 +315,10 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         fmt = fp8_format(self.dtype.element)
         return cached_encoding(fmt, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon)
 
+    @property
+    def gives_scales(self) -> bool:  # type: ignore[override]
+        return self.use_existing_amax
+
     def _given(self) -> tuple[Tensor | None, Tensor | None]:
         return self.amax.view(1) if self.use_existing_amax else None, None
 

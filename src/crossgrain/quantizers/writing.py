@@ -86,7 +86,7 @@ class Layout:
         self._encodings = [spec.encoding for spec in self.specs]
         self.serves = [spec.serves for spec in self.specs]
         self._stochastic = any(spec.encoding.stochastic for spec in self.specs)
-        self._by_input = all(quantizer.scales_by_input for quantizer, _ in wanted)
+        self._observes = any(quantizer._observes for quantizer, _ in wanted)
         self._shares_scale = [  # with the plane before
             at > 0 and quantizer._tensor_class._shares_scale for quantizer, specs in wanted for at in range(len(specs))
         ]
@@ -108,24 +108,41 @@ class Layout:
 
     def write_by_plan(self, matrix: Tensor, planes: list[Plane], quantizers: Sequence[Quantizer]) -> bool:
         """Measure and encode with one call of a kernel. False if that is not possible; then nothing is done."""
-        if not self._by_input:
-            return False
         for quantizer in quantizers:
-            if quantizer.with_amax_reduction or quantizer.part is not None:
+            if quantizer.with_amax_reduction or quantizer.part is not None or quantizer.gives_scales:
                 return False
         plan = kernels.plan(matrix, planes, self._encodings, self._plans)
         if plan is None:
             return False
         seed = draw_seed(quantizers[0].subject) if self._stochastic else None
-        seen: Seen = plan.run(matrix, planes, seed)
+        amaxes: list[Tensor] | None = [] if self._observes else None
+        seen: Seen = plan.run(matrix, planes, seed, amaxes)
+        amax, written = amaxes[0] if amaxes else None, None
+        if self._observes or seen is None:
+            written = [Target(plane, encoding, amax) for plane, encoding in zip(planes, self._encodings, strict=True)]
         if seen is None:  # these numbers need another way, with the same seed
-            targets = [Target(*each) for each in zip(planes, self._encodings, strict=True)]
-            seen = kernels.encode(matrix, kernels.measure(matrix, targets, checked=True), seed, checked=True)
-        if seen is not False:
-            left = iter(planes)
-            shares = [(q, [next(left) for _ in range(n)]) for q, n in zip(quantizers, self.counts, strict=True)]
-            act_on_nonfinite(matrix, shares, seen)
+            written = kernels.measure(matrix, [target.with_amax(None) for target in written or ()], checked=True)
+            seen = kernels.encode(matrix, written, seed, checked=True)
+        if self._observes or seen is not False:
+            self._tell(matrix, planes, quantizers, written, seen)
         return True
+
+    def _tell(
+        self,
+        matrix: Tensor,
+        planes: list[Plane],
+        quantizers: Sequence[Quantizer],
+        written: Sequence[Target] | None,
+        seen: Seen,
+    ) -> None:
+        """Show amaxes to quantizers that record them, and act on NaNs and infinities."""
+        first = 0
+        for quantizer, count in zip(quantizers, self.counts, strict=True):
+            if quantizer._observes and written is not None:
+                quantizer._observe(written[first : first + count])
+            if seen is not False:
+                act_on_nonfinite(matrix, [(quantizer, planes[first : first + count])], seen)
+            first += count
 
 
 class Job(NamedTuple):

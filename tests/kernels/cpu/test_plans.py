@@ -172,3 +172,15 @@ def test_planes_of_two_calls_share_no_memory():
     kept = [buffer.clone() for buffer in bytes_of(first)]
     quantizer.make_planes(-3 * x, rowwise=True, columnwise=True)
     assert all(torch.equal(*each) for each in zip(bytes_of(first), kept, strict=True))
+
+
+@pytest.mark.parametrize("numbers_of", [lambda x: x, lambda x: x.clone().fill_(float("nan")), torch.zeros_like])
+@pytest.mark.parametrize("name", ["fp8", "fp8_pow2_eps", "fp8_delayed"])
+def test_quantizers_record_the_same_with_and_without_plans(name, numbers_of, monkeypatch):
+    x, found = numbers_of(numbers((64, 96))), []
+    for plan in (kernels.plan, lambda *_: None):
+        monkeypatch.setattr(kernels, "plan", plan)
+        quantizer = QUANTIZERS[name]()
+        made = quantizer(x)
+        found.append([*bytes_of(made.planes()), *(each.view(torch.uint8) for each in quantizer.statistics())])
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))

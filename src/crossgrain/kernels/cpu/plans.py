@@ -22,7 +22,7 @@ from .elements import INFINITY_BITS
 from .encoders import Step, chosen_work
 from .places import Place, place_of
 from .runtime import kernel, run_ranges, thread_count
-from .support import SIXTH, is_standard, scratch, scratch_memory, tag, tag_of_dtype
+from .support import SIXTH, from_bits, is_standard, scratch, scratch_memory, tag, tag_of_dtype
 from .tables import NO_LIMIT, Beyond, Given, Inside, Line, Table
 from .tags import F32, NO
 from .work import FIRST, LAST, SCRATCH, Slot
@@ -50,10 +50,14 @@ class Plan:
         targets: new planes for it.
         table: the table of their program.
         lines: the calls of kernels, in their order.
+        measured: the line that measures the amax of the matrix; None if there is none.
     """
 
-    def __init__(self, x: Tensor, targets: Sequence[Target], table: Table, lines: Sequence[Line]) -> None:
+    def __init__(
+        self, x: Tensor, targets: Sequence[Target], table: Table, lines: Sequence[Line], measured: Line | None
+    ) -> None:
         finished = table.finished(lines)
+        self._amax = None if measured is None else finished.lines[lines.index(measured)].result
         self._encodings = [target.encoding for target in targets]  # kept alive: kernels are found by their addresses
         self._elements = x.numel()
         self._words, self._lines, self._inside = finished.words, finished.lines, finished.inside
@@ -66,13 +70,16 @@ class Plan:
         ]
         self._program = kernel(programs.program, 0, 0, 0, F32)
 
-    def run(self, x: Tensor, planes: Sequence[Plane], seed: int | None) -> bool | None:
+    def run(
+        self, x: Tensor, planes: Sequence[Plane], seed: int | None, amaxes: list[Tensor] | None = None
+    ) -> bool | None:
         """Measure and encode. Returns whether there is a NaN or an infinity; None if the numbers need another way.
 
         Args:
             x: a matrix like that of the plan: of the same shape and dtype, contiguous, with memory.
             planes: planes like those of the plan.
             seed: seed of stochastic rounding; None if no plane is rounded stochastically.
+            amaxes: a list to which the amax of the matrix is appended, fp32 [1], if a plane needs it.
         """
         table = self._words[:]
         base = table.buffer_info()[0]
@@ -104,6 +111,8 @@ class Plan:
         for at, distance in self._scratch:
             table[at] = found + distance
         bits = self._program(base, 0, len(self._lines), F32) if alone else self._on_threads(table, (x, planes, memory))
+        if amaxes is not None and self._amax is not None:
+            amaxes.append(from_bits(table[self._amax]))
         return None if bits == REFUSED else bits >= INFINITY_BITS
 
     def _on_threads(self, table: array[int], keep: Any) -> int:
@@ -157,7 +166,7 @@ def plan_for(x: Tensor, targets: Sequence[Target]) -> Plan | None:
         each.line(table, number, measures[targets[number].encoding.format.rotation].result)
         for number, each in scales.items()
     ]
-    return Plan(x, targets, table, [*measures.values(), *computes, *encodes])
+    return Plan(x, targets, table, [*measures.values(), *computes, *encodes], measures.get(None))
 
 
 def _is_plain(target: Target) -> bool:

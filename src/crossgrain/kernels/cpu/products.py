@@ -9,13 +9,18 @@ from llvmlite import binding
 from numba.core import config
 from torch import Tensor
 
-from ...planes import ROWWISE, Plane
+from ...formats import Format
+from ...planes import ROWWISE, Direction, Plane
 from ..workspaces import workspace
 from . import nvfp4_product
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .runtime import kernel, run_ranges
-from .support import all_have_memory, is_standard, scratch_memory, tag_of_plane
+from .support import all_have_memory, is_standard_format, scratch_memory, tag_of_plane
 from .tags import Tag
+
+# By which the types of the arguments of kernels are known.
+_MULTIPLY_NUMBERS = (*[0] * 10, 0.0, 0)
+_PACK_NUMBERS = (0,) * 10
 
 _CACHE_BYTES = 3 << 18  # part of the cache of a core that is used for rows which are multiplied by all columns
 
@@ -27,14 +32,23 @@ def can_multiply(a: Plane, b: Plane) -> bool:
 
 def _is_packable(plane: Plane) -> bool:
     """Whether codes and scales are stored along the rows of the operand."""
+    key = id(plane.format), plane.direction, plane.transposed
+    known = _packable.get(key)
+    if known is None:
+        suits = is_standard_format(plane.format, *key[1:]) and (plane.direction is ROWWISE or plane.transposed)
+        known = _packable[key] = plane.format, suits
     return (
-        is_standard(plane)
-        and (plane.direction is ROWWISE or plane.transposed)
+        known[1]
         and plane.data.is_contiguous()
         and plane.scale is not None
         and plane.scale.stride(-1) == 1
+        and (plane.amax is None or plane.amax.is_contiguous())
         and all_have_memory(plane.buffers())
     )
+
+
+_packable: dict[tuple[int, Direction, bool], tuple[Format, bool]] = {}
+"""Whether planes are stored so, by the address of their format, which is faster than its hash. Formats are kept."""
 
 
 @lru_cache
@@ -56,13 +70,14 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
 
     group = max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
 
+    entry = kernel(nvfp4_product.multiply, *_MULTIPLY_NUMBERS, tag)
+
     def work(first: int, last: int) -> None:
         scratch = scratch_memory(TILE_ROWS * TILE_COLUMNS * 4)
-        arguments = (
+        entry(
             left.data_ptr(), right.data_ptr(), out.data_ptr(), out.stride(0) * 4, first, last, rows, columns,
             blocks, group, factor, scratch, tag,
         )  # fmt: skip
-        kernel(nvfp4_product.multiply, *arguments)(*arguments)
 
     run_ranges(work, -(-columns // TILE_COLUMNS), rows * columns * blocks)
 
@@ -77,12 +92,13 @@ def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: 
     if panels is None:
         panels = torch.empty(size, dtype=torch.float32, device="cpu")
 
+    entry = kernel(pack, *_PACK_NUMBERS, tag)
+
     def work(first: int, last: int) -> None:
-        arguments = (
+        entry(
             plane.data.data_ptr(), inner // 2, scales.data_ptr(), scales.stride(0), _scale_values().data_ptr(),
             panels.data_ptr(), first, last, rows, blocks, tag,
         )  # fmt: skip
-        kernel(pack, *arguments)(*arguments)
 
     run_ranges(work, tiles, rows * inner)
     return panels
