@@ -44,6 +44,7 @@ from crossgrain.kernels.cpu import (
     runtime,
     support,
     transposed,
+    turned,
 )
 
 PLACES = ("end", "start", "middle")  # where a buffer lies in its pages: at their end, at their start, at an odd address
@@ -67,6 +68,7 @@ _MODULES = (
     programs,
     rows,
     transposed,
+    turned,
 )
 _NVFP4_ROWS = {"codes", "scales", "scratch"}
 
@@ -99,6 +101,7 @@ WRITTEN: dict[str, set[str]] = {
     "rows.encode_rows": _NVFP4_ROWS,
     "rows.run": _NVFP4_ROWS,
     "transposed.encode_columns": _NVFP4_ROWS,
+    "turned.decode_turned": {"out", "scratch"},
 }
 
 _protect = ctypes.CDLL(None, use_errno=True).mprotect

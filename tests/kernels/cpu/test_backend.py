@@ -152,7 +152,7 @@ def test_thread_counts_do_not_matter(name, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8", "fp8_block", "mxfp6_e3m2"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_rht", "fp8", "fp8_block", "mxfp6_e3m2"])
 def test_large_results_are_streamed_alike(name, dtype):
     """Decoding past the caches (from a million elements on) changes nothing."""
     for plane in encoded(CPU, torch.randn(1024, 1056), encodings_of(name, (ROWWISE, COLUMNWISE))):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from numba.core import config
 
 import crossgrain as cg
 from crossgrain import ROWWISE, kernels
@@ -182,6 +183,6 @@ def test_the_reference_decodes():
     ("generic", None, False), ("icelake-server", "+avx512f,+avx512vnni", True), (None, "-avx512vnni", False),
 ])  # fmt: skip
 def test_what_numba_compiles_for_decides(name, features, expected, monkeypatch):
-    monkeypatch.setattr(products.config, "CPU_NAME", name, raising=False)
-    monkeypatch.setattr(products.config, "CPU_FEATURES", features, raising=False)
+    monkeypatch.setattr(config, "CPU_NAME", name, raising=False)
+    monkeypatch.setattr(config, "CPU_FEATURES", features, raising=False)
     assert products.has_byte_dot_products.__wrapped__() is expected

@@ -18,9 +18,8 @@ from ...planes import ROWWISE, Plane
 from ...planes.groups import PlaneGroups
 from ..backend import Plan, Plans, Seen
 from ..reference import ReferenceBackend
-from ..reference.hadamard import unrotate
 from ..target import GroupedTarget, Target
-from . import fingerprint, measure, products, runtime
+from . import fingerprint, measure, products, runtime, turned
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import Step, chosen_work
@@ -44,6 +43,7 @@ from .support import (
     tensor_factor,
 )
 from .tags import F32, NO, YES, Tag
+from .turned_decoders import turned_decoder
 from .work import REFUSED, run_work
 
 _STREAM_FROM = 1 << 20  # results of so many numbers do not fit into the caches, and are written past them
@@ -229,13 +229,9 @@ class CpuBackend(ReferenceBackend):
     # ---- decoding ------------------------------------------------------------------------------
 
     def decode(self, plane: Plane, dtype: torch.dtype) -> Tensor:
-        direct = dtype == torch.bfloat16 and plane.format.rotation is None
-        decoded = self._decode_fast(plane, dtype=torch.bfloat16 if direct else torch.float32)
-        if decoded is None:
-            return super().decode(plane, dtype)
-        if plane.format.rotation is not None:
-            decoded = unrotate(decoded, plane.format.rotation)
-        return (decoded.t() if plane.transposed else decoded).to(dtype).contiguous()
+        written = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        decoded = self._decode_turned(plane, written) if plane.transposed else self._decode_fast(plane, dtype=written)
+        return super().decode(plane, dtype) if decoded is None else decoded.to(dtype)
 
     def decode_operand(self, plane: Plane, workspace: Tensor | None = None) -> Tensor:
         decoded = self._decode_fast(plane, workspace)
@@ -264,13 +260,29 @@ class CpuBackend(ReferenceBackend):
             out = torch.empty(height, width, dtype=dtype, device="cpu")
         else:
             out = workspace[:count].view(height, width)
-        address = out.data_ptr()
-        past_caches = count >= _STREAM_FROM and width * dtype.itemsize % 64 == 0 and address % 64 == 0
+        address, past_caches = out.data_ptr(), _is_written_past_caches(out)
         if count < 2 * runtime.ELEMENTS_PER_THREAD:
             found.run(plane, address, 0, found.steps, past_caches)
         else:
             run_ranges(lambda first, last: found.run(plane, address, first, last, past_caches), found.steps, count)
         return out
+
+    def _decode_turned(self, plane: Plane, dtype: torch.dtype) -> Tensor | None:
+        """The matrix [M, K] of a plane that is stored transposed, any rotation undone; None if there is no kernel."""
+        work = turned_decoder(plane) if all_have_memory(plane.buffers()) else None
+        if work is None:
+            return None
+        out = torch.empty(plane.shape, dtype=dtype, device="cpu")
+        past_caches, tiles = _is_written_past_caches(out), -(-out.shape[0] // turned.HEIGHT)
+        run_ranges(lambda first, last: work(out, first, last, past_caches), tiles, out.numel())
+        return out
+
+
+def _is_written_past_caches(out: Tensor) -> bool:
+    """Whether a decoded matrix is too large for the caches, and suits instructions that write past them."""
+    if out.numel() < _STREAM_FROM:
+        return False
+    return out.shape[1] * out.element_size() % 64 == 0 and out.data_ptr() % 64 == 0
 
 
 def _amax_of_each_row(x: Tensor, plane: Plane) -> Tensor:

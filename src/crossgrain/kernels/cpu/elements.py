@@ -10,16 +10,23 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from ...formats import Element
 from . import known
 from .compiling import inner, overloaded
+from .features import compiled_for
 from .simd import (
+    Vector,
     as_float,
     as_int,
     bits_of,
     float_minimum,
     float_of,
+    in_sixteens,
+    joined,
     load,
     load_bf16,
     maximum,
@@ -137,6 +144,22 @@ def _encode_element(v, element, with_nan):
     return maybe_nan
 
 
+@intrinsic
+def _look_up(typing_context, codes, element):
+    """Codes of four bits in i32 lanes -> f32: one instruction for 16 of them."""
+    result = Vector("f32", codes.lanes)
+    numbers = [float(number) for number in _element(element).values()]
+
+    def generate(context, builder, signature, args):
+        floats = Vector("f32", 16).llvm
+        function = ir.FunctionType(floats, [floats, Vector("i32", 16).llvm])
+        permute = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512.permvar.sf.512")
+        table = ir.Constant(floats, numbers)
+        return joined(builder, [builder.call(permute, [table, part]) for part in in_sixteens(builder, args[0])])
+
+    return result(codes, element), generate
+
+
 def decode_element(codes, element):
     """Codes in i32 lanes -> f32."""
 
@@ -144,6 +167,8 @@ def decode_element(codes, element):
 @overloaded(decode_element)
 def _decode_element(codes, element):
     e = _element(element)
+    if e.bits == 4 and codes.lanes % 16 == 0 and compiled_for("avx512f"):
+        return lambda codes, element: _look_up(codes, element)
     mask, sign_bit, sign_shift = e.magnitude_mask, e.sign_bit, 32 - e.bits
     shift, last_subnormal, last_finite = 23 - e.mantissa_bits, (1 << e.mantissa_bits) - 1, e.max_code
     rebias = (127 - e.bias) << 23

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from llvmlite import binding
-from numba.core import config
 from torch import Tensor
 
 from ...formats import Format
@@ -14,6 +12,7 @@ from ...planes import ROWWISE, Direction, Plane
 from ..workspaces import workspace
 from . import nvfp4_product
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
+from .features import compiled_for
 from .runtime import kernel, run_ranges
 from .support import all_have_memory, is_standard_format, scratch_memory, tag_of_plane
 from .tags import Tag
@@ -54,11 +53,7 @@ _packable: dict[tuple[int, Direction, bool], tuple[Format, bool]] = {}
 @lru_cache
 def has_byte_dot_products() -> bool:
     """Whether kernels are compiled for a CPU with AVX-512 VNNI: this CPU, or the one that numba is configured for."""
-    chosen = {name: getattr(config, name, None) for name in ("CPU_NAME", "CPU_FEATURES")}
-    if any(chosen.values()):
-        return "+avx512vnni" in (chosen["CPU_FEATURES"] or "")
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512vnni") and features.get("avx512f"))
+    return compiled_for("avx512f", "avx512vnni")
 
 
 def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:

@@ -273,6 +273,20 @@ bits_of = _scalar_bitcast(types.float32, types.int32, _I32)
 float_of = _scalar_bitcast(types.int32, types.float32, _LLVM["f32"])
 
 
+def in_sixteens(builder: Any, vector: Any) -> list[Any]:
+    """The parts of 16 lanes of a vector, as long as one instruction works on."""
+    return [_shuffle(builder, vector, list(range(lane, lane + 16))) for lane in range(0, vector.type.count, 16)]
+
+
+def joined(builder: Any, parts: list[Any]) -> Any:
+    """Vectors of the same length, one behind the other; a power of two of them."""
+    while len(parts) > 1:
+        lanes = 2 * parts[0].type.count
+        order = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
+        parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 @intrinsic
 def pack_nibbles(typing_context, codes):
     """2n codes of 4 bits (i32) -> n bytes, the first code in the low half."""

@@ -41,6 +41,7 @@ CALLERS = (
     "scalars",
     "support",
     "tables",
+    "turned_decoders",
     "work",
 )
 # A file of data alone: kernels depend on the part of it that their tags name.

@@ -86,15 +86,36 @@ def rotate_rows(typing_context, rows, sign_mask):
         values = cgutils.unpack_tuple(builder, args[0], ROWS)
         minus_one, quarter = _constant(vector, -1.0), _constant(vector, 0.25)
         values = [builder.fmul(v, minus_one) if mask >> row & 1 else v for row, v in enumerate(values)]
-        for distance in (1, 2, 4, 8):
-            for low in (row for row in range(ROWS) if not row & distance):
-                a, b = values[low], values[low + distance]
-                values[low], values[low + distance] = builder.fadd(a, b), builder.fsub(a, b)
+        values = _butterfly(builder, values)
         words = [round_to_bf16(builder, builder.fmul(v, quarter), vector) for v in values]
         values = [builder.bitcast(word, vector.llvm) for word in words]
         return context.make_tuple(builder, signature.return_type, values)
 
     return rows(rows, sign_mask), generate
+
+
+@intrinsic(prefer_literal=True)
+def unrotate_rows(typing_context, rows, sign_mask):
+    """The inverse of the rotation: sums and differences at distances 1, 2, 4, 8, then a quarter, then the signs."""
+    vector = rows.dtype
+    mask = sign_mask.literal_value
+
+    def generate(context, builder, signature, args):
+        values = _butterfly(builder, cgutils.unpack_tuple(builder, args[0], ROWS))
+        quarters = [_constant(vector, -0.25 if mask >> row & 1 else 0.25) for row in range(ROWS)]
+        values = [builder.fmul(value, quarter) for value, quarter in zip(values, quarters, strict=True)]
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return rows(rows, sign_mask), generate
+
+
+def _butterfly(builder: Any, values: list[Any]) -> list[Any]:
+    values = list(values)
+    for distance in (1, 2, 4, 8):
+        for low in (row for row in range(ROWS) if not row & distance):
+            a, b = values[low], values[low + distance]
+            values[low], values[low + distance] = builder.fadd(a, b), builder.fsub(a, b)
+    return values
 
 
 @intrinsic
