@@ -8,6 +8,7 @@ import torch
 from numba import njit
 
 from crossgrain.kernels.cpu import tiles
+from crossgrain.kernels.cpu.packing import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
 from crossgrain.kernels.cpu.random_bits import hash_counters, lane_numbers
 from crossgrain.kernels.cpu.simd import (
     as_bytes,
@@ -26,8 +27,6 @@ from crossgrain.kernels.cpu.simd import (
     maximum,
     minimum,
     narrow,
-    pack_nibbles,
-    pack_sixes,
     splat,
     store,
     store_apart,
@@ -39,8 +38,6 @@ from crossgrain.kernels.cpu.simd import (
     to_float,
     to_int,
     total_of,
-    unpack_nibbles,
-    unpack_sixes,
     where_greater,
     where_less,
     widen,

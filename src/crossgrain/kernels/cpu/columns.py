@@ -16,35 +16,84 @@ from .elements import (
     encode_element,
     input_size,
     load_input,
+    loose_bytes,
     magnitude_bits,
     reciprocal_of_max,
 )
 from .rows import call_run
-from .simd import as_float, bits_of, float_of, largest, load, load_f32, maximum, narrow, splat, store, store_u8
+from .simd import (
+    as_float,
+    bits_of,
+    float_of,
+    largest,
+    load,
+    load_f32,
+    maximum,
+    narrow,
+    prefetch,
+    splat,
+    store,
+    store_u8,
+)
 from .tags import NO, YES
 
 
 @inner
-def _strip_columns(buffer, width, codes, codes_stride, scales, factors, element, with_nan):
-    """Scales and codes of a strip of 32 rows in ``buffer`` [32, width]. Returns its largest bits.
-
-    Without ``with_nan`` it stops at a NaN, and returns bits above those of Inf.
-    """
-    best = 0
-    for col in range(0, width, 32):
-        amax = splat(0, 32, "i32")
-        for row in range(32):
-            amax = maximum(amax, magnitude_bits(load(buffer + (row * width + col) * 4, 32, "f32"), with_nan))
-        best = max(best, largest(amax))
-        if best > INFINITY_BITS:
-            return best
-        byte = e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
-        store(scales + col, narrow(byte))
-        store(factors + col * 4, e8m0_reciprocal_vector(byte))
+def _sixty_four(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
+    """64 columns of 32 rows. Returns their largest bits; if those are of a NaN or Inf, nothing is written."""
+    amax = splat(0, 64, "i32")
     for row in range(32):
-        for col in range(0, width, 32):
-            v = load(buffer + (row * width + col) * 4, 32, "f32") * load(factors + col * 4, 32, "f32")
-            store(codes + row * codes_stride + col, narrow(encode_element(v, element, with_nan)))
+        v = load_input(x + row * x_stride, 64, dtype)
+        store(buffer + row * 256, v)
+        amax = maximum(amax, magnitude_bits(v, NO))
+    best = largest(amax)
+    if best >= INFINITY_BITS:
+        return best
+    byte = e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
+    store(scales, narrow(byte))
+    factor = e8m0_reciprocal_vector(byte)
+    for row in range(32):
+        for line in range(0, 64 * input_size(dtype), 64):
+            prefetch(x + row * x_stride + 64 * input_size(dtype) + line)
+        v = load(buffer + row * 256, 64, "f32") * factor
+        store(codes + row * codes_stride, loose_bytes(v, element))
+    return best
+
+
+@inner
+def _thirty_two(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
+    """32 columns of 32 rows, with NaNs or without. Returns their largest bits."""
+    amax, usable = splat(0, 32, "i32"), splat(0, 32, "i32")
+    for row in range(32):
+        v = load_input(x + row * x_stride, 32, dtype)
+        store(buffer + row * 128, v)
+        amax, usable = maximum(amax, magnitude_bits(v, NO)), maximum(usable, magnitude_bits(v, YES))
+    byte = e8m0_up_vector(as_float(usable) * reciprocal_of_max(element))
+    store(scales, narrow(byte))
+    factor = e8m0_reciprocal_vector(byte)
+    for row in range(32):
+        v = load(buffer + row * 128, 32, "f32") * factor
+        store(codes + row * codes_stride, narrow(encode_element(v, element, YES)))
+    return largest(amax)
+
+
+@inner
+def _strip_columns(x, x_stride, width, buffer, codes, codes_stride, scales, dtype, element):
+    """Scales and codes of a strip of 32 rows. Returns its largest bits."""
+    best, size = 0, input_size(dtype)
+    for col in range(0, width, 64):
+        wide, bits = min(64, width - col), INFINITY_BITS
+        here, target, scale = x + col * size, codes + col, scales + col
+        if wide == 64:
+            bits = _sixty_four(here, x_stride, buffer, target, codes_stride, scale, dtype, element)
+        if bits >= INFINITY_BITS:
+            bits = 0
+            for part in range(0, wide, 32):
+                found = _thirty_two(
+                    here + part * size, x_stride, buffer, target + part, codes_stride, scale + part, dtype, element
+                )
+                bits = max(bits, found)
+        best = max(best, bits)
     return best
 
 
@@ -59,9 +108,8 @@ def mx_columns(
     codes [rows, cols], scales [rows / 32, cols]; ``scratch`` holds 33 rows of ``width`` floats and what a
     run needs. The row plane is told about as in `encode_rows`.
     """
-    size = input_size(dtype)
-    factors, run_scratch = scratch + 32 * width * 4, scratch + 33 * width * 4
-    best = 0
+    size, best = input_size(dtype), 0
+    run_scratch = scratch + 33 * width * 4
     for strip in range(first, last):
         top = strip * 32
         for left in range(0, cols, width):
@@ -69,20 +117,20 @@ def mx_columns(
             for row in range(32):
                 at = top + row
                 source = x + at * x_stride + left * size
-                for col in range(0, here, 32):
-                    store(scratch + (row * here + col) * 4, load_input(source + col * size, 32, dtype))
                 if run:
+                    following = source + here * size if left + here < cols else x + (at + 32) * x_stride
+                    for line in range(0, here * size, 64):
+                        prefetch(following + line)
                     call_run(run, (
                         source, here, row_codes + at * row_codes_stride + left * row_bits // 8,
                         row_scales + at * row_scales_stride + left // row_block,
                         load_f32(encode_scales + at * scale_step), load_f32(decode_scales + at * scale_step),
                         run_scratch, origin + at * row_words + left // 4, 1, key0, key1,
                     ))  # fmt: skip
-            target = codes + top * codes_stride + left
-            scale = scales + strip * scales_stride + left
-            bits = _strip_columns(scratch, here, target, codes_stride, scale, factors, element, NO)
-            if bits > INFINITY_BITS:
-                _strip_columns(scratch, here, target, codes_stride, scale, factors, element, YES)
+            bits = _strip_columns(
+                x + top * x_stride + left * size, x_stride, here, scratch,
+                codes + top * codes_stride + left, codes_stride, scales + strip * scales_stride + left, dtype, element,
+            )  # fmt: skip
             best = max(best, bits)
     return best
 
@@ -102,7 +150,7 @@ def mx_tiles(
                 v = load_input(x + (top + row) * x_stride + col * size, 32, dtype)
                 amax = maximum(amax, magnitude_bits(v, NO))
             best = max(best, largest(amax))
-            clean = largest(amax) <= INFINITY_BITS
+            clean = largest(amax) < INFINITY_BITS
             if not clean:
                 amax = splat(0, 32, "i32")
                 for row in range(32):
@@ -113,9 +161,12 @@ def mx_tiles(
             if columns_wanted:
                 store(column_scales + strip * column_scales_stride + col, narrow(splat(byte, 32, "i32")))
             for row in range(32):
-                v = load_input(x + (top + row) * x_stride + col * size, 32, dtype) * factor
+                source = x + (top + row) * x_stride + col * size
+                prefetch(source + 32 * size)
+                prefetch(source + 48 * size)
+                v = load_input(source, 32, dtype) * factor
                 at = (top + row) * cols + col
-                codes = narrow(encode_element(v, element, NO)) if clean else narrow(encode_element(v, element, YES))
+                codes = loose_bytes(v, element) if clean else narrow(encode_element(v, element, YES))
                 if rows_wanted:
                     store(row_codes + at, codes)
                     store_u8(row_scales + (top + row) * row_scales_stride + col // 32, byte)

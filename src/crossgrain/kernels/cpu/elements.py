@@ -18,6 +18,7 @@ from ...formats import Element
 from . import known
 from .compiling import inner, overloaded
 from .features import compiled_for
+from .packing import pack_nibbles, pack_sixes, sixty_four_bytes, unpack_nibbles, unpack_sixes
 from .simd import (
     Vector,
     as_float,
@@ -25,6 +26,7 @@ from .simd import (
     bits_of,
     float_minimum,
     float_of,
+    fused,
     in_sixteens,
     joined,
     load,
@@ -32,11 +34,7 @@ from .simd import (
     maximum,
     minimum,
     narrow,
-    pack_nibbles,
-    pack_sixes,
     to_float,
-    unpack_nibbles,
-    unpack_sixes,
     where_greater,
     widen,
 )
@@ -142,6 +140,59 @@ def _encode_element(v, element, with_nan):
         return where_greater(bits & 0x7FFFFFFF, INFINITY_BITS, nan_code, code)
 
     return maybe_nan
+
+
+def rounded_sums(v, element):
+    """The bits of f32 sums by which numbers are rounded to the grid, in i32 lanes.
+
+    For what needs no saturation and is no NaN. It is `encode_element` with the constants folded into one product: what
+    is added to round is a power of two with a small even number in its last bits, so that the count of grid steps in
+    the low bits and the exponent add up to the code, modulo the codes that there are.
+    """
+
+
+@overloaded(rounded_sums)
+def _rounded_sums(v, element):
+    e = _element(element)
+    shift = 23 - e.mantissa_bits
+    smallest_normal = (127 + e.min_exponent) << 23
+    offset = (127 + e.min_exponent + shift) << e.mantissa_bits
+    to_rounding = np.uint32((127 + shift) << 23 | -offset % (1 << e.bits)).view(np.float32)
+    assert offset % 2 == 0  # ties go to the even code, so an odd number would turn them round
+
+    def add(v, element):
+        bits = as_int(v)
+        exponent = as_float(maximum(bits & INFINITY_BITS, smallest_normal))
+        return as_int(fused(exponent, to_rounding, as_float(bits & 0x7FFFFFFF)))
+
+    return add
+
+
+def loose_codes(v, element):
+    """f32 -> i32 lanes whose lowest bits are the codes; the bits above are anything. As `rounded_sums`."""
+
+
+@overloaded(loose_codes)
+def _loose_codes(v, element):
+    e = _element(element)
+    shift, sign_shift, sign_bit = 23 - e.mantissa_bits, 32 - e.bits, e.sign_bit
+
+    def encode(v, element):
+        sums = rounded_sums(v, element)
+        return ((sums >> shift) + sums) | ((as_int(v) >> sign_shift) & sign_bit)
+
+    return encode
+
+
+def loose_bytes(v, element):
+    """f32 -> bytes of an element of 8 bits. As `rounded_sums`."""
+
+
+@overloaded(loose_bytes)
+def _loose_bytes(v, element):
+    if v.lanes == 64 and compiled_for("avx512bw"):
+        return lambda v, element: sixty_four_bytes(v, rounded_sums(v, element), element)
+    return lambda v, element: narrow(loose_codes(v, element))
 
 
 @intrinsic
@@ -254,6 +305,18 @@ def _e8m0_byte(amax, element, rule):
         return lambda amax, element, rule: e8m0_up(bits_of(float_of(amax) * reciprocal_of_max(element)))
     top = _element(element).max_exponent
     return lambda amax, element, rule: min(max((amax >> 23) - top, 0), 254)
+
+
+def e8m0_bytes(amax, element, rule):
+    """`e8m0_byte` of several blocks (i32 lanes)."""
+
+
+@overloaded(e8m0_bytes)
+def _e8m0_bytes(amax, element, rule):
+    if rule.tag == "e8m0_up":
+        return lambda amax, element, rule: e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
+    top = _element(element).max_exponent
+    return lambda amax, element, rule: minimum(maximum((amax >> 23) - top, 0), 254)
 
 
 @inner

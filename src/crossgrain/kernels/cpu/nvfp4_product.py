@@ -16,6 +16,7 @@ from .dot_tile import (
     TILE_ROWS,
     multiply_tile,
 )
+from .packing import unpack_nibbles
 from .simd import (
     as_words,
     load,
@@ -28,7 +29,6 @@ from .simd import (
     store_apart,
     store_i32,
     total_of,
-    unpack_nibbles,
     where_greater,
 )
 

@@ -15,17 +15,22 @@ from .elements import (
     E2M1_TAG,
     E4M3_TAG,
     INFINITY_BITS,
+    _element,
     at_most_fp32_max,
     bytes_of_codes,
     decode_element,
     e8m0_byte,
+    e8m0_bytes,
     e8m0_reciprocal,
+    e8m0_reciprocal_vector,
     encode_element,
     input_size,
     load_input,
+    loose_bytes,
     magnitude_bits,
     pack_codes,
 )
+from .packing import pack_nibbles
 from .random_bits import random_bytes, rounded
 from .simd import (
     as_float,
@@ -34,7 +39,7 @@ from .simd import (
     load_f32,
     maximum,
     narrow,
-    pack_nibbles,
+    side_by_side,
     splat,
     store,
     store_i32,
@@ -86,6 +91,61 @@ def mx_block(v, codes, scale, random, element, rule, stochastic):
         usable = largest(magnitude_bits(v, YES))
         _mx_block(v, usable, codes, scale, random, element, rule, stochastic, YES)
     return amax
+
+
+def encode_within(source, codes, factors, counter, step, key0, key1, dtype, element, rule, stochastic):
+    """Two blocks without NaN or Inf, by their factors."""
+
+
+@overloaded(encode_within)
+def _encode_within(source, codes, factors, counter, step, key0, key1, dtype, element, rule, stochastic):
+    def bytes_(source, codes, factors, counter, step, key0, key1, dtype, element, rule, stochastic):
+        one = load_input(source, 32, dtype) * load_f32(factors)
+        other = load_input(source + 32 * input_size(dtype), 32, dtype) * load_f32(factors + 4)
+        store(codes, loose_bytes(side_by_side(one, other), element))
+
+    def any_(source, codes, factors, counter, step, key0, key1, dtype, element, rule, stochastic):
+        for block in range(2):
+            v = load_input(source + block * 32 * input_size(dtype), 32, dtype) * load_f32(factors + block * 4)
+            random = random_bytes(counter + block * 8 * step, step, key0, key1, 8, stochastic)
+            packed = pack_codes(rounded(v, random, element, stochastic, NO), element)
+            store(codes + bytes_of_codes(block * 32, element), packed)
+
+    # Numbers under a scale that is rounded up need no saturation: they exceed the largest code by a rounding error.
+    simple = stochastic.tag == "no" and rule.tag == "e8m0_up" and _element(element).bits == 8
+    return bytes_ if simple else any_
+
+
+@inner
+def _eight_mx_blocks(source, codes, scales, scratch, counter, step, key0, key1, dtype, element, rule, stochastic):
+    """Eight blocks at once. Returns their largest bits; if those are of a NaN or Inf, nothing is written."""
+    far = 32 * input_size(dtype)
+    amax = amax_of_eight(
+        block_of_32(source, dtype), block_of_32(source + far, dtype),
+        block_of_32(source + 2 * far, dtype), block_of_32(source + 3 * far, dtype),
+        block_of_32(source + 4 * far, dtype), block_of_32(source + 5 * far, dtype),
+        block_of_32(source + 6 * far, dtype), block_of_32(source + 7 * far, dtype),
+    )  # fmt: skip
+    best = largest(amax)
+    if best >= INFINITY_BITS:
+        return best
+    byte = e8m0_bytes(amax, element, rule)
+    store(scales, narrow(byte))
+    store(scratch, e8m0_reciprocal_vector(byte))
+    for block in range(0, 8, 2):
+        encode_within(
+            source + block * far, codes + bytes_of_codes(block * 32, element), scratch + block * 4,
+            counter + block * 8 * step, step, key0, key1, dtype, element, rule, stochastic,
+        )  # fmt: skip
+    return best
+
+
+@inner
+def block_of_32(source, dtype):
+    """The larger magnitudes of both halves of a block."""
+    size = input_size(dtype)
+    one, other = load_input(source, 16, dtype), load_input(source + 16 * size, 16, dtype)
+    return as_float(maximum(magnitude_bits(one, NO), magnitude_bits(other, NO)))
 
 
 # ---- blocks of 16 with a two-level scale -------------------------------------------------------------
@@ -190,12 +250,24 @@ def _encode_run(
         source, length, codes, scales, encode_scale, decode_scale, scratch, counter, step, key0, key1,
         dtype, element, rule, stochastic,
     ):  # fmt: skip
-        size, best = input_size(dtype), 0
-        for position in range(0, length, 32):
-            v = load_input(source + position * size, 32, dtype)
-            random = random_bytes(counter + (position // 4) * step, step, key0, key1, 8, stochastic)
+        size, best, position = input_size(dtype), 0, 0
+        while position < length:
+            here, first = source + position * size, counter + (position // 4) * step
             target, scale = codes + bytes_of_codes(position, element), scales + position // 32
-            best = max(best, mx_block(v, target, scale, random, element, rule, stochastic))
+            blocks, bits = min(8, (length - position) // 32), INFINITY_BITS
+            if blocks == 8:
+                bits = _eight_mx_blocks(
+                    here, target, scale, scratch, first, step, key0, key1, dtype, element, rule, stochastic
+                )
+            if bits >= INFINITY_BITS:
+                bits = 0
+                for block in range(blocks):
+                    v = load_input(here + block * 32 * size, 32, dtype)
+                    random = random_bytes(first + block * 8 * step, step, key0, key1, 8, stochastic)
+                    into = target + bytes_of_codes(block * 32, element)
+                    bits = max(bits, mx_block(v, into, scale + block, random, element, rule, stochastic))
+            best = max(best, bits)
+            position += 256
         return best
 
     def two_level(

@@ -145,6 +145,20 @@ def stream(typing_context, address, vector):
 
 
 @intrinsic
+def prefetch(typing_context, address):
+    """Ask for the cache line at an address, which may be any: nothing fails."""
+
+    def generate(context, builder, signature, args):
+        place = pointer(builder, args[0], _LLVM["u8"])
+        function = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+        prefetch_line = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+        builder.call(prefetch_line, [place, *(ir.Constant(_I32, number) for number in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
 def store_apart(typing_context, address, step, vector):
     """Write each i32 lane ``step`` bytes after the one before."""
 
@@ -288,71 +302,10 @@ def joined(builder: Any, parts: list[Any]) -> Any:
 
 
 @intrinsic
-def pack_nibbles(typing_context, codes):
-    """2n codes of 4 bits (i32) -> n bytes, the first code in the low half."""
-    lanes = codes.lanes
-    packed = Vector("u8", lanes // 2)
-
-    def generate(context, builder, signature, args):
-        pairs = Vector("u16", lanes // 2).llvm
-        bytes_ = builder.trunc(args[0], Vector("u8", lanes).llvm)
-        words = builder.bitcast(bytes_, pairs)
-        both = builder.or_(words, builder.lshr(words, ir.Constant(pairs, [4] * (lanes // 2))))
-        return builder.trunc(both, packed.llvm)
-
-    return packed(codes), generate
-
-
-@intrinsic
-def unpack_nibbles(typing_context, packed):
-    """n bytes -> 2n codes of 4 bits (i32)."""
-    lanes = packed.lanes
-    codes = Vector("i32", 2 * lanes)
-
-    def generate(context, builder, signature, args):
-        pairs = Vector("u16", lanes).llvm
-        words = builder.zext(args[0], pairs)
-        apart = builder.or_(words, builder.shl(words, ir.Constant(pairs, [4] * lanes)))
-        halves = builder.and_(apart, ir.Constant(pairs, [0x0F0F] * lanes))
-        return builder.zext(builder.bitcast(halves, Vector("u8", 2 * lanes).llvm), codes.llvm)
-
-    return codes(packed), generate
-
-
-@intrinsic
-def pack_sixes(typing_context, codes):
-    """4n codes of 6 bits (i32) -> 3n bytes, the first code in the lowest bits."""
-    groups = codes.lanes // 4
-    words, packed = Vector("i32", groups), Vector("u8", 3 * groups)
-
-    def generate(context, builder, signature, args):
-        word = builder.bitcast(builder.trunc(args[0], Vector("u8", codes.lanes).llvm), words.llvm)
-        together = builder.and_(word, _constant(words, 0x3F))
-        for place in (1, 2, 3):  # from 8 bits apart to 6
-            moved = builder.lshr(word, _constant(words, 2 * place))
-            together = builder.or_(together, builder.and_(moved, _constant(words, 0x3F << 6 * place)))
-        bytes_ = builder.bitcast(together, Vector("u8", codes.lanes).llvm)
-        return _shuffle(builder, bytes_, [byte for byte in range(codes.lanes) if byte % 4 != 3])
-
-    return packed(codes), generate
-
-
-@intrinsic
-def unpack_sixes(typing_context, packed):
-    """3n bytes -> 4n codes of 6 bits (i32)."""
-    groups = packed.lanes // 3
-    words, codes = Vector("i32", groups), Vector("i32", 4 * groups)
-
-    def generate(context, builder, signature, args):
-        spread = [3 * group + min(byte, 2) for group in range(groups) for byte in range(4)]
-        word = builder.bitcast(_shuffle(builder, args[0], spread), words.llvm)
-        apart = builder.and_(word, _constant(words, 0x3F))
-        for place in (1, 2, 3):  # from 6 bits apart to 8
-            moved = builder.shl(word, _constant(words, 2 * place))
-            apart = builder.or_(apart, builder.and_(moved, _constant(words, 0x3F << 8 * place)))
-        return builder.zext(builder.bitcast(apart, Vector("u8", 4 * groups).llvm), codes.llvm)
-
-    return codes(packed), generate
+def side_by_side(typing_context, left, right):
+    """The lanes of two vectors of the same type, one behind the other."""
+    result = Vector(left.element, 2 * left.lanes)
+    return result(left, right), lambda context, builder, signature, args: joined(builder, list(args))
 
 
 @intrinsic
@@ -448,6 +401,18 @@ _operator(operator.or_, lambda builder, vector, x, y: builder.or_(x, y))
 _operator(operator.xor, lambda builder, vector, x, y: builder.xor(x, y))
 _operator(operator.lshift, lambda builder, vector, x, y: builder.shl(x, y))
 _operator(operator.rshift, lambda builder, vector, x, y: builder.lshr(x, y))
+
+
+@intrinsic(prefer_literal=True)
+def fused(typing_context, x, y, z):
+    """x * y + z of f32 vectors (y may be a number), in one rounding or in two: only for products that are exact."""
+
+    def generate(context, builder, signature, args):
+        by = _as_vector(context, builder, args[1], y, x)
+        return builder.fadd(builder.fmul(args[0], by, flags=("contract",)), args[2], flags=("contract",))
+
+    return x(x, y, z), generate
+
 
 maximum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_signed(">", x, y), x, y))
 minimum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_signed("<", x, y), x, y))

@@ -193,23 +193,27 @@ def amax_of_eight(typing_context, a, b, c, d, e, f, g, h):
     bits, halves = Vector("i32", 16), Vector("i32", 8)
 
     def generate(context, builder, signature, args):
-        def larger(x: Any, y: Any) -> Any:
-            return builder.select(builder.icmp_signed(">", x, y), x, y)
+        def picked(x: Any, y: Any, order: list[int]) -> Any:
+            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
 
         def folded(x: Any, y: Any, low: list[int], high: list[int]) -> Any:
-            parts = (
-                builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), 8), order))
-                for order in (low, high)
-            )
-            return larger(*parts)
+            one, other = picked(x, y, low), picked(x, y, high)
+            return builder.select(builder.icmp_signed(">", one, other), one, other)
 
-        magnitudes = [builder.and_(builder.bitcast(value, bits.llvm), _constant(bits, 0x7FFFFFFF)) for value in args]
-        ones = [folded(m, m, list(range(8)), list(range(8, 16))) for m in magnitudes]
-        # The low half of a pair is of vector i, the high half of vector i + 4: so the lanes end up in order.
-        pairs = [
-            folded(ones[i], ones[i + 4], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]) for i in range(4)
-        ]
-        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
-        return folded(folded(pairs[0], pairs[1], even, odd), folded(pairs[2], pairs[3], even, odd), even, odd)
+        def lanes(*starts: int, count: int) -> list[int]:
+            return [lane for start in starts for lane in range(start, start + count)]
+
+        m = [builder.and_(builder.bitcast(value, bits.llvm), _constant(bits, 0x7FFFFFFF)) for value in args]
+        # Halves, then quarters, then pairs of two vectors are folded side by side, each by one instruction.
+        m = [folded(m[i], m[i + 4], lanes(0, 16, count=8), lanes(8, 24, count=8)) for i in range(4)]
+        m = [folded(m[i], m[i + 1], lanes(0, 8, 16, 24, count=4), lanes(4, 12, 20, 28, count=4)) for i in (0, 2)]
+        quads = range(0, 16, 4)
+        pairs = folded(
+            *m, lanes(*(q for quad in quads for q in (quad, quad + 16)), count=2),
+            lanes(*(q + 2 for quad in quads for q in (quad, quad + 16)), count=2),
+        )  # fmt: skip
+        single = folded(pairs, pairs, list(range(16)), [lane ^ 1 for lane in range(16)])
+        # Where the number of each vector is now: a, c | e, g | b, d | f, h.
+        return picked(single, single, [0, 8, 2, 10, 4, 12, 6, 14])
 
     return halves(a, b, c, d, e, f, g, h), generate
