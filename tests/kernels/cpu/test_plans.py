@@ -182,5 +182,7 @@ def test_quantizers_record_the_same_with_and_without_plans(name, numbers_of, mon
         monkeypatch.setattr(kernels, "plan", plan)
         quantizer = QUANTIZERS[name]()
         made = quantizer(x)
-        found.append([*bytes_of(made.planes()), *(each.view(torch.uint8) for each in (quantizer.amax, quantizer.scale))])
+        found.append(
+            [*bytes_of(made.planes()), *(each.view(torch.uint8) for each in (quantizer.amax, quantizer.scale))]
+        )
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
