@@ -106,7 +106,9 @@ def gemm(
         refuse_decoding(which, left_plane, right_plane, "the operands are on the CPU")
     two_levels = left_plane.format.scale_rule == right_plane.format.scale_rule == "two_level"
     from_codes = two_levels and settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
-    if not from_codes:
+    few = rows <= kernels.FEW_ROWS and settings.gemm_operand_dtype is None and right_plane.format.element is not None
+    add = beta if accumulate else None
+    if not from_codes and not few:
         plain = bias is None and not accumulate and alpha == 1.0
         left, right = _operands(planes, allow_bf16=plain and out_dtype == torch.bfloat16)
         if left.values.dtype == torch.bfloat16:
@@ -118,10 +120,14 @@ def gemm(
         total = out
     else:
         total = _fp32_memory("gemm.out", rows, columns, left_plane.data, keep=out_dtype == torch.float32)
-    if from_codes:
-        _multiply_codes(planes, total, bias, alpha, beta if accumulate else None)
+    if few and _multiply_few(planes, total, bias, alpha, add):
+        pass
+    elif from_codes:
+        _multiply_codes(planes, total, bias, alpha, add)
     else:
-        _multiply(left, right, total, bias, alpha, beta if accumulate else None)
+        if few:
+            left, right = _operands(planes, allow_bf16=False)
+        _multiply(left, right, total, bias, alpha, add)
     if out is None:
         return total if out_dtype == torch.float32 else total.to(out_dtype)
     return out if total is out else out.copy_(total)
@@ -243,7 +249,39 @@ def _multiply(
     # Not with alpha of addmm: BLAS multiplies an operand by it, whose numbers would then not be exact any more.
     product = _product_memory(total, aside=beta is not None)
     torch.mm(a, b, out=product)
-    left_scale, right_scale = (1.0 if side.scale is None else side.scale for side in (left, right))
+    _scale_and_finish(product, left.scale, right.scale, alpha, total, bias, beta)
+
+
+def _multiply_few(
+    planes: Sequence[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
+) -> bool:
+    """The same as `_multiply`, without decoding the right operand; False if there is no kernel for that."""
+    left_plane, right_plane = planes
+    if left_plane.format.rotation != right_plane.format.rotation:
+        return False
+    left = _operand(left_plane, "gemm.a", unrotated=False)
+    product = _product_memory(total, aside=beta is not None)
+    has_scale = kernels.has_global_scale(right_plane.format)
+    if not kernels.multiply_few(
+        left.values, kernels.under_scale_one(right_plane) if has_scale else right_plane, product
+    ):
+        return False
+    right_scale = _global_scale(right_plane) if has_scale else None
+    _scale_and_finish(product, left.scale, right_scale, alpha, total, bias, beta)
+    return True
+
+
+def _scale_and_finish(
+    product: Tensor,
+    left_scale: float | Tensor | None,
+    right_scale: float | Tensor | None,
+    alpha: float,
+    total: Tensor,
+    bias: Tensor | None,
+    beta: float | None,
+) -> None:
+    """Apply the scales of operands to their product, and compute ``total``."""
+    left_scale, right_scale = (1.0 if scale is None else scale for scale in (left_scale, right_scale))
     factor = _one_factor(left_scale, right_scale, alpha)
     if factor is None:
         _scale_by_vectors(product, left_scale, right_scale, alpha)

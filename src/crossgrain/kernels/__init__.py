@@ -22,6 +22,7 @@ from .transpose import transposed_plane
 from .workspaces import free_workspaces, workspace
 
 __all__ = [
+    "FEW_ROWS",
     "REFERENCE",
     "Backend",
     "GlobalScale",
@@ -49,6 +50,7 @@ __all__ = [
     "measure",
     "measure_groups",
     "multiply",
+    "multiply_few",
     "plan",
     "set_backend",
     "swizzle_scales",
@@ -58,6 +60,9 @@ __all__ = [
     "unswizzle_scales",
     "workspace",
 ]
+
+
+FEW_ROWS = 8  # `multiply_few` is for so many rows at most
 
 
 def _backend(tensor: Tensor) -> Backend:
@@ -220,6 +225,18 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float = 1.0) -> None:
     """
     _check_readable(a, b)
     _backend(a.data).multiply(a, b, out, factor)
+
+
+def multiply_few(x: Tensor, plane: Plane, out: Tensor) -> bool:
+    """Compute ``out = x · planeᵀ`` for a few rows, if that is faster than decoding the plane; otherwise return False.
+
+    Args:
+        x: fp32 rows [rows, K].
+        plane: a plane with an operand [N, K].
+        out: the fp32 matrix [rows, N] to write to.
+    """
+    _check_readable(plane)
+    return _backend(x).multiply_few(x, plane, out)
 
 
 def joint_scale(row_scale: GlobalScale | None, column_scale: GlobalScale | None, alpha: float, like: Tensor) -> Tensor:

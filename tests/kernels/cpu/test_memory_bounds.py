@@ -126,6 +126,20 @@ def printed(shape, dtype, *, own) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(CpuBackend().fingerprint(own(numbers(shape, dtype)))), dtype=torch.uint8)]
 
 
+def few(name, rows, columns, inner, own):
+    """A product of a few rows with a plane, into a part of a wider matrix."""
+    (plane,) = single(own(numbers((columns, inner))), encodings_of(name, (ROWWISE,)))
+    out = own(torch.zeros(rows, columns + 3))
+    assert CPU.multiply_few(own(numbers((rows, inner))), plane, out[:, 1:-2])
+    yield out
+
+
+def few_rows_cases():
+    for name in ("mxfp8", "mxfp4", "nvfp4", "fp8", "fp8_block"):
+        for sizes in ((1, 16, 32), (3, 33, 96), (8, 10, 4256)):
+            yield partial(few, name, *sizes)
+
+
 def fingerprint_cases():
     for shape, dtype in (((160, 96), torch.float32), ((33, 66), torch.bfloat16), ((1, 6), torch.float32)):
         yield partial(printed, shape, dtype)
@@ -169,6 +183,10 @@ def test_products():
     check(product_cases())
 
 
+def test_few_rows():
+    check(few_rows_cases())
+
+
 def test_fingerprints():
     check(fingerprint_cases())
 
@@ -188,7 +206,7 @@ def test_all_kernels_are_among_the_guarded_ones():
         missing = set() if products.has_byte_dot_products() else {"nvfp4_product.multiply"}
         assert guard.seen == set(WRITTEN) - missing
 
-    check([*cases, *group_cases("mxfp8"), *product_cases(), *fingerprint_cases()], also=complete)
+    check([*cases, *group_cases("mxfp8"), *product_cases(), *few_rows_cases(), *fingerprint_cases()], also=complete)
 
 
 # ---- the guard itself --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from . import fingerprint, measure, products, runtime, turned
 from .decoders import decoder
 from .elements import INFINITY_BITS
 from .encoders import Step, chosen_work
+from .few_rows_products import multiply_few
 from .known import is_known
 from .places import GroupsAsOne, Ints, as_one, starts
 from .plans import plan_for
@@ -36,6 +37,7 @@ from .support import (
     is_readable,
     is_standard,
     is_standard_format,
+    plane_has_memory,
     readable_memory,
     same_amax,
     tag,
@@ -247,11 +249,14 @@ class CpuBackend(ReferenceBackend):
     def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
         products.multiply(a, b, out, factor)
 
+    def multiply_few(self, x: Tensor, plane: Plane, out: Tensor) -> bool:
+        return multiply_few(x, plane, out)
+
     def _decode_fast(
         self, plane: Plane, workspace: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
         """Decode a plane in its layout: the operand, or [M, K] if it is stored so. None if there is no kernel."""
-        found = decoder(plane, dtype) if all_have_memory(plane.buffers()) else None
+        found = decoder(plane, dtype) if plane_has_memory(plane) else None
         if found is None:
             return None
         height, width = found.shape
@@ -269,7 +274,7 @@ class CpuBackend(ReferenceBackend):
 
     def _decode_turned(self, plane: Plane, dtype: torch.dtype) -> Tensor | None:
         """The matrix [M, K] of a plane that is stored transposed, any rotation undone; None if there is no kernel."""
-        work = turned_decoder(plane) if all_have_memory(plane.buffers()) else None
+        work = turned_decoder(plane) if plane_has_memory(plane) else None
         if work is None:
             return None
         out = torch.empty(plane.shape, dtype=dtype, device="cpu")

@@ -6,6 +6,8 @@ past the caches: for results that are larger than they are.
 
 from __future__ import annotations
 
+import numpy as np
+
 from .compiling import inner, kernel, overloaded
 from .elements import (
     E2M1_TAG,
@@ -53,6 +55,7 @@ def _scaled_run(codes, out, factor, start, stop, dtype, element, streaming):
 def scaled(codes, out, factor, start, stop, dtype, element, streaming):
     """Codes ``start:stop`` times one factor."""
     _scaled_run(codes, out, factor, start, stop, dtype, element, streaming)
+    return np.int64(0)
 
 
 @kernel
@@ -64,6 +67,7 @@ def mx_rows(codes, codes_stride, scales, scales_stride, out, first, last, cols, 
         for col in range(0, cols, 32):
             v = decode_element(load_codes(source + bytes_of_codes(col, element), 32, element), element)
             put(target + col * size, v * e8m0_value(load_u8(scale + col // 32)), dtype, streaming)
+    return np.int64(0)
 
 
 @kernel
@@ -76,6 +80,7 @@ def mx_columns(codes, codes_stride, scales, scales_stride, out, first, last, col
         for col in range(0, cols, 32):
             v = decode_element(load_codes(source + col, 32, element), element)
             put(target + col * size, v * e8m0_value_vector(widen(load(scale + col, 32, "u8"))), dtype, streaming)
+    return np.int64(0)
 
 
 @inner
@@ -108,6 +113,7 @@ def nvfp4_rows(
             factor = load_f32(table + load_u8(scale + col // 16) * 4)
             v = decode_element(load_codes(source + col // 2, 16, E2M1_TAG), E2M1_TAG)
             put(target + col * size, v * factor, dtype, streaming)
+    return np.int64(0)
 
 
 @kernel
@@ -121,3 +127,4 @@ def block_rows(
         for left in range(0, cols, 128):
             factor = load_f32(scale + (left // 128) * block_step)
             _scaled_run(source, target, factor, left, min(left + 128, cols), dtype, element, streaming)
+    return np.int64(0)

@@ -6,40 +6,68 @@ What follows from the format and the shape is determined once: `decoder` is cach
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats import Format
+from ...formats import IDENTITY, Format
 from ...planes import ROWWISE, Direction, Plane
 from . import decode
 from .known import E2M1
 from .runtime import kernel
-from .support import is_standard_format, tag_of_dtype, tag_of_element, yes_or_no
-from .tags import NO
+from .support import is_standard_format, scales_of, tag_of_dtype, tag_of_element, yes_or_no
+from .tags import NO, Tag
 
-Decode = Callable[[Plane, int, int, int, bool], None]
-"""Decodes a range of a plane: the plane, the address of the result, first, last, whether to write past the caches."""
+Arguments = Callable[[Plane, int, int, int], tuple[Any, ...]]
+"""The numbers that a kernel is given: for a plane, the address of the result, and a range of steps."""
 
 
 class Decoder(NamedTuple):
     """How planes of one format and layout are decoded.
 
     Attributes:
+        kernel: the kernel.
+        arguments: its numbers.
+        tags: its tags, but for the last: whether it writes past the caches.
         shape: the shape of the result: of the matrix, or of its transpose if the plane is stored so.
-        steps: the number of steps of ``run``: rows; numbers, without blocks.
-        run: decodes a range of steps.
+        steps: the number of steps: rows; numbers, if ``flat``.
+        flat: whether a step is a number.
+        versions: the machine code.
         format: the format. Its address is in the key of the cache, so it is kept alive here.
     """
 
+    kernel: Any
+    arguments: Arguments
+    tags: tuple[Tag, ...]
     shape: tuple[int, int]
     steps: int
-    run: Decode
+    flat: bool
+    versions: _Versions
     format: Format
+
+    def run(self, plane: Plane, out: int, first: int, last: int, past_caches: bool) -> None:
+        """Decode a range of steps to the address ``out``, past the caches or not."""
+        if self.flat:  # ranges of a result that is written past the caches begin at a cache line
+            first, last = (at if at == self.steps else at // 64 * 64 for at in (first, last))
+        self.versions[past_caches](*self.arguments(plane, out, first, last), *self.tags, NO)
+
+
+class _Versions(dict[bool, Callable[..., object]]):
+    """A kernel that writes past the caches (True) or not: each version is compiled when it is first needed.
+
+    The last tag says which it is. Callers may pass any tag in its place, as tags are nothing at run time.
+    """
+
+    def __init__(self, dispatcher: object, arguments: Arguments, tags: Sequence[Tag]) -> None:
+        self._of, self._arguments, self._tags = dispatcher, arguments, tags
+
+    def __missing__(self, past_caches: bool) -> Callable[..., object]:
+        numbers = self._arguments(_NO_PLANE, 0, 0, 0)
+        self[past_caches] = kernel(self._of, *numbers, *self._tags, yes_or_no(past_caches))
+        return self[past_caches]
 
 
 _MOST_DECODERS = 4096
@@ -70,88 +98,62 @@ def _made(
     if not is_standard_format(fmt, direction, transposed) or (fmt.block is not None and strides[-1] != 1):
         return None
     height, width = result = shape[::-1] if transposed else shape
+    out, element = tag_of_dtype(dtype), tag_of_element(fmt.element)
+    which: Any
+    arguments: Arguments
+    tags: tuple[Tag, ...]
     if fmt.block is None:
-        return Decoder(result, height * width, _per_tensor(fmt, height * width, dtype), fmt)
-    run = None
-    if fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block[1] == 32 and width % 32 == 0:
-        run = _mx(fmt, width, strides[0], direction is ROWWISE or transposed, dtype)
+        which, arguments, tags = decode.scaled, _per_tensor, (out, element)
+    elif fmt.scale_rule in ("e8m0_up", "e8m0_floor") and fmt.block[1] == 32 and width % 32 == 0:
+        by_rows = direction is ROWWISE or transposed
+        which, tags = decode.mx_rows if by_rows else decode.mx_columns, (out, element)
+        arguments = _mx(fmt, width, strides[0])
     elif fmt.scale_rule == "fp32" and fmt.block_length == 128:
-        run = _blocks(fmt, width, strides[0] * 4, dtype)
+        which, arguments, tags = decode.block_rows, _blocks(fmt, width, strides[0] * 4), (out, element)
     elif fmt.scale_rule == "two_level" and fmt.block_length == 16:
-        run = _nvfp4(fmt, width, strides[0], dtype)
-    return None if run is None else Decoder(result, height, run, fmt)
+        which, arguments, tags = decode.nvfp4_rows, _nvfp4(fmt, width, strides[0]), (out,)
+    else:
+        return None
+    versions, flat = _Versions(which, arguments, tags), fmt.block is None
+    return Decoder(which, arguments, tags, result, height * width if flat else height, flat, versions, fmt)
 
 
-class _Versions(dict[bool, Callable[..., object]]):
-    """A kernel that writes past the caches (True) or not: each version is compiled when it is first needed.
-
-    The last tag says which it is. Callers may pass any tag in its place, as tags are nothing at run time.
-    """
-
-    def __init__(self, dispatcher: object, *arguments: object) -> None:
-        self._compile = partial(kernel, dispatcher, *arguments)
-
-    def __missing__(self, past_caches: bool) -> Callable[..., object]:
-        self[past_caches] = self._compile(yes_or_no(past_caches))
-        return self[past_caches]
+def _per_tensor(plane: Plane, out: int, first: int, last: int) -> tuple[Any, ...]:
+    return plane.data.data_ptr(), out, float(scales_of(plane)), first, last
 
 
-def _per_tensor(fmt: Format, count: int, dtype: torch.dtype) -> Decode:
-    tags = tag_of_dtype(dtype), tag_of_element(fmt.element)
-    versions = _Versions(decode.scaled, 0, 0, 0.0, 0, 0, *tags)
-
-    def run(plane: Plane, out: int, first: int, last: int, past_caches: bool) -> None:
-        assert plane.scale is not None
-        factor = float(plane.scale)
-        # Ranges of a result that is written past the caches begin at a cache line.
-        first, last = (at if at == count else at // 64 * 64 for at in (first, last))
-        versions[past_caches](plane.data.data_ptr(), out, factor, first, last, *tags, NO)
-
-    return run
-
-
-def _mx(fmt: Format, width: int, scales_step: int, by_rows: bool, dtype: torch.dtype) -> Decode:
+def _mx(fmt: Format, width: int, scales_step: int) -> Arguments:
     assert fmt.element is not None
-    which, codes_step = decode.mx_rows if by_rows else decode.mx_columns, width * fmt.element.bits // 8
-    tags = tag_of_dtype(dtype), tag_of_element(fmt.element)
-    versions = _Versions(which, *[0] * 8, *tags)
+    codes_step = width * fmt.element.bits // 8
 
-    def run(plane: Plane, out: int, first: int, last: int, past_caches: bool) -> None:
-        assert plane.scale is not None
-        codes, scales = plane.data.data_ptr(), plane.scale.data_ptr()
-        versions[past_caches](codes, codes_step, scales, scales_step, out, first, last, width, *tags, NO)
+    def arguments(plane: Plane, out: int, first: int, last: int) -> tuple[Any, ...]:
+        codes, scales = plane.data.data_ptr(), plane.scale.data_ptr()  # type: ignore[union-attr]
+        return codes, codes_step, scales, scales_step, out, first, last, width
 
-    return run
+    return arguments
 
 
-def _blocks(fmt: Format, width: int, scales_step: int, dtype: torch.dtype) -> Decode:
-    row_step, block_step = (scales_step, 4) if fmt.block_rows == 128 else (4, scales_step)
-    tags = tag_of_dtype(dtype), tag_of_element(fmt.element)
-    versions = _Versions(decode.block_rows, *[0] * 10, *tags)
+def _blocks(fmt: Format, width: int, scales_step: int) -> Arguments:
+    steps = (scales_step, 4, 128) if fmt.block_rows == 128 else (4, scales_step, fmt.block_rows)
 
-    def run(plane: Plane, out: int, first: int, last: int, past_caches: bool) -> None:
-        assert plane.scale is not None
-        codes, scales = plane.data.data_ptr(), plane.scale.data_ptr()
-        steps = row_step, block_step, fmt.block_rows
-        versions[past_caches](codes, width, scales, *steps, out, first, last, width, *tags, NO)
+    def arguments(plane: Plane, out: int, first: int, last: int) -> tuple[Any, ...]:
+        return plane.data.data_ptr(), width, scales_of(plane).data_ptr(), *steps, out, first, last, width
 
-    return run
+    return arguments
 
 
-def _nvfp4(fmt: Format, width: int, scales_step: int, dtype: torch.dtype) -> Decode:
+def _nvfp4(fmt: Format, width: int, scales_step: int) -> Arguments:
     amax_step = 4 if fmt.global_amax == "row" else 0
     constant = float(np.float32(1.0 / (E2M1.max * fmt.scale_bound)))
-    tag = tag_of_dtype(dtype)
-    versions = _Versions(decode.nvfp4_rows, *[0] * 6, 0.0, *[0] * 5, tag)
 
-    def run(plane: Plane, out: int, first: int, last: int, past_caches: bool) -> None:
-        assert plane.scale is not None and plane.amax is not None
-        versions[past_caches](
-            plane.data.data_ptr(), width // 2, plane.scale.data_ptr(), scales_step, plane.amax.data_ptr(), amax_step,
-            constant, out, first, last, width, _tables.mine().data_ptr(), tag, NO,
+    def arguments(plane: Plane, out: int, first: int, last: int) -> tuple[Any, ...]:
+        assert plane.amax is not None
+        return (
+            plane.data.data_ptr(), width // 2, scales_of(plane).data_ptr(), scales_step, plane.amax.data_ptr(),
+            amax_step, constant, out, first, last, width, _tables.mine().data_ptr(),
         )  # fmt: skip
 
-    return run
+    return arguments
 
 
 class _Tables(threading.local):
@@ -170,3 +172,5 @@ class _Tables(threading.local):
 
 
 _tables = _Tables()
+_one = torch.ones(1, device="cpu")
+_NO_PLANE = Plane(IDENTITY, ROWWISE, (1, 1), _one, _one, _one)  # with it, the types of numbers are found

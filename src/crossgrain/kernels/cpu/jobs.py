@@ -47,7 +47,7 @@ def _call(typing_context, address, row, work):
 
 
 @intrinsic
-def _store_i64(typing_context, address, value):
+def store_i64(typing_context, address, value):
     def generate(context, builder, signature, args):
         builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()))
         return context.get_dummy_value()
@@ -59,5 +59,5 @@ def _store_i64(typing_context, address, value):
 def jobs(address, table, count, step, results, work):
     """A result for each of ``count`` rows of the table, which are ``step`` bytes apart."""
     for job in range(count):
-        _store_i64(results + job * 8, _call(address, table + job * step, work))
+        store_i64(results + job * 8, _call(address, table + job * step, work))
     return np.int64(0)

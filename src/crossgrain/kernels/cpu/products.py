@@ -14,7 +14,7 @@ from . import nvfp4_product
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .features import compiled_for
 from .runtime import kernel, run_ranges
-from .support import all_have_memory, is_standard_format, scratch_memory, tag_of_plane
+from .support import is_standard_format, plane_has_memory, scratch_memory, tag_of_plane
 from .tags import Tag
 
 # By which the types of the arguments of kernels are known.
@@ -42,7 +42,7 @@ def _is_packable(plane: Plane) -> bool:
         and plane.scale is not None
         and plane.scale.stride(-1) == 1
         and (plane.amax is None or plane.amax.is_contiguous())
-        and all_have_memory(plane.buffers())
+        and plane_has_memory(plane)
     )
 
 

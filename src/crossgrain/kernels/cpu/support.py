@@ -221,6 +221,21 @@ def all_have_memory(tensors: list[Tensor]) -> bool:
     return True
 
 
+def plane_has_memory(plane: Plane) -> bool:
+    """Whether all buffers of a plane have memory. It is asked for both operands of every GEMM, so it calls little."""
+    data, scale, amax = plane.data, plane.scale, plane.amax
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or type(data) is not Tensor
+        or data.data_ptr() == 0
+        or (scale is not None and (type(scale) is not Tensor or scale.data_ptr() == 0))
+        or (amax is not None and (type(amax) is not Tensor or amax.data_ptr() == 0))
+    ):
+        return all_have_memory(plane.buffers())
+    return True
+
+
 def _new_tensors_are_fake() -> bool:
     """Whether a mode is active in which new tensors have no memory."""
     return type(torch.empty(0, device="cpu")) is not Tensor

@@ -130,7 +130,7 @@ class Finished:
         for line in lines:
             numbers += [*line.head, (heads + line.arguments) * SLOT, (heads + line.result) * SLOT, line.limit]
         for at, word in enumerate(words, heads):
-            numbers.append(0 if isinstance(word, tuple) else _as_integer(word))
+            numbers.append(0 if isinstance(word, tuple) else as_word(word))
             if isinstance(word, Given):
                 self.given.setdefault(word, []).append(at)
             elif isinstance(word, Inside):
@@ -151,7 +151,7 @@ class Finished:
         ]
 
 
-def _as_integer(number: Any) -> int:
+def as_word(number: Any) -> int:
     """A word with a number: an integer, or the bits of an fp32 number."""
     if isinstance(number, float):
         (bits,) = struct.unpack("<I", struct.pack("<f", number))

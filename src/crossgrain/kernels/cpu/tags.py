@@ -34,6 +34,7 @@ CALLERS = (
     "decoders",
     "disk_cache",
     "encoders",
+    "few_rows_products",
     "places",
     "plans",
     "products",

@@ -77,6 +77,9 @@ class ReferenceBackend:
     def multiply(self, a: Plane, b: Plane, out: Tensor, factor: float) -> None:
         raise NotImplementedError("the reference backend cannot multiply codes: decode the operands")
 
+    def multiply_few(self, x: Tensor, plane: Plane, out: Tensor) -> bool:
+        return False
+
     def joint_scale(
         self, row_scale: GlobalScale | None, column_scale: GlobalScale | None, alpha: float, like: Tensor
     ) -> Tensor:
