@@ -6,7 +6,7 @@ the cache while the largest magnitude of every column is found, and is encoded f
 
 from __future__ import annotations
 
-from .compiling import inner, kernel
+from .compiling import inner, kernel, overloaded
 from .elements import (
     INFINITY_BITS,
     e8m0_reciprocal,
@@ -20,6 +20,7 @@ from .elements import (
     magnitude_bits,
     reciprocal_of_max,
 )
+from .features import compiled_for
 from .rows import call_run
 from .simd import (
     as_float,
@@ -38,26 +39,53 @@ from .simd import (
 from .tags import NO, YES
 
 
-@inner
-def _sixty_four(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
-    """64 columns of 32 rows. Returns their largest bits; if those are of a NaN or Inf, nothing is written."""
-    amax = splat(0, 64, "i32")
-    for row in range(32):
-        v = load_input(x + row * x_stride, 64, dtype)
-        store(buffer + row * 256, v)
-        amax = maximum(amax, magnitude_bits(v, NO))
-    best = largest(amax)
-    if best >= INFINITY_BITS:
+def _side_by_side(lanes):
+    @inner
+    def encode(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
+        amax = splat(0, lanes, "i32")
+        for row in range(32):
+            v = load_input(x + row * x_stride, lanes, dtype)
+            store(buffer + row * lanes * 4, v)
+            amax = maximum(amax, magnitude_bits(v, NO))
+        best = largest(amax)
+        if best >= INFINITY_BITS:
+            return best
+        byte = e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
+        store(scales, narrow(byte))
+        factor = e8m0_reciprocal_vector(byte)
+        for row in range(32):
+            for line in range(0, lanes * input_size(dtype), 64):
+                prefetch(x + row * x_stride + 64 * input_size(dtype) + line)
+            v = load(buffer + row * lanes * 4, lanes, "f32") * factor
+            store(codes + row * codes_stride, loose_bytes(v, element))
         return best
-    byte = e8m0_up_vector(as_float(amax) * reciprocal_of_max(element))
-    store(scales, narrow(byte))
-    factor = e8m0_reciprocal_vector(byte)
-    for row in range(32):
-        for line in range(0, 64 * input_size(dtype), 64):
-            prefetch(x + row * x_stride + 64 * input_size(dtype) + line)
-        v = load(buffer + row * 256, 64, "f32") * factor
-        store(codes + row * codes_stride, loose_bytes(v, element))
-    return best
+
+    return encode
+
+
+_all_at_once, _half = _side_by_side(64), _side_by_side(32)
+
+
+def sixty_four(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
+    """64 columns of 32 rows. Returns their largest bits; if those are of a NaN or Inf, it must be done with care."""
+
+
+@overloaded(sixty_four)
+def _sixty_four(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
+    if compiled_for("avx512f"):  # so many fit into its registers
+        return lambda x, x_stride, buffer, codes, codes_stride, scales, dtype, element: _all_at_once(
+            x, x_stride, buffer, codes, codes_stride, scales, dtype, element
+        )
+
+    def halves(x, x_stride, buffer, codes, codes_stride, scales, dtype, element):
+        best = 0
+        for col in range(0, 64, 32):
+            here = x + col * input_size(dtype)
+            bits = _half(here, x_stride, buffer, codes + col, codes_stride, scales + col, dtype, element)
+            best = max(best, bits)
+        return best
+
+    return halves
 
 
 @inner
@@ -85,7 +113,7 @@ def _strip_columns(x, x_stride, width, buffer, codes, codes_stride, scales, dtyp
         wide, bits = min(64, width - col), INFINITY_BITS
         here, target, scale = x + col * size, codes + col, scales + col
         if wide == 64:
-            bits = _sixty_four(here, x_stride, buffer, target, codes_stride, scale, dtype, element)
+            bits = sixty_four(here, x_stride, buffer, target, codes_stride, scale, dtype, element)
         if bits >= INFINITY_BITS:
             bits = 0
             for part in range(0, wide, 32):
