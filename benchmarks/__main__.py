@@ -9,10 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, groups, inference, inspect, kernels, linear, others, products, sensitivity, small
+from . import chart, gpt, groups, inference, inspect, kernels, linear, models, others, products, sensitivity, small
 from .timing import environment, one_thread
 
-PARTS = ("kernels", "small", "groups", "products", "inference", "linear", "gpt", "inspect", "sensitivity", "others")
+PARTS = (
+    "kernels",
+    "small",
+    "groups",
+    "products",
+    "inference",
+    "linear",
+    "gpt",
+    "models",
+    "inspect",
+    "sensitivity",
+    "others",
+)
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
 
 
@@ -105,6 +117,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         tokens = f"{gpt.BATCH * config.context} tokens, width {config.width}, {config.layers} layers"
         title = f"GPT forward + backward, {tokens}, multiples of fp32 (target)"
         print_table(title, ("recipe", "time", "saved by linear layers"), gpt.rows(seconds, report["gpt"]))
+    if "models" in options.parts:
+        report["models"] = models.run(options.quick, options.only, options.repeats)
+        title = "Steps of whole models, multiples of fp32 (target)"
+        print_table(title, ("model", "library", "recipe", "time"), models.rows(report["models"]))
+        if not any(timing.model == "Llama" for timing in report["models"]):
+            print(f"\n{models.NO_TRANSFORMERS}")
     if "inspect" in options.parts:
         report["inspect"] = inspect.run(options.quick, options.only, options.repeats)
         title = "lab.Inspector on a GPT, CPU time: a look in steps, and its share at every=100; a step between looks"

@@ -73,6 +73,15 @@ def torchao() -> Torchao:
         )
 
 
+def model_conversions() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """How torchao changes the linear layers of a model: what works here."""
+    conversions = {"MXFP8": _mxfp8_model, "FP8 current": _float8_model}
+    with _quiet():
+        return _working(
+            conversions, lambda convert: convert(nn.Sequential(nn.Linear(128, 128)))(torch.ones(128, 128)), []
+        )
+
+
 def run(size: int, theirs: Mapping[str, Convert], only: str, repeats: int) -> list[Timing]:
     """Our formats and theirs, side by side."""
     x = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
@@ -165,11 +174,11 @@ def _to_float8(x: Tensor) -> tuple[Job, Job]:
     return quantize, quantize().to_original_precision
 
 
-def _mxfp8_linear(in_features: int, out_features: int) -> tuple[nn.Module, linear.Forward]:
+def _mxfp8_linear(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.Module, linear.Forward]:
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    layer = MXFP8Linear(in_features, out_features, kernel_preference=KernelPreference.EMULATED)
+    layer = MXFP8Linear(in_features, out_features, bias=bias, kernel_preference=KernelPreference.EMULATED)
     return layer, layer
 
 
@@ -181,8 +190,23 @@ def _nvfp4_linear(in_features: int, out_features: int) -> tuple[nn.Module, linea
 
 
 def _float8_linear(in_features: int, out_features: int) -> tuple[nn.Module, linear.Forward]:
+    model = _float8_model(nn.Sequential(nn.Linear(in_features, out_features)))
+    return model, model
+
+
+def _float8_model(model: nn.Module) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = nn.Sequential(nn.Linear(in_features, out_features))
-    model = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    return model, model
+    changed: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    return changed
+
+
+def _mxfp8_model(model: nn.Module) -> nn.Module:
+    for name, child in model.named_children():
+        if isinstance(child, nn.Linear):
+            layer, _ = _mxfp8_linear(child.in_features, child.out_features, bias=child.bias is not None)
+            layer.load_state_dict(child.state_dict())
+            setattr(model, name, layer)
+        else:
+            _mxfp8_model(child)
+    return model

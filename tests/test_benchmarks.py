@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import calls, groups, inspect, linear, others, products, small
+from benchmarks import calls, groups, inspect, linear, models, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times
 from crossgrain.formats import formats
@@ -47,6 +48,14 @@ def test_kernels_of_every_format_in_every_direction(quick):
     assert report["environment"]["threads"] == 1
     assert report["environment"]["backend"] in printed
     assert all(name in printed for name in NAMES)
+
+
+def test_models_by_all_recipes(quick):
+    printed, report = quick("models")
+    ours = {(t["model"], t["recipe"]) for t in report["models"] if t["library"] == "crossgrain"}
+    assert ours >= {(model, recipe) for model in ("demo", "GPT") for recipe in models.RECIPES}
+    assert all(t["ratio"] > 0 for t in report["models"])
+    assert ("Llama" in printed) and ((models.NO_TRANSFORMERS in printed) == (find_spec("transformers") is None))
 
 
 def test_small_calls(quick):
