@@ -184,7 +184,8 @@ class Guard:
             workspaces._Buffers(),
         )
         products._scale_values.cache_clear()
-        decoders._decoders.clear()  # which have kernels without a guard
+        decoders._decoders.clear()  # which have kernels without a guard, as have products
+        products._entries.clear()
         support.ONE = support.numbers(1.0)
         yield
         for region in self._regions:

@@ -111,8 +111,14 @@ _current: ContextVar[Pass] = ContextVar("crossgrain_pass", default=_PLAIN)
 
 def find_pass(outside: Any) -> Pass:
     """The pass that is running. ``outside`` is the active precision context, which new checkpoints record."""
+    if _hooks(True) is None and torch.is_grad_enabled() and _graph_task() == -1:
+        return _PLAIN  # checkpoints have saved-tensor hooks, disable gradients, or run in backward
     running = running_checkpoints()
     return _PLAIN if running is NOTHING else Pass(running, outside)
+
+
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 
 
 def replayed_tape() -> Tape | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...formats import Format
 from ...planes import ROWWISE, Direction, Plane
 from ..workspaces import workspace
-from . import nvfp4_product
+from . import nvfp4_product, runtime
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .features import compiled_for
 from .runtime import kernel, run_ranges
@@ -65,7 +66,7 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
 
     group = max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
 
-    entry = kernel(nvfp4_product.multiply, *_MULTIPLY_NUMBERS, tag)
+    entry = _entries.get((nvfp4_product.multiply, tag.name)) or _entry(nvfp4_product.multiply, _MULTIPLY_NUMBERS, tag)
 
     def work(first: int, last: int) -> None:
         scratch = scratch_memory(TILE_ROWS * TILE_COLUMNS * 4)
@@ -74,7 +75,11 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
             blocks, group, factor, scratch, tag,
         )  # fmt: skip
 
-    run_ranges(work, -(-columns // TILE_COLUMNS), rows * columns * blocks)
+    steps, numbers = -(-columns // TILE_COLUMNS), rows * columns * blocks
+    if numbers < 2 * runtime.ELEMENTS_PER_THREAD:
+        work(0, steps)
+    else:
+        run_ranges(work, steps, numbers)
 
 
 def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: str, tag: Tag) -> Tensor:
@@ -87,7 +92,7 @@ def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: 
     if panels is None:
         panels = torch.empty(size, dtype=torch.float32, device="cpu")
 
-    entry = kernel(pack, *_PACK_NUMBERS, tag)
+    entry = _entries.get((pack, tag.name)) or _entry(pack, _PACK_NUMBERS, tag)
 
     def work(first: int, last: int) -> None:
         entry(
@@ -95,8 +100,19 @@ def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: 
             panels.data_ptr(), first, last, rows, blocks, tag,
         )  # fmt: skip
 
-    run_ranges(work, tiles, rows * inner)
+    if rows * inner < 2 * runtime.ELEMENTS_PER_THREAD:
+        work(0, tiles)
+    else:
+        run_ranges(work, tiles, rows * inner)
     return panels
+
+
+_entries: dict[tuple[object, str], Callable[..., object]] = {}  # the machine code of kernels by their tag
+
+
+def _entry(dispatcher: object, numbers: tuple[int | float, ...], tag: Tag) -> Callable[..., object]:
+    found = _entries[dispatcher, tag.name] = kernel(dispatcher, *numbers, tag)
+    return found
 
 
 @lru_cache

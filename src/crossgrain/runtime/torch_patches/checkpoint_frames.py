@@ -53,13 +53,7 @@ def in_backward() -> bool:
 
 
 def running_checkpoints() -> Running:
-    """Find the running checkpoints on the call stack.
-
-    The stack is searched only if there may be some: with saved-tensor hooks, with gradients disabled, or in backward.
-    """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None and torch.is_grad_enabled() and not in_backward():
-        return NOTHING
+    """Find the running checkpoints on the call stack. Ask `passes` first whether there may be some, which is faster."""
     known = _functions()
     first: list[Any] = []
     trains = False
