@@ -29,6 +29,7 @@ from .native import machine
 from .on_gpu import multiplied_on_gpu, refuse_decoding
 from .operands import GEMMS, check_operands
 
+_LEAST_NUMBERS = 1 << 16  # a smaller operand is decoded into the caches anyway
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -106,7 +107,8 @@ def gemm(
         refuse_decoding(which, left_plane, right_plane, "the operands are on the CPU")
     two_levels = left_plane.format.scale_rule == right_plane.format.scale_rule == "two_level"
     from_codes = two_levels and settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
-    few = rows <= kernels.FEW_ROWS and settings.gemm_operand_dtype is None and right_plane.format.element is not None
+    few = rows <= kernels.FEW_ROWS and columns * b_inner >= _LEAST_NUMBERS and right_plane.format.element is not None
+    few = few and settings.gemm_operand_dtype is None
     add = beta if accumulate else None
     if not from_codes and not few:
         plain = bias is None and not accumulate and alpha == 1.0

@@ -1,5 +1,7 @@
 """Products of a few rows with planes that are not decoded first."""
 
+import sys
+
 import pytest
 import torch
 
@@ -31,6 +33,7 @@ def exact(left, right, rows, outputs):
 def test_products_are_those_of_the_decoded_numbers(name, rows, threads, monkeypatch):
     monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", str(threads))
     monkeypatch.setattr("crossgrain.kernels.cpu.runtime.ELEMENTS_PER_THREAD", 1 << 12 if threads > 1 else 1 << 18)
+    monkeypatch.setattr(sys.modules["crossgrain.gemm.product"], "_LEAST_NUMBERS", 0)
     used, multiply = [], kernels.multiply_few
     monkeypatch.setattr(kernels, "multiply_few", lambda *args: used.append(multiply(*args)) or used[-1])
     for outputs, inner in ((96, 160), (40, 1056)):
@@ -55,9 +58,9 @@ def test_more_rows_are_decoded(monkeypatch):
     monkeypatch.setattr(kernels, "multiply_few", lambda *_: pytest.fail("a kernel for few rows was asked"))
     quantizer = QUANTIZERS["mxfp8"]()
     left, right = (
-        quantizer.make_planes(numbers(size, 64), rowwise=True, columnwise=False).plane(ROWWISE) for size in (9, 32)
+        quantizer.make_planes(numbers(size, 64), rowwise=True, columnwise=False).plane(ROWWISE) for size in (9, 1024)
     )
-    assert gemm("fprop", left, right).shape == (9, 32)
+    assert gemm("fprop", left, right).shape == (9, 1024)
 
 
 def test_columns_that_are_not_stored_transposed_are_left_to_gemms_of_decoded_numbers():
@@ -66,10 +69,13 @@ def test_columns_that_are_not_stored_transposed_are_left_to_gemms_of_decoded_num
     assert not CPU.multiply_few(numbers(2, 64), plane, torch.empty(2, 32))
 
 
-def test_a_layer_in_inference_computes_what_it_computes_with_more_rows():
+def test_a_layer_in_inference_computes_what_it_computes_with_more_rows(monkeypatch):
     torch.manual_seed(0)
-    layer, x = torch.nn.Linear(256, 96), numbers(16, 256)
+    layer, x = torch.nn.Linear(256, 512), numbers(16, 256)
     cg.convert(layer, "mxfp8")
+    used, multiply = [], kernels.multiply_few
+    monkeypatch.setattr(kernels, "multiply_few", lambda *args: used.append(multiply(*args)) or used[-1])
     with torch.no_grad():
         whole, one = layer(x), torch.cat([layer(row) for row in x.split(1)])
     torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
+    assert used == [True] * 16
