@@ -11,6 +11,7 @@ from crossgrain.kernels.cpu import tiles
 from crossgrain.kernels.cpu.packing import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
 from crossgrain.kernels.cpu.random_bits import hash_counters, lane_numbers
 from crossgrain.kernels.cpu.simd import (
+    alternating,
     as_bytes,
     as_float,
     as_int,
@@ -27,6 +28,9 @@ from crossgrain.kernels.cpu.simd import (
     maximum,
     minimum,
     narrow,
+    opaque,
+    prefetch,
+    side_by_side,
     splat,
     store,
     store_apart,
@@ -43,7 +47,7 @@ from crossgrain.kernels.cpu.simd import (
     widen,
 )
 from crossgrain.kernels.cpu.tags import BF16, F32
-from crossgrain.kernels.reference.hadamard import rotate
+from crossgrain.kernels.reference.hadamard import rotate, unrotate
 from crossgrain.kernels.reference.packing import pack, unpack
 from crossgrain.kernels.reference.random_bits import hash_counter
 
@@ -272,7 +276,7 @@ def test_writing_past_the_caches(lanes):
 SQUARE = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
 load_rows, store_rows, transpose_rows = tiles.load_rows, tiles.store_rows, tiles.transpose_rows
 amax_of_rows, amax_of_eight, scale_rows = tiles.amax_of_rows, tiles.amax_of_eight, tiles.scale_rows
-rotate_rows, store_columns, store_column_bytes = tiles.rotate_rows, tiles.store_columns, tiles.store_column_bytes
+rotate_rows, store_columns = tiles.rotate_rows, tiles.store_columns
 
 
 def test_rows_are_turned():
@@ -327,12 +331,41 @@ def test_rotation_of_rows(mask):
 def test_columns_of_bytes():
     def scatter(low, high, out):
         store_columns(out, 16, i32(low), i32(high))
-        store_column_bytes(out + 8, 16, i32(high))
 
     out = run(scatter, INTS, INTS[::-1].copy(), out=np.zeros((16, 16), np.uint8))
     expected = np.concatenate(
         [INTS.view(np.uint8).reshape(16, 4), INTS[::-1].copy().view(np.uint8).reshape(16, 4)], axis=1
     )
     np.testing.assert_array_equal(out[:, :8], expected)
-    np.testing.assert_array_equal(out[:, 8], INTS[::-1].astype(np.uint8))
-    assert not out[:, 9:].any()
+    assert not out[:, 8:].any()
+
+
+def test_lanes_of_two_vectors():
+    x = np.arange(32, dtype=np.int32)
+    both = run(lambda a, b, out: store(out, side_by_side(i32(a), i32(b))), x[:16], x[16:], out=np.empty(32, np.int32))
+    np.testing.assert_array_equal(both, x)
+    turns = run(lambda a, b, out: store(out, alternating(i32(a), i32(b))), x[:16], x[16:], out=np.empty(32, np.int32))
+    np.testing.assert_array_equal(turns, x.reshape(2, 16).T.ravel())
+
+
+def test_reading_ahead_does_nothing_else():
+    """Not even at an address that nobody has."""
+
+    def work(x, out):
+        prefetch(x)
+        prefetch(64)
+        tiles.prefetch_rows(x, 4096)
+        tiles.prefetch_rows(0, 1 << 40)
+        store_i32(out, opaque(7))
+
+    assert run(work, INTS, out=np.zeros(1, np.int32)) == 7
+
+
+@pytest.mark.parametrize("mask", [0, 0xD7E8, 0xFFFF])
+def test_rotation_is_undone(mask):
+    def work(x, out):
+        store_rows(out, 64, tiles.unrotate_rows(load_rows(x, 64, 16, F32), mask))
+
+    x = np.random.default_rng(3).standard_normal((16, 16), np.float32)
+    expected = unrotate(torch.from_numpy(x).t().contiguous(), mask).t().contiguous()
+    assert_same(run(work, x, out=np.empty((16, 16), np.float32)), expected.numpy())

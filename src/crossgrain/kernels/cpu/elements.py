@@ -153,19 +153,50 @@ def rounded_sums(v, element):
 
 @overloaded(rounded_sums)
 def _rounded_sums(v, element):
-    e = _element(element)
-    shift = 23 - e.mantissa_bits
-    smallest_normal = (127 + e.min_exponent) << 23
-    offset = (127 + e.min_exponent + shift) << e.mantissa_bits
-    to_rounding = np.uint32((127 + shift) << 23 | -offset % (1 << e.bits)).view(np.float32)
-    assert offset % 2 == 0  # ties go to the even code, so an odd number would turn them round
+    to_rounding = _to_rounding(_element(element))
 
     def add(v, element):
-        bits = as_int(v)
-        exponent = as_float(maximum(bits & INFINITY_BITS, smallest_normal))
-        return as_int(fused(exponent, to_rounding, as_float(bits & 0x7FFFFFFF)))
+        magnitude = as_float(as_int(v) & 0x7FFFFFFF)
+        return as_int(fused(_power_at(magnitude, element), to_rounding, magnitude))
 
     return add
+
+
+def _to_rounding(e: Element) -> np.float32:
+    """By what the power of two at or below a number is multiplied, and added to it to round it."""
+    shift = 23 - e.mantissa_bits
+    offset = (127 + e.min_exponent + shift) << e.mantissa_bits
+    assert offset % 2 == 0  # ties go to the even code, so an odd number would turn them round
+    return np.uint32((127 + shift) << 23 | -offset % (1 << e.bits)).view(np.float32)
+
+
+def _power_at(magnitude, element):
+    """The power of two at or below a magnitude, at least that of the smallest normal number."""
+
+
+@overloaded(_power_at)
+def _power_at_magnitude(magnitude, element):
+    e = _element(element)
+    smallest_normal = (127 + e.min_exponent) << 23
+    return lambda magnitude, element: as_float(maximum(as_int(magnitude) & INFINITY_BITS, smallest_normal))
+
+
+def rounded_to_grid(magnitude, element):
+    """Loose codes of magnitudes that need no saturation, and the numbers that they stand for."""
+
+
+@overloaded(rounded_to_grid)
+def _rounded_to_grid(magnitude, element):
+    to_rounding = _to_rounding(_element(element))
+    back, shift = -to_rounding, 23 - _element(element).mantissa_bits
+
+    def rounded(magnitude, element):
+        power = _power_at(magnitude, element)
+        sum_ = fused(power, to_rounding, magnitude)
+        bits = as_int(sum_)
+        return (bits >> shift) + bits, fused(power, back, sum_)
+
+    return rounded
 
 
 def loose_codes(v, element):
@@ -180,6 +211,22 @@ def _loose_codes(v, element):
     def encode(v, element):
         sums = rounded_sums(v, element)
         return ((sums >> shift) + sums) | ((as_int(v) >> sign_shift) & sign_bit)
+
+    return encode
+
+
+def saturated_codes(v, element):
+    """f32 -> i32 lanes whose lowest bits are the codes, saturated; the bits above are anything. Not for NaN."""
+
+
+@overloaded(saturated_codes)
+def _saturated_codes(v, element):
+    sign_shift, sign_bit = 32 - _element(element).bits, _element(element).sign_bit
+
+    def encode(v, element):
+        bits = as_int(v)
+        codes, _ = rounded_to_grid(up_to_max(as_float(bits & 0x7FFFFFFF), element), element)
+        return codes | ((bits >> sign_shift) & sign_bit)
 
     return encode
 
@@ -359,6 +406,16 @@ def e8m0_value_vector(byte):
     """2**(byte - 127) of bytes in i32 lanes; 255 is NaN."""
     value = maximum(byte << 23, 0x400000)
     return as_float(where_greater(byte, 254, 0x7FC00000, value))
+
+
+def up_to_max(magnitude, element):
+    """Saturated magnitudes."""
+
+
+@overloaded(up_to_max)
+def _up_to_max(magnitude, element):
+    max_bits = float_bits(_element(element).max)
+    return lambda magnitude, element: as_float(minimum(as_int(magnitude), max_bits))
 
 
 @inner

@@ -1,7 +1,7 @@
 """Sixteen NVFP4 blocks of 16 at a time: lane b of vector i is number i of block b.
 
 Columns of a matrix lie like that; rows are turned first. All blocks are worked on side by side, and their
-codes end up in two words for each lane.
+codes end up in two words for each lane. Words of eight such sixteens are turned to lines of the result.
 """
 
 from __future__ import annotations
@@ -9,12 +9,40 @@ from __future__ import annotations
 import numpy as np
 
 from .compiling import inner, overloaded
-from .elements import E2M1_TAG, E4M3_TAG, INFINITY_BITS, at_most_fp32_max, decode_element, encode_element
+from .elements import (
+    E2M1_TAG,
+    E4M3_TAG,
+    INFINITY_BITS,
+    at_most_fp32_max,
+    decode_element,
+    encode_element,
+    float_bits,
+    load_input,
+    magnitude_bits,
+    rounded_to_grid,
+    saturated_codes,
+    up_to_max,
+)
+from .features import compiled_for
 from .known import E2M1, E4M3
 from .random_bits import encode_stochastically, hash_counters, lane_numbers
-from .simd import as_float, as_int, float_minimum, largest, load, splat, sum_of_halves, where_less
+from .simd import (
+    as_float,
+    as_int,
+    corrected,
+    float_minimum,
+    largest,
+    load,
+    opaque,
+    remainder_by,
+    splat,
+    store,
+    sum_of_halves,
+    where_greater,
+    where_less,
+)
 from .tags import F32, NO
-from .tiles import amax_of_rows, load_rows, rotate_rows, scale_rows, store_column_bytes, store_columns
+from .tiles import amax_of_rows, load_rows, rotate_rows, scale_rows, store_columns, store_rows, transpose_rows
 
 
 def rotated(rows, rotation):
@@ -30,11 +58,12 @@ def _rotated(rows, rotation):
 
 
 def encode_blocks(
-    buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
-    counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
+    buffer, stride, words, scales, encode_scale, decode_scale, amax, bound, square,
+    counter, lane_step, word_step, key0, key1, dtype, rotation, stochastic, four_over_six,
 ):  # fmt: skip
-    """Vectors ``stride`` bytes apart -> 8 bytes of codes and a scale of each block.
+    """Vectors ``stride`` bytes apart -> words of 8 codes each, two for each block, and the bytes of their scales.
 
+    First the first words of all blocks are written, then the second ones; scales are i32 lanes.
     Returns the bits of the largest magnitude; if those are of a NaN, nothing is written.
 
     ``encode_scale``, ``decode_scale`` and ``amax`` are the global ones of each lane, ``amax`` and ``bound``
@@ -46,14 +75,14 @@ def encode_blocks(
 
 @overloaded(encode_blocks)
 def _encode_blocks(
-    buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
-    counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
+    buffer, stride, words, scales, encode_scale, decode_scale, amax, bound, square,
+    counter, lane_step, word_step, key0, key1, dtype, rotation, stochastic, four_over_six,
 ):  # fmt: skip
     def nearest_or_stochastic(
-        buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
-        counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
+        buffer, stride, words, scales, encode_scale, decode_scale, amax, bound, square,
+        counter, lane_step, word_step, key0, key1, dtype, rotation, stochastic, four_over_six,
     ):  # fmt: skip
-        rows = rotated(load_rows(buffer, stride, 16, F32), rotation)
+        rows = rotated(load_rows(buffer, stride, 16, dtype), rotation)
         largest_bits = _block_amax(amax_of_rows(rows), square)
         best = largest(largest_bits)
         if best > INFINITY_BITS:
@@ -67,29 +96,33 @@ def _encode_blocks(
         r3 = random_words(counter + 3 * word_step, lane_step, key0, key1, stochastic)
         low = _word(r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7], r0, r1, stochastic)
         high = _word(r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15], r2, r3, stochastic)
-        store_columns(codes, codes_step, low, high)
-        store_column_bytes(scales, scales_step, stored)
+        store(words, low)
+        store(words + 64, high)
+        store(scales, stored)
         return best
 
     def better_of_two(
-        buffer, stride, codes, codes_step, scales, scales_step, encode_scale, decode_scale, amax, bound, square,
-        counter, lane_step, word_step, key0, key1, rotation, stochastic, four_over_six,
+        buffer, stride, words, scales, encode_scale, decode_scale, amax, bound, square,
+        counter, lane_step, word_step, key0, key1, dtype, rotation, stochastic, four_over_six,
     ):  # fmt: skip
-        largest_bits = _block_amax(amax_of_rows(load_rows(buffer, stride, 16, F32)), square)
+        largest_bits = _block_amax(amax_of_rows(load_rows(buffer, stride, 16, dtype)), square)
         best = largest(largest_bits)
         if best > INFINITY_BITS:
             return best
         wanted = (as_float(largest_bits) / CODE_MAX) * encode_scale
         six, factor = _scales(float_minimum(wanted, SCALE_MAX), decode_scale)
-        low6, high6, error6 = _candidate(buffer, stride, six, factor, amax, bound, four_over_six)
+        safe = _is_safe(amax)
+        low6, high6, error6 = _candidate(buffer, stride, six, factor, amax, bound, safe, dtype, four_over_six)
         four, factor = _scales(float_minimum(wanted * STRETCH, SCALE_MAX), decode_scale)
-        low4, high4, error4 = _candidate(buffer, stride, four, factor, amax, bound, four_over_six)
+        low4, high4, error4 = _candidate(buffer, stride, four, factor, amax, bound, safe, dtype, four_over_six)
         if square:
             error6 = splat(sum_of_halves(error6), 16, "f32")
             error4 = splat(sum_of_halves(error4), 16, "f32")
-        low, high = where_less(error4, error6, low4, low6), where_less(error4, error6, high4, high6)
-        store_columns(codes, codes_step, low, high)
-        store_column_bytes(scales, scales_step, where_less(error4, error6, four, six))
+        low = where_less(error4, error6, low4, low6) | _signs(buffer, stride, dtype)
+        high = where_less(error4, error6, high4, high6) | _signs(buffer + 8 * stride, stride, dtype)
+        store(words, low)
+        store(words + 64, high)
+        store(scales, where_less(error4, error6, four, six))
         return best
 
     return nearest_or_stochastic if four_over_six.tag == "none" else better_of_two
@@ -133,53 +166,94 @@ def code(row, random_byte, stochastic):
 @overloaded(code)
 def _code(row, random_byte, stochastic):
     if stochastic.tag == "no":
-        return lambda row, random_byte, stochastic: encode_element(row, E2M1_TAG, NO)
+        return lambda row, random_byte, stochastic: saturated_codes(row, E2M1_TAG)
     return lambda row, random_byte, stochastic: encode_stochastically(row, random_byte, E2M1_TAG)
 
 
 @inner
 def _word(a, b, c, d, e, f, g, h, random0, random1, stochastic):
     """Codes of 8 rows in one i32: row 0 in the lowest nibble. Four rows share a random word, a byte each."""
-    return (
-        code(a, random0 & 0xFF, stochastic)
-        | (code(b, (random0 >> 8) & 0xFF, stochastic) << 4)
-        | (code(c, (random0 >> 16) & 0xFF, stochastic) << 8)
-        | (code(d, random0 >> 24, stochastic) << 12)
-        | (code(e, random1 & 0xFF, stochastic) << 16)
-        | (code(f, (random1 >> 8) & 0xFF, stochastic) << 20)
-        | (code(g, (random1 >> 16) & 0xFF, stochastic) << 24)
-        | (code(h, random1 >> 24, stochastic) << 28)
-    )
+    word = appended(splat(0, 16, "i32"), code(a, random0 & 0xFF, stochastic))
+    word = appended(word, code(b, (random0 >> 8) & 0xFF, stochastic))
+    word = appended(word, code(c, (random0 >> 16) & 0xFF, stochastic))
+    word = appended(word, code(d, random0 >> 24, stochastic))
+    word = appended(word, code(e, random1 & 0xFF, stochastic))
+    word = appended(word, code(f, (random1 >> 8) & 0xFF, stochastic))
+    word = appended(word, code(g, (random1 >> 16) & 0xFF, stochastic))
+    return appended(word, code(h, random1 >> 24, stochastic))
+
+
+@inner
+def appended(word, codes):
+    """Words whose codes so far are moved down, with the low four bits of ``codes`` on top."""
+    return (word >> 4) | (codes << 28)
 
 
 # ---- 4-over-6 ----------------------------------------------------------------------------------------
 
+LEAST_SAFE, MOST_SAFE = float_bits(2.0**-64), float_bits(2.0**64)
 CODE_MAX, SCALE_MAX, STRETCH = np.float32(E2M1.max), np.float32(E4M3.max), np.float32(1.5)
 
 
 @inner
-def _candidate(buffer, stride, stored, factor, amax, bound, measure):
-    """Two words of codes for each block, and their error, added up number after number."""
+def _candidate(buffer, stride, stored, factor, amax, bound, safe, dtype, measure):
+    """Two words of codes without signs for each block, and their error, added up number after number."""
     scale = decode_element(stored, E4M3_TAG)
     error = splat(np.float32(0.0), 16, "f32")
     low, high = splat(0, 16, "i32"), splat(0, 16, "i32")
-    for row in range(8):
-        v = load(buffer + row * stride, 16, "f32")
-        codes = encode_element(v * factor, E2M1_TAG, NO)
-        low = low | (codes << (4 * row))
-        error = error + _error(codes, v, scale, amax, bound, measure)
-    for row in range(8):
-        v = load(buffer + (8 + row) * stride, 16, "f32")
-        codes = encode_element(v * factor, E2M1_TAG, NO)
-        high = high | (codes << (4 * row))
-        error = error + _error(codes, v, scale, amax, bound, measure)
+    middle = opaque(8)
+    for row in range(middle):
+        magnitude = magnitudes(buffer + row * stride, dtype)
+        codes, numbers = rounded_to_grid(up_to_max(magnitude * factor, E2M1_TAG), E2M1_TAG)
+        low = appended(low, codes)
+        error = error + magnitude_of_error(divided(numbers * scale * amax, bound, safe) - magnitude, measure)
+    for row in range(middle, 16):
+        magnitude = magnitudes(buffer + row * stride, dtype)
+        codes, numbers = rounded_to_grid(up_to_max(magnitude * factor, E2M1_TAG), E2M1_TAG)
+        high = appended(high, codes)
+        error = error + magnitude_of_error(divided(numbers * scale * amax, bound, safe) - magnitude, measure)
     return low, high, error
 
 
 @inner
-def _error(codes, v, scale, amax, bound, measure):
-    decoded = decode_element(codes, E2M1_TAG) * scale
-    return magnitude_of_error((decoded * amax) / bound - v, measure)
+def magnitudes(address, dtype):
+    return as_float(magnitude_bits(load_input(address, 16, dtype), NO))
+
+
+@inner
+def _signs(buffer, stride, dtype):
+    """The signs of 8 numbers of each block, in the places that they have in a word of codes."""
+    word = splat(0, 16, "i32")
+    for row in range(8):
+        word = (word >> 4) | (as_int(load_input(buffer + row * stride, 16, dtype)) & 0x80000000)
+    return word
+
+
+def divided(x, bound, safe):
+    """Quotients of f32 numbers. ``safe``: neither the numbers nor the quotients are very small or very large."""
+
+
+@overloaded(divided)
+def _divided(x, bound, safe):
+    if not compiled_for("fma"):
+        return lambda x, bound, safe: x / bound
+
+    def by_reciprocal(x, bound, safe):
+        """By Markstein: a product that may be off by a last place, mended by its remainder. A division takes longer."""
+        if not safe:
+            return x / bound
+        reciprocal = np.float32(1.0) / bound
+        quotient = x * reciprocal
+        return corrected(quotient, remainder_by(x, quotient, bound), reciprocal)
+
+    return by_reciprocal
+
+
+@inner
+def _is_safe(amax):
+    """Whether numbers under these amaxes may be `divided` by their reciprocal: none is zero, tiny, huge or NaN."""
+    bits = as_int(amax)
+    return largest(where_greater(bits, LEAST_SAFE, where_greater(bits, MOST_SAFE, 1, splat(0, 16, "i32")), 1)) == 0
 
 
 def magnitude_of_error(difference, measure):
@@ -191,3 +265,36 @@ def _magnitude_of_error(difference, measure):
     if measure.tag == "MAE":
         return lambda difference, measure: as_float(as_int(difference) & 0x7FFFFFFF)
     return lambda difference, measure: difference * difference
+
+
+# ---- sixteen lines of eight blocks -------------------------------------------------------------------
+
+
+@inner
+def note_scales(scales, stored, group):
+    """Put the byte ``group`` of 16 lines, each of 8 bytes, from i32 lanes; groups come one after the other."""
+    at, place = scales + group // 4 * 64, group % 4
+    before = splat(0, 16, "i32") if place == 0 else load(at, 16, "i32")
+    store(at, before | (stored << (8 * place)))
+
+
+@inner
+def write_lines(words, noted, groups, codes, codes_stride, scales, scales_stride, scratch):
+    """Write 16 lines of up to 8 blocks: words [2 * groups, 16] of codes, and their noted scales.
+
+    ``scratch`` is 1024 bytes, for lines that are not full.
+    """
+    turned = transpose_rows(load_rows(words, 64, 16, F32))
+    low, high = load(noted, 16, "i32"), load(noted + 64, 16, "i32")
+    if groups == 8:
+        store_rows(codes, codes_stride, turned)
+        store_columns(scales, scales_stride, low, high)
+        return
+    store_rows(scratch, 64, turned)
+    for line in range(16):
+        for group in range(groups):
+            store(codes + line * codes_stride + group * 8, load(scratch + line * 64 + group * 8, 8, "u8"))
+    store_columns(scratch, 8, low, high)
+    for line in range(16):
+        for group in range(groups):
+            store(scales + line * scales_stride + group, load(scratch + line * 8 + group, 1, "u8"))

@@ -144,15 +144,19 @@ def stream(typing_context, address, vector):
     return types.void(types.intp, vector), generate
 
 
+def prefetch_line(builder: Any, address: Any) -> None:
+    place = pointer(builder, address, _LLVM["u8"])
+    function = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+    called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+    builder.call(called, [place, *(ir.Constant(_I32, number) for number in (0, 2, 1))])  # read, second level, data
+
+
 @intrinsic
 def prefetch(typing_context, address):
     """Ask for the cache line at an address, which may be any: nothing fails."""
 
     def generate(context, builder, signature, args):
-        place = pointer(builder, args[0], _LLVM["u8"])
-        function = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
-        prefetch_line = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-        builder.call(prefetch_line, [place, *(ir.Constant(_I32, number) for number in (0, 2, 1))])
+        prefetch_line(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.intp), generate
@@ -212,6 +216,17 @@ def store_i32(typing_context, address, value):
         return context.get_dummy_value()
 
     return types.void(types.intp, value), generate
+
+
+@intrinsic
+def opaque(typing_context, number):
+    """The number, which the compiler does not know: it does not unroll a loop whose vectors would not fit."""
+
+    def generate(context, builder, signature, args):
+        same = ir.FunctionType(args[0].type, [args[0].type])
+        return builder.asm(same, "", "=r,0", args, side_effect=False)
+
+    return types.intp(types.intp), generate
 
 
 # ---- making and changing vectors ---------------------------------------------------------------------
@@ -306,6 +321,19 @@ def side_by_side(typing_context, left, right):
     """The lanes of two vectors of the same type, one behind the other."""
     result = Vector(left.element, 2 * left.lanes)
     return result(left, right), lambda context, builder, signature, args: joined(builder, list(args))
+
+
+@intrinsic
+def alternating(typing_context, first, second):
+    """The lanes of two vectors of the same type, taken in turns."""
+    lanes = first.lanes
+    result = Vector(first.element, 2 * lanes)
+
+    def generate(context, builder, signature, args):
+        order = [lane for number in range(lanes) for lane in (number, lanes + number)]
+        return builder.shuffle_vector(args[0], args[1], ir.Constant(ir.VectorType(_I32, 2 * lanes), order))
+
+    return result(first, second), generate
 
 
 @intrinsic
@@ -412,6 +440,33 @@ def fused(typing_context, x, y, z):
         return builder.fadd(builder.fmul(args[0], by, flags=("contract",)), args[2], flags=("contract",))
 
     return x(x, y, z), generate
+
+
+@intrinsic
+def remainder_by(typing_context, x, quotient, divisor):
+    """x - quotient * divisor (a number), rounded once. Needs fused multiply-adds."""
+
+    def generate(context, builder, signature, args):
+        by = builder.fneg(_as_vector(context, builder, args[2], divisor, x))
+        return _fma(builder, x, args[1], by, args[0])
+
+    return x(x, quotient, divisor), generate
+
+
+@intrinsic
+def corrected(typing_context, x, error, factor):
+    """x + error * factor (a number), rounded once. Needs fused multiply-adds."""
+
+    def generate(context, builder, signature, args):
+        return _fma(builder, x, args[1], _as_vector(context, builder, args[2], factor, x), args[0])
+
+    return x(x, error, factor), generate
+
+
+def _fma(builder: Any, vector: Vector, *operands: Any) -> Any:
+    function = ir.FunctionType(vector.llvm, [vector.llvm] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{vector.lanes}f32")
+    return builder.call(fma, operands)
 
 
 maximum = _binary(lambda builder, vector, x, y: builder.select(builder.icmp_signed(">", x, y), x, y))

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import Vector, _as_vector, _constant, load_at, load_bf16_at, pointer, round_to_bf16
+from .simd import Vector, _as_vector, _constant, load_at, load_bf16_at, pointer, prefetch_line, round_to_bf16
 
 ROWS = 16
 
@@ -169,22 +169,6 @@ def store_columns(typing_context, address, stride, low, high):
 
 
 @intrinsic
-def store_column_bytes(typing_context, address, stride, values):
-    """The low byte of lane c to ``address + c * stride``."""
-
-    def generate(context, builder, signature, args):
-        byte = ir.IntType(8)
-        narrow = builder.trunc(args[2], ir.VectorType(byte, values.lanes))
-        for column in range(values.lanes):
-            offset = builder.mul(args[1], ir.Constant(args[1].type, column))
-            value = builder.extract_element(narrow, ir.Constant(ir.IntType(32), column))
-            builder.store(value, pointer(builder, builder.add(args[0], offset), byte))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, values), generate
-
-
-@intrinsic
 def amax_of_eight(typing_context, a, b, c, d, e, f, g, h):
     """Bits of the largest magnitude in each of eight vectors of 16 f32: eight i32 lanes, NaNs on top.
 
@@ -217,3 +201,15 @@ def amax_of_eight(typing_context, a, b, c, d, e, f, g, h):
         return picked(single, single, [0, 8, 2, 10, 4, 12, 6, 14])
 
     return halves(a, b, c, d, e, f, g, h), generate
+
+
+@intrinsic
+def prefetch_rows(typing_context, address, stride):
+    """Ask for the cache lines at 16 addresses, which may be any."""
+
+    def generate(context, builder, signature, args):
+        for at in _addresses(builder, args[0], args[1]):
+            prefetch_line(builder, at)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
