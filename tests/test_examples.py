@@ -118,7 +118,13 @@ def test_a_run_with_everything_happening_is_the_run_left_alone(monkeypatch, caps
     assert "36 steps twice, 5 resumes, and every loss the same" in printed
 
 
-PAGES = ["README.md", "docs/convert.md", "docs/export.md", "docs/formats.md", "docs/offload.md"]
+PAGES = [
+    "README.md",
+    "docs/how-to/convert.md",
+    "docs/how-to/export.md",
+    "docs/reference/formats.md",
+    "docs/how-to/offload.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -49,7 +49,7 @@ DYNAMIC_IMPORTS = {
 }
 
 SOURCE = Path(crossgrain.__file__).parent
-DESIGN = Path(__file__).parent.parent / "docs" / "design.md"
+DESIGN = Path(__file__).parent.parent / "docs" / "explanation" / "design.md"
 
 
 def names_a_module(value: object) -> bool:
@@ -159,7 +159,7 @@ def test_the_design_document_lists_the_rooms_in_their_order():
 
 
 def test_the_guide_to_the_code_names_files_that_are_there():
-    text = (DESIGN.parent.parent / "CONTRIBUTING.md").read_text()
+    text = (DESIGN.parents[2] / "CONTRIBUTING.md").read_text()
     table = text[text.index("### Where is what") :].split("\n\n")[1]
     named = re.findall(r"`([a-z_]+/[\w/]*(?:\.py)?)`", table)
     walk = DESIGN.read_text().partition("### The walk of one step")[2].partition("\nRooms only")[0]

@@ -231,7 +231,7 @@ def test_a_gpu_asks_for_results(checkup, monkeypatch):
     text, code = printed(monkeypatch, changed(checkup, gpus=(gpu,), no_gpu=None))
     said = " ".join(text.split())
     assert code == 0 and "cuda:0: GPU of the future, compute capability 10.0, 192 GiB fp8: native" in said
-    assert "make test-gpu" in said and "docs/on-your-gpu.md" in said
+    assert "make test-gpu" in said and "docs/how-to/on-your-gpu.md" in said
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -1,6 +1,6 @@
 """Every architecture: its products are accounted for, it trains, generates, recomputes, saves, loads and compiles.
 
-The table in docs/models.md is made from this: ``python -m tests.clients.test_architectures`` writes it anew.
+The table in docs/reference/models.md is made from this: ``python -m tests.clients.test_architectures`` writes it anew.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from .architectures import ARCHITECTURES, TOKENS, make
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 RECIPE = "nvfp4"
 NAMES = list(ARCHITECTURES)
 
@@ -195,7 +195,7 @@ def test_compiled_models_compute_the_same(name):
 
 
 def write_page() -> None:
-    """Write the table of docs/models.md anew."""
+    """Write the table of docs/reference/models.md anew."""
     lines = PAGE.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
     last = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))

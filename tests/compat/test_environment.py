@@ -13,7 +13,7 @@ from crossgrain.compat import transformer_engine as te
 from crossgrain.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from crossgrain.recipe.zoo import nvfp4_linear_fp8_dpa_factory
 
-DOCS = Path(__file__).parents[2] / "docs" / "transformer_engine.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "transformer_engine.md"
 
 
 @pytest.fixture(autouse=True)

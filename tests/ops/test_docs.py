@@ -1,11 +1,11 @@
-"""The examples of docs/ops.md run as they are printed."""
+"""The examples of docs/reference/ops.md run as they are printed."""
 
 import re
 from pathlib import Path
 
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "ops.md"
 
 
 def test_examples_run() -> None:

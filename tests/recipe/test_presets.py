@@ -8,7 +8,7 @@ from crossgrain.gemm.operands import TENSORS
 from crossgrain.recipe import PRESETS, SCHEDULES, GemmRecipe, QuantizerRole, check_pairs, factories, preset_table, zoo
 from crossgrain.recipe.format_spec import aliases, format_names, options_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "recipes.md"
 
 FACTORIES = {
     "hp": factories.high_precision_factory,
@@ -76,7 +76,7 @@ def test_the_table_and_the_documentation_have_every_preset() -> None:
 
 
 def test_the_documentation_has_every_schedule() -> None:
-    table, page = preset_table(), (DOCS.parent / "schedules.md").read_text(encoding="utf-8")
+    table, page = preset_table(), (DOCS.parents[1] / "how-to" / "schedules.md").read_text(encoding="utf-8")
     for name, preset in SCHEDULES.items():
         assert f"{name} " in table and preset.line in table
         assert f"| `{name}` | `{preset.line}` | {preset.description} |" in page

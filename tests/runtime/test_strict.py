@@ -168,6 +168,6 @@ def test_writes_in_strict_mode_refresh_only_what_is_in_use_and_the_rest_is_stale
 
 
 def test_the_page_lists_what_strict_mode_refuses():
-    page = Path(__file__).parents[2].joinpath("docs", "transformer_engine.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "how-to", "transformer_engine.md").read_text()
     for known in LIMITS.values():
         assert f"| {known.lifted} | `{known.error.__name__}` |" in page

@@ -85,7 +85,7 @@ def _gpus(found: Checkup) -> Iterator[str]:
     yield from _entry(
         "",
         "The kernels are proved in emulation. How they do on hardware is wanted: in a clone, run make test-gpu, and "
-        "send what it says (docs/on-your-gpu.md).",
+        "send what it says (docs/how-to/on-your-gpu.md).",
     )
 
 

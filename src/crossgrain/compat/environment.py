@@ -1,7 +1,7 @@
 """The environment variables of Transformer Engine that change numbers: which have an effect here, and what to use else.
 
-`VARIABLES` is the one list of them; docs/transformer_engine.md has the same table. Variables are read when an autocast
-of Transformer Engine's names is entered, or when a recipe is created, never when something is imported.
+`VARIABLES` is the one list of them; docs/how-to/transformer_engine.md has the same table. Variables are read when an
+autocast of Transformer Engine's names is entered, or when a recipe is created, never when something is imported.
 """
 
 from __future__ import annotations

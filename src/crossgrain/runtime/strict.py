@@ -1,7 +1,8 @@
 """What Transformer Engine refuses and crossgrain can do: the limits that ``settings.strict = True`` brings back.
 
 Strict mode is for trying, on any machine, whether code will run on Transformer Engine. Each limit is one line of
-`LIMITS`; where crossgrain goes beyond it, the code calls `refuse_if_strict`. docs/transformer_engine.md has the list.
+`LIMITS`; where crossgrain goes beyond it, the code calls `refuse_if_strict`. The list is in
+docs/how-to/transformer_engine.md.
 """
 
 from __future__ import annotations

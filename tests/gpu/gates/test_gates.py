@@ -104,5 +104,5 @@ def test_mxfp8_reaches_most_of_the_bandwidth_of_an_h100() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(triton.__version__ != "3.7.1", reason="the table is that of Triton 3.7.1")
 def test_the_table_of_the_documentation_is_up_to_date() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "explanation" / "gpu.md").read_text()
     assert "\n".join(rows()) in page

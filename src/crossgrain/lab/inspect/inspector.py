@@ -48,7 +48,7 @@ class Inspector:
     It is a context manager, or use `open` and `close`. Call `step` at the end of each step.
 
     Of the calls of a layer in one step, as in gradient accumulation, the first is looked at. Forward passes without
-    gradients (validation) and recomputations of what was seen already are not. docs/inspect.md has all of it.
+    gradients (validation) and recomputations of what was seen already are not. docs/how-to/inspect.md has all of it.
 
     Args:
         model: the model: converted, or of crossgrain's modules or operations.

@@ -24,8 +24,8 @@ class Inspection:
 
     Attributes:
         header: what was looked at, and which layers were not seen in the first look.
-        records: one record for each plane and look, in the order in which planes were made. docs/inspect.md explains
-            their fields.
+        records: one record for each plane and look, in the order in which planes were made. docs/how-to/inspect.md
+            explains their fields.
         looks: a summary of each look.
         end: what was known at the end; None if the run is not finished, or was killed.
         bad_step: the first bad step, if it is known already.

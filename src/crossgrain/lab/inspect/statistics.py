@@ -1,4 +1,4 @@
-"""Statistics of a tensor, and of a plane that was made from it. docs/inspect.md has a table of what each number means.
+"""Statistics of a tensor, and of a plane that was made from it. docs/how-to/inspect.md says what each number means.
 
 All of them are computed on the operand of the plane: the matrix [R, C] with blocks along the last dimension, which is
 the transposed tensor for a columnwise plane, and rotated if the format rotates. A rotation is orthogonal within blocks,
