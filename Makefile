@@ -4,6 +4,7 @@
 #   make lint    lint and types only     make bench   times of kernels and layers
 #   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
+#   make docs    the documentation site, in site/; make docs-serve shows it and follows changes
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
 #   make test-report     reports in a real browser, which it installs (Debian's packages); screenshots in out/report
 #   make test-clients    the same library under Megatron-core, transformers, accelerate, Lightning and torchtitan
@@ -30,9 +31,11 @@ CLIENTS := .venv-clients
 # torch for GPUs brings gigabytes along.
 GPU := .venv-gpu
 TRITON := .venv-triton
+# The site's tools read the sources and do not import them, so neither torch nor crossgrain is there.
+DOCS := .venv-docs
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench clean
+.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench docs docs-serve clean
 
 setup: $(STAMP)
 
@@ -114,6 +117,21 @@ demo: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --json out/benchmarks.json --chart out/benchmarks.png
 
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(DOCS)/bin/python -m docs.tools.packages pyproject.toml | xargs $(DOCS)/bin/python -m pip install --quiet -c constraints.txt
+	touch $@
+
+# What warns is an error, for the tool and for our own check of the pages that come out.
+docs: $(DOCS)/.installed
+	rm -rf site
+	$(DOCS)/bin/zensical build --clean --strict
+	$(DOCS)/bin/python -m docs.tools.check_site site
+
+docs-serve: $(DOCS)/.installed
+	$(DOCS)/bin/zensical serve
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(GPU) $(TRITON) out build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(GPU) $(TRITON) $(DOCS) out build dist site .cache src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
