@@ -5,6 +5,7 @@
 #   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
 #   make docs    the documentation site, in site/; make docs-serve shows it and follows changes
+#   make test-docs       all code of the documentation, with its tutorials: some minutes
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
 #   make test-report     reports in a real browser, which it installs (Debian's packages); screenshots in out/report
 #   make test-clients    the same library under Megatron-core, transformers, accelerate, Lightning and torchtitan
@@ -35,7 +36,7 @@ TRITON := .venv-triton
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench docs docs-serve clean
+.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench docs docs-serve test-docs clean
 
 setup: $(STAMP)
 
@@ -128,6 +129,10 @@ docs: $(DOCS)/.installed
 	rm -rf site
 	$(DOCS)/bin/zensical build --clean --strict
 	$(DOCS)/bin/python -m docs.tools.check_site site
+
+# Without the mark by which `make test` leaves out what takes long.
+test-docs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/docs
 
 docs-serve: $(DOCS)/.installed
 	$(DOCS)/bin/zensical serve

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import crossgrain
-from crossgrain.formats import formats, registry
+from crossgrain.formats import formats
 
 ROOT = Path(__file__).parent.parent
 NAMES = {fmt.name for fmt in formats()}  # as registered by the package alone, before any test adds some
@@ -116,27 +115,6 @@ def test_a_run_with_everything_happening_is_the_run_left_alone(monkeypatch, caps
     options = ("--steps", "36", "--validate", "5", "--resume", "6")
     printed = run("examples/soak.py", *options, monkeypatch=monkeypatch, capsys=capsys)
     assert "36 steps twice, 5 resumes, and every loss the same" in printed
-
-
-PAGES = [
-    "README.md",
-    "docs/how-to/convert.md",
-    "docs/how-to/export.md",
-    "docs/reference/formats.md",
-    "docs/how-to/offload.md",
-]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_code_in_the_documentation_runs(page, monkeypatch, tmp_path):
-    """Blocks of one page run one after the other, as a reader would type them."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    assert blocks
-    scope = {"cg": crossgrain, "x": torch.randn(256, 512)}
-    for block in blocks:
-        exec(block, scope)
 
 
 def test_mixture_of_experts_has_an_expert_without_tokens(monkeypatch, capsys):

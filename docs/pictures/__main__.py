@@ -1,4 +1,4 @@
-"""Draw all pictures: ``python -m docs.pictures``. It trains the small GPT first, which takes some minutes on one core."""
+"""Draw all pictures: ``python -m docs.pictures``. It trains the small GPT first, which takes some minutes."""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from crossgrain import Direction
 
 from .idea import COLUMN, READS, ROW
 from .style import GREY
@@ -14,16 +17,16 @@ _PLACE = {"input": 0.0, "weight": 3.1, "grad_output": 6.2}
 _WIDTH, _HEIGHT, _STRIPES = 1.15, 1.0, 5
 
 
-def _plane(axes: Axes, x: float, y: float, way: object, colour: str) -> None:
+def _plane(axes: Axes, x: float, y: float, way: Direction, colour: str) -> None:
     """A matrix with stripes along its blocks."""
-    axes.add_patch(plt.Rectangle((x, y), _WIDTH, _HEIGHT, fill=False, edgecolor=colour, linewidth=1.5))
+    axes.add_patch(Rectangle((x, y), _WIDTH, _HEIGHT, fill=False, edgecolor=colour, linewidth=1.5))
     for index in range(1, _STRIPES):
         share = index / _STRIPES
         if way == ROW:
             axes.plot([x, x + _WIDTH], [y + share * _HEIGHT] * 2, color=colour, linewidth=1, alpha=0.6)
         else:
             axes.plot([x + share * _WIDTH] * 2, [y, y + _HEIGHT], color=colour, linewidth=1, alpha=0.6)
-    axes.text(x + _WIDTH / 2, y - 0.14, way.value, ha="center", va="top", fontsize=9, color=colour)  # type: ignore[attr-defined]
+    axes.text(x + _WIDTH / 2, y - 0.14, way.value, ha="center", va="top", fontsize=9, color=colour)
 
 
 def draw() -> Figure:
@@ -37,7 +40,7 @@ def draw() -> Figure:
             _plane(axes, left + 1.45 * at, 3.1, way, reader[tensor, way][1])
     for gemm, (name, formula, colour, pair) in enumerate(READS):
         left = 0.35 + 3.1 * gemm
-        box = plt.Rectangle((left, 0.0), 1.9, 0.95, fill=False, edgecolor=colour, linewidth=2)
+        box = Rectangle((left, 0.0), 1.9, 0.95, fill=False, edgecolor=colour, linewidth=2)
         axes.add_patch(box)
         axes.text(left + 0.95, 0.64, name, ha="center", va="center", fontsize=13, fontweight="bold", color=colour)
         axes.text(left + 0.95, 0.27, formula, ha="center", va="center", fontsize=11, color=colour)

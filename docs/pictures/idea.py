@@ -1,4 +1,4 @@
-"""The idea in one picture: the planes that the three GEMMs read, and what each plane of a trained model loses in 4 bits."""
+"""The idea in one picture: the planes that the three GEMMs read, and what each loses in 4 bits, in a trained model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 import crossgrain as cg
 
@@ -41,7 +42,7 @@ def draw(operands: Sequence[Operands], text: str) -> Figure:
         for column, value in enumerate(values):
             x = column * 1.15 + (column // 2) * 0.45
             share = (value - least) / (largest - least)
-            axes.add_patch(plt.Rectangle((x, row), 1.1, 0.92, color=colours(0.08 + 0.8 * share), linewidth=0))
+            axes.add_patch(Rectangle((x, row), 1.1, 0.92, color=colours(0.08 + 0.8 * share), linewidth=0))
             tone = "white" if share > 0.55 else "#303030"
             axes.text(x + 0.55, row + 0.47, f"{value:.1f} %", ha="center", va="center", color=tone, fontsize=10)
         axes.text(-0.15, row + 0.47, operands[row].layer, ha="right", va="center", fontsize=10)

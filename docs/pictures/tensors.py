@@ -29,7 +29,9 @@ def trained_operands(size: str = "small", steps: int | None = None, seed: int = 
     """Train the GPT in fp32, run one more batch forward and backward, and keep what each linear layer read."""
     trainer = Trainer(PRESETS[size], None, seed)
     trainer.train_to(PRESETS[size].steps if steps is None else steps)
-    model, inputs, gradients = trainer.model, {}, {}
+    model = trainer.model
+    inputs: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "blocks" in name}
 
     for name, layer in layers.items():

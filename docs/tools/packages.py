@@ -1,4 +1,4 @@
-"""Prints what the extra ``docs`` of pyproject.toml lists: pip cannot install an extra without the package it belongs to."""
+"""Prints what the extra ``docs`` of pyproject.toml lists: pip does not install an extra without its package."""
 
 from __future__ import annotations
 

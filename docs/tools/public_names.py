@@ -10,8 +10,8 @@ from typing import Any
 
 import crossgrain
 
-# The packages that users may import from, with the title of their page, in the order of a reader's needs. Names of other
-# packages are public only if ``crossgrain`` itself has them.
+# The packages that users may import from, with the title of their page, in the order of a reader's needs. Names of
+# other packages are public only if ``crossgrain`` itself has them.
 PACKAGES = {
     "convert": "Converting models",
     "recipe": "Recipes",

@@ -1,6 +1,6 @@
 """Writes the pages of the reference that follow from the code: ``python -m docs.tools.reference``.
 
-They are files in the repository, so that they can be read without a site; a test compares them with what is written here.
+They are files in the repository, so that they can be read without a site; a test compares them with the code.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _index(names: list[Name]) -> str:
         "# All names",
         "",
         "Every public name, in the order of the alphabet. Names that are not here are internal, and may change in any",
-        "version ([versions](../../project/versions.md)). `import crossgrain as cg` is enough for the packages, too: the large",
-        "ones are imported when they are first used.",
+        "version ([versions](../../project/versions.md)). `import crossgrain as cg` is enough for the packages, too:",
+        "the large ones are imported when they are first used.",
         "",
         "| name | |",
         "|---|---|",
@@ -65,7 +65,7 @@ def _package(package: str, title: str, names: list[Name]) -> str:
         parts += [_entry(f"crossgrain.integrations.{name}", f"crossgrain.integrations.{name}") for name in INTEGRATIONS]
     for name in sorted((each for each in names if each.page == package), key=lambda each: each.path.lower()):
         if name.path in _TRANSFORMER_ENGINE:
-            text = "Transformer Engine's module of this name ([which names there are](../../how-to/transformer_engine.md))."
+            text = "Transformer Engine's module of this name ([what it has](../../how-to/transformer_engine.md))."
             parts.append(f"## `{name.path}`\n\n{text}\n")
         elif name.is_data:
             parts.append(_data(name))
@@ -100,8 +100,8 @@ def _commands() -> Iterator[tuple[str, Any]]:
 def _command_line() -> str:
     parts = [
         "# The command line\n",
-        "`pip install 'crossgrain[cli]'` brings the `crossgrain` command; `python -m crossgrain` is the same. Every command has",
-        "`--help`. Options stand after the name of the command, but for those of `crossgrain` itself.\n",
+        "`pip install 'crossgrain[cli]'` brings the `crossgrain` command; `python -m crossgrain` is the same. Every",
+        "command has `--help`. Options stand after the name of the command, but for those of `crossgrain` itself.\n",
     ]
     for name, command in _commands():
         parts.append(f"## `{name}`\n")
@@ -138,14 +138,16 @@ def _environment() -> str:
         "",
         "## Of Transformer Engine",
         "",
-        "They are read when an autocast under the names of Transformer Engine is entered, or when a recipe is created. Setting",
-        "one that has no effect here to a value other than the one in brackets is warned about.",
+        "They are read when an autocast under the names of Transformer Engine is entered, or when a recipe is created.",
+        "Setting one that has no effect here to a value other than the one in brackets is warned about.",
         "",
         "| variable | |",
         "|---|---|",
     ]
     for variable in VARIABLES:
-        neutral = "" if variable.obeyed else f" (no effect; without a warning: {', '.join(map(repr, variable.neutral))})"
+        neutral = (
+            "" if variable.obeyed else f" (no effect; without a warning: {', '.join(map(repr, variable.neutral))})"
+        )
         lines.append(f"| `{variable.name}` | {_cell(variable.here)}{neutral} |")
     return "\n".join(lines) + "\n"
 

@@ -102,7 +102,7 @@ def test_mistakes(options, message):
 
 def test_the_example_in_the_docs_is_what_the_command_prints():
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "planning.md").read_text()
-    examples = re.findall(r"`crossgrain plan ([^`]*)`:\n\n```\n(.*?)```", page, re.DOTALL)
+    examples = re.findall(r"`crossgrain plan ([^`]*)`:\n\n```text\n(.*?)```", page, re.DOTALL)
     assert len(examples) == 3
     for options, shown in examples:
         printed = [line.rstrip() for line in run(*shlex.split(options)).splitlines()]

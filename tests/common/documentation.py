@@ -24,7 +24,9 @@ DOCS = ROOT / "docs"
 LANGUAGES = ("python", "output", "yaml", "bash", "text")
 
 _PARTS = re.compile(
-    r"^<!-- setup\n(?P<setup>.*?)^-->$|^<!-- not run: (?P<reason>[^\n]+?) -->$|^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$",
+    r"^<!-- setup\n(?P<setup>.*?)^-->$"
+    r"|^<!-- not run: (?P<reason>[^\n]+?) -->$"
+    r"|^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import yaml
 
 import crossgrain
 from crossgrain.formats import registry
@@ -18,7 +19,7 @@ WITH_CODE = [
     if any(block.language == "python" and block.not_run is None for block in blocks(path.read_text(encoding="utf-8")))
 ]
 # `make test-docs` runs these; all others run in `make test`, too.
-LONG: set[str] = set()
+LONG = {f"docs/how-to/{name}.md" for name in ("lab", "lab_search", "replay", "report", "verify")}
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_every_block_says_what_it_is(name):
         assert block.language in LANGUAGES, f"{name}:{block.line}: a block of {block.language!r}"
         if block.language == "bash":
             assert block.not_run, f"{name}:{block.line}: say why this is not run: <!-- not run: ... -->"
-    plain = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    plain = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", text, flags=re.DOTALL | re.MULTILINE)
     indented = re.findall(r"\n\n((?:    [^\n]*\n)+)", plain)
     assert not indented, f"{name}: put this into a block that has a language: {indented[0]}"
 
@@ -75,5 +76,15 @@ def test_a_wrong_output_fails(tmp_path):
     page.write_text("```python\nprint(1)\n```\n\n```output\n2\n```\n")
     with pytest.raises(AssertionError, match="page.md:5: printed was\n1"):
         run_page(page)
-    page.write_text("<!-- not run: it waits -->\n```python\n1 / 0\n```\n<!-- setup\nx = 1\n-->\n\n```python\nassert x == 1\n```\n")
+    page.write_text(
+        "<!-- not run: it waits -->\n```python\n1 / 0\n```\n<!-- setup\nx = 1\n-->\n\n```python\nassert x == 1\n```\n"
+    )
     assert run_page(page)["x"] == 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_recipes_in_yaml_are_recipes(name):
+    for block in blocks(PAGES[name].read_text(encoding="utf-8")):
+        if block.language == "yaml" and block.not_run is None:
+            document = yaml.safe_load(block.text)
+            assert crossgrain.RecipeSchedule.load(document).phases(100), f"{name}:{block.line}"

@@ -1,17 +1,12 @@
-"""The examples of docs/reference/ops.md run as they are printed."""
-
-import re
-from pathlib import Path
+"""The examples of docs/reference/ops.md do what the page says. That they run is tested with all other pages."""
 
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "ops.md"
+from ..common.documentation import DOCS, run_page
 
 
-def test_examples_run() -> None:
-    names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(block, names)
+def test_examples_do_what_the_page_says() -> None:
+    names: dict = run_page(DOCS / "reference" / "ops.md")
     assert names["x"].grad is not None
     assert names["residual"](torch.randn(4, 64)).shape == (4, 64)
     x = torch.randn(3, requires_grad=True)
