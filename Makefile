@@ -130,9 +130,9 @@ docs: $(DOCS)/.installed
 	$(DOCS)/bin/zensical build --clean --strict
 	$(DOCS)/bin/python -m docs.tools.check_site site
 
-# Without the mark by which `make test` leaves out what takes long.
-test-docs: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/docs
+# Without the mark by which `make test` leaves out what takes long. Tutorials need the programs of others, too.
+test-docs: $(CLIENTS)/.installed
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/docs
 
 docs-serve: $(DOCS)/.installed
 	$(DOCS)/bin/zensical serve

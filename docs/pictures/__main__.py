@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import error_bits, gemms, idea, rounding, sizes, speed
-from .style import IMAGES, save
+from .style import save
 from .tensors import Operands, trained_operands
 
 # The format of the first picture: of all built-in ones, its directions differ most on these tensors.
 FOUR_BITS = "mxfp4"
 
 
-def draw_all(operands: Sequence[Operands], directory: Path = IMAGES) -> list[Path]:
+def draw_all(operands: Sequence[Operands], directory: Path | None = None) -> list[Path]:
     """All pictures, from the tensors of a trained model."""
     some = [each for each in operands if each.layer.startswith(operands[-1].layer[: len("blocks.0")])]
     gradient = operands[-2].dy  # of fc1 in the last block: the one with the most outliers
@@ -32,7 +32,7 @@ def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="train for fewer steps, to try the program")
-    parser.add_argument("--out", type=Path, default=IMAGES)
+    parser.add_argument("--out", type=Path, help="directory; by default that of the pages")
     arguments = parser.parse_args()
     for path in draw_all(trained_operands(steps=arguments.steps), arguments.out):
         print(path)

@@ -42,9 +42,9 @@ def colour_of(name: str) -> str:
     return next((colour for family, colour in FAMILIES.items() if name.startswith(family)), GREY)
 
 
-def save(figure: Figure, name: str, directory: Path = IMAGES) -> Path:
-    """Write ``name.svg``."""
-    path = directory / f"{name}.svg"
+def save(figure: Figure, name: str, directory: Path | None = None) -> Path:
+    """Write ``name.svg``, by default where pages find it."""
+    path = (directory or IMAGES) / f"{name}.svg"
     figure.savefig(path, transparent=True, bbox_inches="tight", pad_inches=0.1, metadata={"Date": None})
     plt.close(figure)
     return path

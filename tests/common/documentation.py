@@ -8,6 +8,7 @@ A page is run from top to bottom, as a reader would type it. What a reader need 
     <!-- not run: the reason -->    right before a block that cannot run here
 
 A block ``output`` is compared with what was printed since the block before it; a line ``...`` stands for any lines.
+After ``<!-- digits vary -->`` it is compared without its numbers, which depend on the machine there.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ LANGUAGES = ("python", "output", "yaml", "bash", "text")
 _PARTS = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$"
     r"|^<!-- not run: (?P<reason>[^\n]+?) -->$"
-    r"|^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$",
+    r"|^(?P<vary><!-- digits vary -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page: its language, its text, the line where it begins, and why it is not run, if it is not."""
+    """A block of a page: its language, its text, its first line, why it is not run, and how it is compared."""
 
     language: str
     text: str
     line: int
     not_run: str | None = None
+    digits_vary: bool = False
 
 
 def pages() -> list[Path]:
@@ -61,16 +63,23 @@ def blocks(text: str) -> Iterator[Block]:
         elif found["setup"] is not None:
             yield Block("python", found["setup"], line)
         else:
-            yield Block(found["language"], found["code"], line, reason)
+            yield Block(found["language"], found["code"], line, reason, found["vary"] is not None)
             reason = None
 
 
-def same_output(shown: str, printed: str) -> bool:
+def same_output(shown: str, printed: str, *, digits_vary: bool = False) -> bool:
     """Whether a page shows what was printed. Blanks at the ends of lines do not count."""
+    if digits_vary:
+        shown, printed = _without_numbers(shown), _without_numbers(printed)
     lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
     pattern = "\n".join(r"(?:.*\n)*?.*" if line == "..." else re.escape(line) for line in lines)
     text = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
     return re.fullmatch(pattern, text) is not None
+
+
+def _without_numbers(text: str) -> str:
+    """The words of a text: numbers are gone, and so are blanks and lines of tables, whose widths depend on them."""
+    return re.sub(r"[ ─]+", " ", re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", text))
 
 
 def run_page(path: Path) -> dict[str, object]:
@@ -94,6 +103,8 @@ def run_page(path: Path) -> dict[str, object]:
                 exec(compile(source, str(path), "exec"), scope)
         elif block.language == "output":
             text = printed.getvalue()
-            assert same_output(block.text, text), f"{path}:{block.line}: printed was\n{text}"
+            assert same_output(block.text, text, digits_vary=block.digits_vary), (
+                f"{path}:{block.line}: printed was\n{text}"
+            )
             printed = io.StringIO()
     return scope

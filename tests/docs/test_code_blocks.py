@@ -10,6 +10,8 @@ import yaml
 
 import crossgrain
 from crossgrain.formats import registry
+from docs.pictures import style
+from docs.tools import tutorials
 from tests.common.documentation import LANGUAGES, ROOT, blocks, pages, run_page, same_output
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages()}
@@ -20,12 +22,21 @@ WITH_CODE = [
 ]
 # `make test-docs` runs these; all others run in `make test`, too.
 LONG = {f"docs/how-to/{name}.md" for name in ("lab", "lab_search", "replay", "report", "verify")}
+LONG |= {f"docs/tutorials/{path.stem}.md" for path in tutorials.PROGRAMS.glob("*.py")}
+
+# `make test-docs` has these; with another environment, what is missing is said.
+NEEDED = {
+    "docs/tutorials/llama.md": ("transformers",),
+    "docs/tutorials/transformer_engine.md": ("megatron.core",),
+    "docs/tutorials/export.md": ("safetensors",),
+}
 
 
 @pytest.fixture
 def as_after_import(monkeypatch, tmp_path):
     """A page may register formats, change settings, join a process group and write files."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(style, "IMAGES", tmp_path)
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     settings = {name: getattr(crossgrain.settings, name) for name in crossgrain.settings.__dataclass_fields__}
@@ -42,6 +53,8 @@ def as_after_import(monkeypatch, tmp_path):
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in WITH_CODE]
 )
 def test_a_page_runs_and_prints_what_it_shows(name, as_after_import):
+    for program in NEEDED.get(name, ()):
+        pytest.importorskip(program)
     run_page(PAGES[name])
 
 
@@ -69,6 +82,20 @@ def test_every_block_says_what_it_is(name):
 )
 def test_outputs_are_compared(shown, printed, same):
     assert same_output(shown, printed) is same
+
+
+def test_numbers_that_vary_are_not_compared():
+    assert same_output("gap 0.0012 ± 3e-05 GROWS\n", "gap   0.5 ± 0.25 GROWS\n", digits_vary=True)
+    assert not same_output("gap 0.0012 GROWS\n", "gap 0.0012\n", digits_vary=True)
+
+
+@pytest.mark.parametrize("program", tutorials.PROGRAMS.glob("*.py"), ids=lambda path: path.stem)
+def test_the_page_of_a_tutorial_is_that_of_its_program(program):
+    written = (tutorials.PAGES / f"{program.stem}.md").read_text(encoding="utf-8")
+    without_outputs = re.sub(
+        r"(<!-- digits vary -->\n)?```output\n.*?^```\n\n", "", written, flags=re.DOTALL | re.MULTILINE
+    )
+    assert without_outputs == tutorials.page(program), f"run: python -m docs.tools.tutorials {program.stem}"
 
 
 def test_a_wrong_output_fails(tmp_path):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from docs.tools import reference
 from docs.tools.public_names import public_names
-
 from tests.common.documentation import DOCS, ROOT, blocks, pages
 
 ALL = {path.relative_to(ROOT).as_posix(): path for path in [*pages(), ROOT / "CHANGELOG.md"]}
