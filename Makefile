@@ -5,6 +5,7 @@
 #   make fuzz    more random programs and mutations of files: PROGRAMS=1000 SEED=0 MUTATIONS=10000
 #   make clean   remove everything that make has made
 #   make docs    the documentation site, in site/; make docs-serve shows it and follows changes
+#   make dist            wheels and sdists of crossgrain and crossgrain-te in dist/, installed and checked: some minutes
 #   make test-docs       all code of the documentation, with its tutorials: some minutes
 #   make test-large      kernels with more than 2**31 numbers: about 13 GB of memory, and a quarter of an hour
 #   make test-report     reports in a real browser, which it installs (Debian's packages); screenshots in out/report
@@ -34,9 +35,12 @@ GPU := .venv-gpu
 TRITON := .venv-triton
 # The site's tools read the sources and do not import them, so neither torch nor crossgrain is there.
 DOCS := .venv-docs
+# What builds the packages, and an environment that has nothing else than what they bring.
+DIST := .venv-dist
+FRESH := .venv-installed
 
 .DEFAULT_GOAL := test
-.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench docs docs-serve test-docs clean
+.PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench docs docs-serve test-docs dist clean
 
 setup: $(STAMP)
 
@@ -137,6 +141,21 @@ test-docs: $(CLIENTS)/.installed
 docs-serve: $(DOCS)/.installed
 	$(DOCS)/bin/zensical serve
 
+$(DIST)/.installed: constraints.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet -c constraints.txt pip setuptools build
+	touch $@
+
+# `build` makes the wheel from the sdist, so a file that the sdist lacks is missed here. The check runs outside of the tree.
+dist: $(DIST)/.installed
+	rm -rf dist $(FRESH)
+	$(DIST)/bin/python -m build --no-isolation --outdir dist .
+	$(DIST)/bin/python -m build --no-isolation --outdir dist crossgrain-te
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(FRESH)/bin/python -m pip install --quiet -c constraints.txt mypy "$$(ls dist/crossgrain-*.whl)[cli]" dist/transformer_engine-*.whl
+	$(FRESH)/bin/python -I tests/packages/check_installed.py
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(GPU) $(TRITON) $(DOCS) out build dist site .cache src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(GPU) $(TRITON) $(DOCS) $(DIST) $(FRESH) out build dist site .cache src/*.egg-info crossgrain-te/build crossgrain-te/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -89,7 +89,7 @@ def test_numbers_that_vary_are_not_compared():
     assert not same_output("gap 0.0012 GROWS\n", "gap 0.0012\n", digits_vary=True)
 
 
-@pytest.mark.parametrize("program", tutorials.PROGRAMS.glob("*.py"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", sorted(tutorials.PROGRAMS.glob("*.py")), ids=lambda path: path.stem)
 def test_the_page_of_a_tutorial_is_that_of_its_program(program):
     written = (tutorials.PAGES / f"{program.stem}.md").read_text(encoding="utf-8")
     without_outputs = re.sub(

@@ -55,7 +55,7 @@ def test_all_pictures_are_drawn(operands, tmp_path):
         assert (IMAGES / path.name).exists()
 
 
-@pytest.mark.parametrize("path", IMAGES.glob("*.svg"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(IMAGES.glob("*.svg")), ids=lambda path: path.name)
 def test_pictures_have_no_background_and_load_nothing(path):
     text = path.read_text(encoding="utf-8")
     assert not re.search(r'(href|src)="https?:', text) and "<image" not in text
