@@ -1,4 +1,4 @@
-"""The check of the built site finds what is wrong; the site itself, if `make docs` has built it, is tried in a browser."""
+"""The check of the built site finds what is wrong; a site that `make docs` has built is tried in a browser."""
 
 from __future__ import annotations
 
