@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-import crossgrain as cg
-from crossgrain.formats import formats
+from crossgrain.formats import get_format
 
 from .style import GREY, colour_of
-from .tensors import Operands, relative_error
 
 
-def mean_error(operands: Sequence[Operands], text: str) -> float:
-    """The root mean square of the relative errors of all tensors in both directions, in percent."""
-    found = [
-        relative_error(tensor, text, direction)
-        for each in operands
-        for tensor in each.named().values()
-        for direction in (cg.ROWWISE, cg.COLUMNWISE)
-    ]
-    return 100 * math.sqrt(sum(value * value for value in found) / len(found))
-
-
-def draw(operands: Sequence[Operands]) -> Figure:
+def draw(errors: dict[str, float]) -> Figure:
     """A line for each format, best first within its cost: many formats cost exactly the same."""
-    rows = [(fmt.bits_per_element, mean_error(operands, fmt.name), fmt.name) for fmt in formats() if fmt.element]
+    rows = [(get_format(name).bits_per_element, error, name) for name, error in errors.items()]
     rows.sort(key=lambda row: (round(row[0], 2), row[1]))
     figure, axes = plt.subplots(figsize=(9.2, 0.3 * len(rows) + 1.2))
     y, before = 0.0, rows[0][0]

@@ -9,7 +9,8 @@ from matplotlib.patches import Rectangle
 
 from crossgrain import Direction
 
-from .idea import COLUMN, READS, ROW
+from .idea import COLOURS, FORMULAS
+from .measurements import COLUMN, READS, ROW
 from .style import GREY
 
 _TENSORS = {"input": "x   [M, K]", "weight": "W   [N, K]", "grad_output": "dy   [M, N]"}
@@ -32,18 +33,18 @@ def _plane(axes: Axes, x: float, y: float, way: Direction, colour: str) -> None:
 def draw() -> Figure:
     """Three tensors with two planes each, above three GEMMs with two operands each."""
     figure, axes = plt.subplots(figsize=(9.4, 5.0))
-    reader = {plane: (name, colour) for name, _, colour, pair in READS for plane in pair}
+    reader = {plane: COLOURS[name] for name, pair in READS.items() for plane in pair}
     for tensor, title in _TENSORS.items():
         left = _PLACE[tensor]
         axes.text(left + 1.3, 4.35, title, ha="center", fontsize=13, fontweight="bold", color=GREY)
         for at, way in enumerate((ROW, COLUMN)):
-            _plane(axes, left + 1.45 * at, 3.1, way, reader[tensor, way][1])
-    for gemm, (name, formula, colour, pair) in enumerate(READS):
-        left = 0.35 + 3.1 * gemm
+            _plane(axes, left + 1.45 * at, 3.1, way, reader[tensor, way])
+    for gemm, (name, pair) in enumerate(READS.items()):
+        left, colour = 0.35 + 3.1 * gemm, COLOURS[name]
         box = Rectangle((left, 0.0), 1.9, 0.95, fill=False, edgecolor=colour, linewidth=2)
         axes.add_patch(box)
         axes.text(left + 0.95, 0.64, name, ha="center", va="center", fontsize=13, fontweight="bold", color=colour)
-        axes.text(left + 0.95, 0.27, formula, ha="center", va="center", fontsize=11, color=colour)
+        axes.text(left + 0.95, 0.27, FORMULAS[name], ha="center", va="center", fontsize=11, color=colour)
         for at, (tensor, way) in enumerate(pair):
             start = _PLACE[tensor] + 1.45 * (way == COLUMN) + _WIDTH / 2
             arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 2}

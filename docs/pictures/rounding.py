@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from torch import Tensor
 
-import crossgrain as cg
-
+from .measurements import DRAWS
 from .style import BLUE, GREY, RED
 
-DRAWS = (1, 2, 4, 8, 16, 32, 64)
 
-
-def averaged_errors(x: Tensor, text: str) -> list[float]:
-    """Relative errors, in percent, of the mean of so many quantizations of one tensor."""
-    torch.manual_seed(0)
-    quantizer = cg.quantizer_for(text, columnwise=False)
-    total, found = torch.zeros_like(x, dtype=torch.float64), []
-    for draw in range(1, max(DRAWS) + 1):
-        total += quantizer(x).dequantize(dtype=torch.float32).double()
-        if draw in DRAWS:
-            found.append(100 * float((total / draw - x.double()).norm() / x.double().norm()))
-    return found
-
-
-def draw(gradient: Tensor) -> Figure:
+def draw(errors: dict[str, list[float]]) -> Figure:
     """Both ways to round, over the number of steps."""
     figure, axes = plt.subplots(figsize=(7.6, 3.6))
-    for text, name, colour in (("nvfp4", "to nearest", RED), ("nvfp4(sr)", "stochastically", BLUE)):
-        found = averaged_errors(gradient, text)
+    for (name, found), colour in zip(errors.items(), (RED, BLUE), strict=True):
         axes.plot(DRAWS, found, marker="o", color=colour)
         axes.text(DRAWS[-1] * 1.1, found[-1], f"{name}: {found[-1]:.1f} %", color=colour, va="center", fontsize=10)
     axes.set_xscale("log", base=2)

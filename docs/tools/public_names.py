@@ -31,6 +31,26 @@ PACKAGES = {
     "quantizers": "Quantizers and tensors",
     "runtime": "Settings and backends",
 }
+# Pages that explain a package and show it at work.
+GUIDES = {
+    "convert": ("how-to/convert", "how-to/schedules", "reference/models"),
+    "recipe": ("reference/recipes", "start/first-recipe"),
+    "nn": ("reference/linear", "reference/modules", "reference/attention", "how-to/recompute"),
+    "ops": ("reference/ops",),
+    "optim": ("how-to/optimizers", "tutorials/fsdp2"),
+    "files": ("how-to/checkpoints",),
+    "export": ("how-to/export", "tutorials/export"),
+    "offload": ("how-to/offload",),
+    "distributed": ("how-to/distributed", "how-to/tensor_parallel", "tutorials/fsdp2"),
+    "lab": ("how-to/lab", "how-to/inspect", "how-to/replay", "tutorials/choose_recipe", "tutorials/divergence"),
+    "gpt": ("tutorials/choose_recipe",),
+    "planning": ("how-to/planning",),
+    "integrations": ("how-to/integrations", "tutorials/llama"),
+    "compat": ("how-to/transformer_engine", "tutorials/transformer_engine"),
+    "formats": ("reference/formats", "tutorials/add_format"),
+    "quantizers": ("reference/tensors", "explanation/two-planes"),
+    "runtime": ("reference/environment", "explanation/speed"),
+}
 # Rooms without a page of their own: where what ``crossgrain`` has of them is described.
 _PAGE_OF = {"planes": "quantizers", "tensor": "quantizers", "kernels": "runtime"}
 # Without ``__all__``: modules for programs that may not be installed.

@@ -15,7 +15,7 @@ from crossgrain.cli.app import app
 from crossgrain.cli.checkup.variables import KNOWN
 from crossgrain.compat.environment import VARIABLES
 
-from .public_names import INTEGRATIONS, PACKAGES, Name, public_names
+from .public_names import GUIDES, INTEGRATIONS, PACKAGES, Name, public_names
 
 DOCS = Path(__file__).parents[1]
 _NOTE = "<!-- Written by `python -m docs.tools.reference`. -->\n\n"
@@ -59,7 +59,8 @@ def _index(names: list[Name]) -> str:
 
 
 def _package(package: str, title: str, names: list[Name]) -> str:
-    parts = [f"# {title}\n"]
+    links = ", ".join(f"[{_title(page)}](../../{page}.md)" for page in GUIDES[package])
+    parts = [f"# {title}\n", f"Explained, with examples: {links}.\n"]
     if package == "integrations":
         parts.append("One module for each training program, which needs that program to be installed.\n")
         parts += [_entry(f"crossgrain.integrations.{name}", f"crossgrain.integrations.{name}") for name in INTEGRATIONS]
@@ -72,6 +73,12 @@ def _package(package: str, title: str, names: list[Name]) -> str:
         else:
             parts.append(_entry(name.source, name.path))
     return "\n".join(parts)
+
+
+def _title(page: str) -> str:
+    """The first heading of a page."""
+    lines = (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
 def _entry(source: str, heading: str) -> str:

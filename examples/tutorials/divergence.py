@@ -41,7 +41,7 @@ with lab.Inspector(model, "stats.jsonl", every=1) as look:
         look.step()
 
 # %% [markdown]
-# The losses show nothing yet. The Inspector does:
+# One loss says little about one step. The Inspector says more:
 
 # %% digits vary
 print(look.first_bad_step())
