@@ -15,10 +15,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def run(*command: str | Path) -> str:
-    """What a command prints; it must succeed."""
+def run(*command: str | Path, may_fail: bool = False) -> str:
+    """What a command prints, outside of the tree."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=tempfile.mkdtemp())
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert may_fail or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -37,8 +37,12 @@ def main() -> None:
     print(f"transformer-engine is {importlib.metadata.version('transformer-engine')}")
 
     binaries = Path(sys.executable).parent
-    doctor = json.loads(run(binaries / "crossgrain", "doctor", "--json"))
-    print(f"crossgrain doctor: {', '.join(doctor)}")
+    # It also fails for what is wrong with the machine, which is not what is checked here.
+    doctor = json.loads(run(binaries / "crossgrain", "doctor", "--json", may_fail=True))
+    assert doctor["self_tests"]
+    for test in doctor["self_tests"]:
+        assert test["cases"] > 0 and not test["problems"], test
+        print(f"golden vectors, {test['backend']}: {test['cases']} of {test['of']} are right")
 
     client = HERE.parents[1] / "examples" / "typed_client.py"
     run(sys.executable, client)
