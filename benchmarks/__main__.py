@@ -9,7 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import chart, gpt, groups, inference, inspect, kernels, linear, models, others, products, sensitivity, small
+from . import (
+    chart,
+    gpt,
+    groups,
+    inference,
+    inspect,
+    kernels,
+    linear,
+    models,
+    others,
+    products,
+    sensitivity,
+    small,
+    threads,
+)
 from .timing import environment, one_thread
 
 PARTS = (
@@ -19,6 +33,7 @@ PARTS = (
     "products",
     "inference",
     "linear",
+    "threads",
     "gpt",
     "models",
     "inspect",
@@ -111,6 +126,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         head = ("library", "layer", *("x".join(map(str, shape)) for shape in shapes))
         title = "Linear forward + backward, multiples of fp32 nn.Linear (target), tokens x in x out"
         print_table(title, head, linear.rows(plain, report["linear"]))
+    if "threads" in options.parts:
+        shape = (QUICK_SHAPES if options.quick else linear.SHAPES)[0]
+        report["threads"] = threads.run(shape, options.only, 3 * options.repeats)
+        title = (
+            f"Linear forward + backward, {'x'.join(map(str, shape))}, wall time on 1 and on {threads.THREADS} threads"
+        )
+        print_table(title, ("layer", "one", "several", "times faster"), threads.rows(report["threads"]))
     if "gpt" in options.parts:
         config = gpt.QUICK_CONFIG if options.quick else gpt.CONFIG
         seconds, report["gpt"] = gpt.run(config, options.repeats)

@@ -75,7 +75,7 @@ def _with(recipe: Recipe) -> MakeLayer:
     return make
 
 
-def _plain(in_features: int, out_features: int) -> tuple[nn.Module, Forward]:
+def plain(in_features: int, out_features: int) -> tuple[nn.Module, Forward]:
     layer = nn.Linear(in_features, out_features)
     return layer, layer
 
@@ -85,14 +85,14 @@ def run(
 ) -> tuple[dict[Shape, float], list[Timing]]:
     """Seconds of fp32 ``nn.Linear`` by shape, and all layers of all libraries relative to it."""
     contestants = [(library, name, make) for library, by_name in libraries.items() for name, make in by_name.items()]
-    plain, timings = {}, []
+    seconds_of_plain, timings = {}, []
     for shape in shapes:
-        steps = [step(_plain, shape), *(step(make, shape) for _, _, make in contestants)]
-        plain[shape], *times = least_times(steps, repeats)
+        steps = [step(plain, shape), *(step(make, shape) for _, _, make in contestants)]
+        seconds_of_plain[shape], *times = least_times(steps, repeats)
         for (library, name, _), seconds in zip(contestants, times, strict=True):
             target = TARGETS.get(name, {}).get(shape) if library == "crossgrain" else None
-            timings.append(Timing(library, name, shape, seconds * 1e3, seconds / plain[shape], target))
-    return plain, timings
+            timings.append(Timing(library, name, shape, seconds * 1e3, seconds / seconds_of_plain[shape], target))
+    return seconds_of_plain, timings
 
 
 def step(make: MakeLayer, shape: Shape) -> Job:

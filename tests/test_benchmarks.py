@@ -58,6 +58,12 @@ def test_models_by_all_recipes(quick):
     assert ("Llama" in printed) and ((models.NO_TRANSFORMERS in printed) == (find_spec("transformers") is None))
 
 
+def test_threads_beside_one(quick):
+    printed, report = quick("threads")
+    assert [t["name"] for t in report["threads"]] == ["fp32", "MXFP8", "NVFP4", linear.HYBRID]
+    assert "times faster" in printed and torch.get_num_threads() == 1
+
+
 def test_small_calls(quick):
     printed, report = quick("small")
     assert {timing["name"] for timing in report["small"]} == set(small.quantizers())
