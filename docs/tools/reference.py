@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from crossgrain.cli.app import app
+from crossgrain.cli.app import COMMANDS, app
 from crossgrain.cli.checkup.variables import KNOWN
 from crossgrain.compat.environment import VARIABLES
 
@@ -108,11 +108,18 @@ def _command_line() -> str:
     parts = [
         "# The command line\n",
         "`pip install 'crossgrain[cli]'` brings the `crossgrain` command; `python -m crossgrain` is the same. Every",
-        "command has `--help`. Options stand after the name of the command, but for those of `crossgrain` itself.\n",
+        "command has `--help`. Options stand after the name of the command, but for those of `crossgrain` itself.",
+        "`crossgrain --install-completion` completes commands and options in your shell.\n",
+        "A command ends with 0 if all is well, with 1 if something failed or the answer is no, and with 2 if the",
+        "command itself is wrong. Results go to stdout, errors and progress to stderr.\n",
     ]
+    examples = {each.run.__name__: each.examples for group in COMMANDS.values() for each in group}
     for name, command in _commands():
         parts.append(f"## `{name}`\n")
         parts.append(" ".join((command.help or "").split("\n\n")[0].split()) + "\n")
+        shown = examples.get(name.split()[-1], ())
+        if shown:
+            parts += ["<!-- not run: an example -->", "```bash", *shown, "```\n"]
         rows = [_option(each) for each in command.params if each.name != "help"]
         if rows:
             parts += ["| option | default | |", "|---|---|---|", *rows, ""]

@@ -3,14 +3,17 @@
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import crossgrain as cg
-from crossgrain.cli.app import app
+from crossgrain.cli.app import COMMANDS, app
+from crossgrain.cli.mistakes import debugging, told_in_a_message
 from crossgrain.kernels import warmup
 from crossgrain.kernels.cpu import runtime
 
@@ -96,3 +99,58 @@ def test_without_its_extra_the_command_says_how_to_install_it(missing, monkeypat
     with pytest.raises(SystemExit) as exit_:
         importlib.import_module("crossgrain.cli").main()
     assert exit_.value.code == f"The crossgrain command needs {missing}: pip install 'crossgrain[cli]'"
+
+
+# ---- help and mistakes -------------------------------------------------------------------------------------
+
+LISTED = [command for commands in COMMANDS.values() for command in commands]
+
+
+def test_the_help_has_all_commands_by_what_they_are_for():
+    shown = run("--help")
+    assert [title for title in COMMANDS if f"─ {title} ─" in shown] == list(COMMANDS)
+    assert {command.run.__name__ for command in LISTED} == set(typer.main.get_command(app).commands)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("command", LISTED, ids=lambda command: command.run.__name__)
+def test_examples_of_a_command_name_it_and_its_options(command):
+    found = typer.main.get_command(app).commands[command.run.__name__]
+    options = {name for each in found.params for name in (*each.opts, *each.secondary_opts)}
+    shown = " ".join(run(command.run.__name__, "--help").split())
+    for example in command.examples:
+        program, *words = shlex.split(example)
+        assert program == "crossgrain" and command.run.__name__ in words
+        own = words[words.index(command.run.__name__) + 1 :]
+        assert {word for word in own if word.startswith("--")} <= options
+        assert " ".join(example.split()) in shown
+
+
+def test_a_mistake_is_a_message_and_with_debug_a_traceback(capsys, monkeypatch):
+    def fail():
+        with told_in_a_message():
+            raise ValueError("there is no such thing")
+
+    with pytest.raises(SystemExit) as ended:
+        fail()
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("crossgrain: there is no such thing\n") and "--debug" in said.err and not said.out
+    monkeypatch.setattr(debugging, "on", True)
+    with pytest.raises(ValueError, match="no such thing"):
+        fail()
+
+
+def test_what_is_not_a_mistake_keeps_its_traceback():
+    with pytest.raises(AssertionError), told_in_a_message():
+        raise AssertionError
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_mistake_in_a_program_of_the_user_shows_its_place_with_debug(debug, tmp_path):
+    (tmp_path / "mine.py").write_text("def start():\n    raise ValueError('a model of my own')\n")
+    arguments = [*(["--debug"] if debug else []), "sensitivity", "--from", "mine:start"]
+    command = [sys.executable, "-m", "crossgrain", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."})
+    assert done.returncode == 2 and "a model of my own" in done.stderr
+    assert ("Traceback" in done.stderr) == debug

@@ -13,4 +13,7 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"The crossgrain command needs {error.name}: pip install 'crossgrain[cli]'")
-    app(prog_name="crossgrain")
+    from .mistakes import told_in_a_message
+
+    with told_in_a_message():
+        app(prog_name="crossgrain")

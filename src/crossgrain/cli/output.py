@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from .mistakes import debugging
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -18,7 +22,12 @@ def print_json(value: Any) -> None:
 
 
 def fail(message: str, code: int = 1) -> typer.Exit:
-    """Print the message to stderr, and return an exception to raise, which ends the program with the exit code."""
+    """Print the message to stderr, and return an exception to raise, which ends the program with the exit code.
+
+    With ``--debug``, the traceback of the error that is being handled is printed first.
+    """
+    if debugging.on and sys.exc_info()[1] is not None:
+        traceback.print_exc()
     Console(stderr=True).print(message, style="red", markup=False, highlight=False)
     return typer.Exit(code)
 
