@@ -110,8 +110,9 @@ def _command_line() -> str:
         "`pip install 'crossgrain[cli]'` brings the `crossgrain` command; `python -m crossgrain` is the same. Every",
         "command has `--help`. Options stand after the name of the command, but for those of `crossgrain` itself.",
         "`crossgrain --install-completion` completes commands and options in your shell.\n",
-        "A command ends with 0 if all is well, with 1 if something failed or the answer is no, and with 2 if the",
-        "command itself is wrong. Results go to stdout, errors and progress to stderr.\n",
+        "A command ends with 0 if all is well, with 1 if something failed or the answer is no, with 2 if the command",
+        "itself is wrong, and with 130 if it was stopped by Ctrl-C. Results go to stdout, errors and progress to",
+        "stderr.\n",
     ]
     examples = {each.run.__name__: each.examples for group in COMMANDS.values() for each in group}
     for name, command in _commands():

@@ -73,7 +73,8 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a traceback is for a bug report, as Python prints it
-    epilog="Ends with 0 if all is well, with 1 if something failed or the answer is no, 2 if the command is wrong.",
+    epilog="Ends with 0 if all is well, 1 if something failed or the answer is no, 2 if the command is wrong, and "
+    "130 if it was stopped.",
 )
 Modules = Annotated[
     list[str],

@@ -19,8 +19,9 @@ from ..lab.compare import compare as run_comparison
 from ..lab.intervals import with_spread
 from ..lab.verify.text import verdict_text
 from ..recipe import RecipeSchedule
+from .mistakes import mistakes_are_shown
 from .output import AsJson, print_json, progress_bar
-from .recipes import labelled_schedules, mistakes_are_shown, split_recipes
+from .recipes import labelled_schedules, split_recipes
 from .sizes import Size, SizeName, Steps, preset_of
 
 Recipes = Annotated[

@@ -15,8 +15,9 @@ from ..convert import ConvertReport, convert
 from ..gpt.model import GPT
 from ..recipe import Explanation, RecipeSchedule, ScheduleExplanation
 from .hf_models import model_without_weights
+from .mistakes import mistakes_are_shown
 from .output import AsJson, print_json
-from .recipes import RecipeText, load_schedule, mistakes_are_shown
+from .recipes import RecipeText, load_schedule
 from .sizes import SizeName, preset_of
 
 

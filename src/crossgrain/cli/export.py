@@ -19,8 +19,9 @@ from ..files.safetensors_file import read_safetensors
 from ..files.steps import chosen_checkpoint
 from ..files.training import manifest_of
 from ..recipe.portable import recipe_from_text
+from .mistakes import mistakes_are_shown
 from .output import AsJson, fail, print_json
-from .recipes import load_recipe, mistakes_are_shown
+from .recipes import load_recipe
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

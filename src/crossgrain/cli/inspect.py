@@ -10,8 +10,9 @@ from rich.console import Console
 
 from ..gpt.training import Run, Trainer
 from ..lab.inspect import Inspection, Inspector, read_inspection
+from .mistakes import mistakes_are_shown
 from .output import AsJson, fail, print_json, progress_bar
-from .recipes import load_schedule, mistakes_are_shown, split_recipes
+from .recipes import load_schedule, split_recipes
 from .sizes import SizeName, Steps, preset_of
 
 File = Annotated[Path | None, typer.Argument(help="A file that crossgrain.lab.Inspector has written.")]

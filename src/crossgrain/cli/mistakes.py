@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from ..recipe import RecipeSyntaxError
 
 MISTAKES = (ValueError, TypeError, LookupError, NotImplementedError, RuntimeError, OSError, ImportError)
 """What the library raises for a wrong value, a missing file or package, and the like. Anything else is our bug."""
@@ -33,3 +39,17 @@ def told_in_a_message() -> Iterator[None]:
         )
         print(f"crossgrain: {said}\n\n{hint} report it with the output of crossgrain doctor.", file=sys.stderr)
         sys.exit(1)
+
+
+@contextmanager
+def mistakes_are_shown() -> Iterator[None]:
+    """Context manager: print an error in a recipe, model or file, and end the program with exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if debugging.on:
+            traceback.print_exc()
+        console = Console(stderr=True, highlight=False)
+        text = error.shown(console.width - 8) if isinstance(error, RecipeSyntaxError) else str(error)
+        console.print(text, style="red", markup=False, soft_wrap=isinstance(error, RecipeSyntaxError))
+        raise typer.Exit(2) from error

@@ -11,8 +11,9 @@ from ..planning import Plan
 from ..planning import plan as make_layer_formats
 from ..planning.devices import DEVICES
 from ..planning.report import COMPARISON_NOTE, as_table, bullets, comparison, missing_rates, sections, title, verdict
+from .mistakes import mistakes_are_shown
 from .output import AsJson, print_json
-from .recipes import labelled, mistakes_are_shown, split_recipes
+from .recipes import labelled, split_recipes
 
 Model = Annotated[
     str, typer.Option(help="Name of a model, such as llama3-70b, or with changed dimensions: 'llama3-8b, layers=16'.")

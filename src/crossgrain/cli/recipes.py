@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
 
-from ..recipe import GemmRecipe, RecipeSchedule, RecipeSyntaxError
+from ..recipe import GemmRecipe, RecipeSchedule
+from .mistakes import mistakes_are_shown
 
 RecipeText = Annotated[
     str, typer.Option("--recipe", "-r", help="A preset, a one-line recipe or schedule, or a .yaml or .json file.")
@@ -18,18 +17,6 @@ RecipeText = Annotated[
 
 _Loaded = TypeVar("_Loaded", bound=GemmRecipe | RecipeSchedule)
 _LONGEST_LABEL = 22  # what a table of 80 columns has room for
-
-
-@contextmanager
-def mistakes_are_shown() -> Iterator[None]:
-    """Context manager: print an error in a recipe, model or file, and end the program with exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        console = Console(stderr=True, highlight=False)
-        text = error.shown(console.width - 8) if isinstance(error, RecipeSyntaxError) else str(error)
-        console.print(text, style="red", markup=False, soft_wrap=isinstance(error, RecipeSyntaxError))
-        raise typer.Exit(2) from error
 
 
 def load_recipe(text: str) -> GemmRecipe:

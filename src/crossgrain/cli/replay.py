@@ -17,8 +17,9 @@ from ..gpt.model import GPT
 from ..gpt.training import Trainer, losses_in
 from ..lab.replay import MEASURES, ReplayError, ReplayStep
 from ..lab.replay import replay as run_replay
+from .mistakes import mistakes_are_shown
 from .output import AsJson, fail, print_json, progress_bar
-from .recipes import load_recipe, mistakes_are_shown
+from .recipes import load_recipe
 from .user_function import load_function
 
 MeasureName = Enum(  # type: ignore[misc]  # an option has to be an Enum

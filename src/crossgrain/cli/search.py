@@ -14,8 +14,8 @@ from ..lab.gpt_checkpoint import GPTCheckpoint
 from ..lab.start import Start
 from ..lab.study import Study, study
 from .lab_start import DEFAULT_CANDIDATES, Base, Candidates, From, gpt_checkpoint, split_candidates, start_of_user
+from .mistakes import mistakes_are_shown
 from .output import AsJson, fail, print_json, progress_bar
-from .recipes import mistakes_are_shown
 from .sizes import Size, SizeName, preset_of
 
 Minutes = Annotated[float, typer.Option(min=0.1, help="About how long it may take.")]

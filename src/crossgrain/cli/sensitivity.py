@@ -12,8 +12,8 @@ from rich.console import Console
 from ..lab.sensitivity import sensitivity as measure
 from ..lab.sensitivity.groups import GROUPINGS
 from .lab_start import DEFAULT_CANDIDATES, Base, Candidates, From, gpt_checkpoint, split_candidates, start_of_user
+from .mistakes import mistakes_are_shown
 from .output import AsJson, print_json, progress_bar
-from .recipes import mistakes_are_shown
 from .sizes import Size, SizeName, Steps, preset_of
 
 GroupName = Enum("GroupName", {name: name for name in GROUPINGS})  # type: ignore[misc]  # an option has to be an Enum

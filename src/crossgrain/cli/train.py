@@ -11,8 +11,9 @@ from rich.console import Console
 
 from ..files import latest_checkpoint
 from ..gpt.training import Run, Trainer
+from .mistakes import mistakes_are_shown
 from .output import AsJson, fail, print_json, progress_bar
-from .recipes import RecipeText, load_schedule, mistakes_are_shown
+from .recipes import RecipeText, load_schedule
 from .sizes import Size, SizeName, Steps, preset_of
 
 Save = Annotated[
