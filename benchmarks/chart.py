@@ -24,7 +24,7 @@ def draw(layers: Sequence[linear.Timing], timings: Sequence[kernels.Timing], pat
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [timing for timing in timings if _is_shown(timing)]
+    shown = [timing for timing in timings if _is_shown(timing)] or timings
     names = list(dict.fromkeys((t.library, t.name) for t in layers))
     heights = [MARGINS + ROW_HEIGHT * rows for rows in (len(names), len(shown)) if rows]
     if not heights:

@@ -274,7 +274,7 @@ class Guard:
         read: list[Region] = []
         written: list[Region] = []
         for runner, kernel, arguments, _, _ in lines[first:]:
-            kinds, tags = next(key[1] for key, found in runtime._addresses.items() if found == runner).split(":")
+            kinds, tags = next(key[-1] for key, found in runtime._addresses.items() if found == runner).split(":")
             start = arguments // jobs.SLOT
             values = [words[start + at] if kind == "i" else None for at, kind in enumerate(kinds)]
             given = (*values, *[None] * int(tags))

@@ -108,7 +108,7 @@ def gemm(
     two_levels = left_plane.format.scale_rule == right_plane.format.scale_rule == "two_level"
     from_codes = two_levels and settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
     few = rows <= kernels.FEW_ROWS and columns * b_inner >= _LEAST_NUMBERS and right_plane.format.element is not None
-    few = few and settings.gemm_operand_dtype is None
+    few = few and settings.gemm_operand_dtype is None and right_plane.data.is_cpu
     add = beta if accumulate else None
     if not from_codes and not few:
         plain = bias is None and not accumulate and alpha == 1.0
@@ -122,10 +122,11 @@ def gemm(
         total = out
     else:
         total = _fp32_memory("gemm.out", rows, columns, left_plane.data, keep=out_dtype == torch.float32)
-    if few and _multiply_few(planes, total, bias, alpha, add):
+    given = total is out  # kernels do not write to it: torch checks what it is, and tells autograd
+    if few and _multiply_few(planes, total, bias, alpha, add, aside=given):
         pass
     elif from_codes:
-        _multiply_codes(planes, total, bias, alpha, add)
+        _multiply_codes(planes, total, bias, alpha, add, aside=given)
     else:
         if few:
             left, right = _operands(planes, allow_bf16=False)
@@ -193,7 +194,7 @@ def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
     if fmt.element is None:
         return _Operand(_plain_operand(plane, name), None)
     memory = kernels.workspace(name, plane.shape[0] * plane.shape[1])
-    has_global_scale = fmt.block is None or fmt.global_amax is not None
+    has_global_scale = fmt.block is None or fmt.global_amax is not None  # `kernels.has_global_scale`, without a call
     values = kernels.decode_operand(kernels.under_scale_one(plane) if has_global_scale else plane, memory)
     if unrotated and fmt.rotation is not None:
         values = unrotate(values, fmt.rotation)
@@ -255,14 +256,14 @@ def _multiply(
 
 
 def _multiply_few(
-    planes: Sequence[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
+    planes: Sequence[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None, aside: bool
 ) -> bool:
     """The same as `_multiply`, without decoding the right operand; False if there is no kernel for that."""
     left_plane, right_plane = planes
     if left_plane.format.rotation != right_plane.format.rotation:
         return False
     left = _operand(left_plane, "gemm.a", unrotated=False)
-    product = _product_memory(total, aside=beta is not None)
+    product = _product_memory(total, aside=aside or beta is not None)
     has_scale = kernels.has_global_scale(right_plane.format)
     if not kernels.multiply_few(
         left.values, kernels.under_scale_one(right_plane) if has_scale else right_plane, product
@@ -292,13 +293,13 @@ def _scale_and_finish(
 
 
 def _multiply_codes(
-    planes: Sequence[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None
+    planes: Sequence[Plane], total: Tensor, bias: Tensor | None, alpha: float, beta: float | None, aside: bool
 ) -> None:
-    """The same as `_multiply`, without decoding."""
+    """The same as `_multiply`, without decoding; the product has memory of its own with ``aside``."""
     left, right = planes
     left_scale, right_scale = _global_scale(left), _global_scale(right)
     factor = _one_factor(left_scale, right_scale, alpha)
-    product = _product_memory(total, aside=beta is not None or total.stride(-1) != 1)
+    product = _product_memory(total, aside=aside or beta is not None)
     kernels.multiply(left, right, product, 1.0 if factor is None else factor)
     if factor is None:
         _scale_by_vectors(product, left_scale, right_scale, alpha)

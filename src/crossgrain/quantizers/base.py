@@ -89,7 +89,9 @@ class Quantizer(AmaxReduction, DataFree):
         hooks = (cls.quantize, cls.quantize_impl, cls.make_quantized)
         own = all(hook.__module__.startswith(f"{__package__}.") for hook in hooks)
         cls.makes_planes = own and not cls.custom
-        if "_given" in cls.__dict__ and "gives_scales" not in cls.__dict__:
+        order = [vars(each) for each in cls.__mro__]
+        gives, says = (next(i for i, own in enumerate(order) if name in own) for name in ("_given", "gives_scales"))
+        if gives < says:  # what is said belongs to another `_given`
             cls.gives_scales = True
 
     _memo: dict[Any, Any]
@@ -117,9 +119,10 @@ class Quantizer(AmaxReduction, DataFree):
 
     def encoding(self, direction: Direction) -> Encoding:
         """How the bytes of one direction are chosen: the format, the rounding and so on."""
-        found: Encoding | None = self._memo.get(direction)
+        memo = self._memo  # another thread may change an option meanwhile, which makes a new one
+        found: Encoding | None = memo.get(direction)
         if found is None:
-            found = self._memo[direction] = self._encoding(direction)
+            found = memo[direction] = self._encoding(direction)
         return found
 
     # ---- what a format provides ----------------------------------------------------------------
@@ -262,10 +265,13 @@ class Quantizer(AmaxReduction, DataFree):
         """The planes to make for a tensor, which is checked. Computed once for each shape."""
         shape = tuple(tensor.shape)
         key = (shape, rowwise, columnwise, settings.strict, settings.non_tn_fp8_gemm, settings.compute_capability)
-        layout: Layout | None = self._memo.get(key)
+        memo = self._memo  # see `encoding`
+        layout: Layout | None = memo.get(key)
         if layout is None:
             layout = self._layout_for(shape, rowwise, columnwise)
-            self._remember(key, layout)
+            if len(memo) >= _MOST_LAYOUTS:
+                memo.clear()
+            memo[key] = layout
         if tensor.dtype not in HIGH_PRECISION:
             self._as_plain(tensor)
         if settings.strict:
@@ -285,11 +291,6 @@ class Quantizer(AmaxReduction, DataFree):
             for d, serves in zip(directions, _served(directions, asked), strict=True)
         ]
         return Layout([(type(self), specs)])
-
-    def _remember(self, key: Any, value: Any) -> None:
-        if len(self._memo) >= _MOST_LAYOUTS:
-            self._memo.clear()
-        self._memo[key] = value
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Quantize a tensor into an existing quantized tensor, in place.

@@ -8,7 +8,7 @@ input and one seed, as if one quantizer had made them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -67,6 +67,9 @@ def plane_spec(
     return PlaneSpec(encoding, direction, transposed, sizes, scale_dtype(fmt), serves or (direction,))
 
 
+_MOST_PAIRS = 16
+
+
 class Layout:
     """The planes that quantizers make together of matrices of one shape.
 
@@ -91,13 +94,16 @@ class Layout:
             at > 0 and quantizer._tensor_class._shares_scale for quantizer, specs in wanted for at in range(len(specs))
         ]
         self._plans: kernels.Plans = {}
-        self._last_pair: tuple[Layout, Layout] | None = None
+        self._pairs: dict[int, tuple[Layout, Layout]] = {}
 
     def beside(self, other: Layout) -> Layout:
-        """The layout of the planes of both, which are made together. It is cached for the last ``other``."""
-        if self._last_pair is None or self._last_pair[0] is not other:
-            self._last_pair = other, Layout([*self._wanted, *other._wanted])
-        return self._last_pair[1]
+        """The layout of the planes of both, which are made together."""
+        found = self._pairs.get(id(other))
+        if found is None:
+            if len(self._pairs) >= _MOST_PAIRS:
+                self._pairs.clear()
+            found = self._pairs[id(other)] = other, Layout([*self._wanted, *other._wanted])
+        return found[1]
 
     def empty(self, device: torch.device) -> list[Plane]:
         """Allocate the planes."""
@@ -136,13 +142,15 @@ class Layout:
         seen: Seen,
     ) -> None:
         """Show amaxes to quantizers that record them, and act on NaNs and infinities."""
-        first = 0
-        for quantizer, count in zip(quantizers, self.counts, strict=True):
+        ends = list(accumulate(self.counts))
+        shares = [
+            (quantizer, slice(end - n, end)) for quantizer, end, n in zip(quantizers, ends, self.counts, strict=True)
+        ]
+        for quantizer, own in shares:
             if quantizer._observes and written is not None:
-                quantizer._observe(written[first : first + count])
-            if seen is not False:
-                act_on_nonfinite(matrix, [(quantizer, planes[first : first + count])], seen)
-            first += count
+                quantizer._observe(written[own])
+        if seen is not False:
+            act_on_nonfinite(matrix, [(quantizer, planes[own]) for quantizer, own in shares], seen)
 
 
 class Job(NamedTuple):

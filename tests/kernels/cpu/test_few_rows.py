@@ -79,3 +79,27 @@ def test_a_layer_in_inference_computes_what_it_computes_with_more_rows(monkeypat
         whole, one = layer(x), torch.cat([layer(row) for row in x.split(1)])
     torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
     assert used == [True] * 16
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_a_result_that_is_given_is_written_by_torch_which_checks_it(name, monkeypatch):
+    """Kernels write to addresses: to nothing on meta, past autograd, and without the sign of a negated view."""
+    monkeypatch.setattr(sys.modules["crossgrain.gemm.product"], "_LEAST_NUMBERS", 0)
+    quantizer = QUANTIZERS[name]()
+    left, right = (
+        quantizer.make_planes(numbers(size, 64), rowwise=True, columnwise=False).plane(ROWWISE) for size in (4, 32)
+    )
+    wanted = gemm("fprop", left, right)
+    out = torch.zeros(4, 32)
+    version = out._version
+    assert torch.equal(gemm("fprop", left, right, out=out), wanted) and out._version > version
+    with torch.no_grad():
+        negated = torch._neg_view(torch.zeros(4, 32))
+        assert torch.equal(gemm("fprop", left, right, out=negated), wanted)
+    for bad in (
+        torch.zeros(4, 32, requires_grad=True),
+        torch.zeros(32).expand(4, 32),
+        torch.zeros(4, 32, device="meta"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            gemm("fprop", left, right, out=bad)

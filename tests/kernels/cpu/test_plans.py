@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,3 +187,30 @@ def test_quantizers_record_the_same_with_and_without_plans(name, numbers_of, mon
             [*bytes_of(made.planes()), *(each.view(torch.uint8) for each in (quantizer.amax, quantizer.scale))]
         )
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+def test_numbers_of_another_type_do_not_change_what_kernels_are_given():
+    """A format that is equal to a built-in one, written with integers; an option that is numpy's."""
+    element = cg.formats.Element("e4m3", 4, 3, bias=7, max=448, specials="nan")
+    x = numbers((128, 128))
+    mine = cg.FormatQuantizer(cg.formats.Format("fp8", element, ragged=True))
+    with using_backend("reference"):
+        wanted = QUANTIZERS["fp8"]()(x).planes()
+    for quantizer in (mine, QUANTIZERS["fp8"](), mine):
+        assert_same(quantizer(x).planes()[:1], wanted[:1])
+    odd = cg.Float8CurrentScalingQuantizer(cg.DType.kFloat8E4M3, force_pow_2_scales=np.bool_(True))
+    assert_same(
+        odd(x).planes(), cg.Float8CurrentScalingQuantizer(cg.DType.kFloat8E4M3, force_pow_2_scales=True)(x).planes()
+    )
+
+
+def test_an_amax_that_a_base_class_gives_is_used():
+    class Given:
+        def _given(self):
+            return torch.full((1,), 100.0), None
+
+    class Mixed(Given, cg.NVFP4Quantizer):
+        pass
+
+    assert Mixed.gives_scales and not cg.NVFP4Quantizer.gives_scales
+    assert float(Mixed()(numbers((64, 64)))._amax_rowwise) == 100.0

@@ -36,7 +36,6 @@ class Decoder(NamedTuple):
         steps: the number of steps: rows; numbers, if ``flat``.
         flat: whether a step is a number.
         versions: the machine code.
-        format: the format. Its address is in the key of the cache, so it is kept alive here.
     """
 
     kernel: Any
@@ -46,7 +45,6 @@ class Decoder(NamedTuple):
     steps: int
     flat: bool
     versions: _Versions
-    format: Format
 
     def run(self, plane: Plane, out: int, first: int, last: int, past_caches: bool) -> None:
         """Decode a range of steps to the address ``out``, past the caches or not."""
@@ -71,7 +69,7 @@ class _Versions(dict[bool, Callable[..., object]]):
 
 
 _MOST_DECODERS = 4096
-_decoders: dict[tuple[object, ...], Decoder | None] = {}
+_decoders: dict[tuple[object, ...], tuple[Format, Decoder | None]] = {}  # by the address of the format, which is kept
 
 
 def decoder(plane: Plane, dtype: torch.dtype) -> Decoder | None:
@@ -80,11 +78,13 @@ def decoder(plane: Plane, dtype: torch.dtype) -> Decoder | None:
     if scale is None or not plane.data.is_contiguous() or not (plane.amax is None or plane.amax.is_contiguous()):
         return None
     key = (id(plane.format), plane.direction, plane.shape, plane.transposed, scale.stride(), dtype)
-    if key not in _decoders:
+    found = _decoders.get(key)
+    if found is None:
         if len(_decoders) >= _MOST_DECODERS:
             _decoders.clear()
-        _decoders[key] = _made(plane.format, plane.direction, plane.shape, plane.transposed, scale.stride(), dtype)
-    return _decoders[key]
+        made = _made(plane.format, plane.direction, plane.shape, plane.transposed, scale.stride(), dtype)
+        found = _decoders[key] = plane.format, made
+    return found[1]
 
 
 def _made(
@@ -115,7 +115,7 @@ def _made(
     else:
         return None
     versions, flat = _Versions(which, arguments, tags), fmt.block is None
-    return Decoder(which, arguments, tags, result, height * width if flat else height, flat, versions, fmt)
+    return Decoder(which, arguments, tags, result, height * width if flat else height, flat, versions)
 
 
 def _per_tensor(plane: Plane, out: int, first: int, last: int) -> tuple[Any, ...]:

@@ -202,7 +202,7 @@ def _nvfp4_columns(dtype: torch.dtype, chosen: Chosen) -> Work:
     strip = width if width < 64 else min(_TILE_WIDTH, width // 32 * 32)
     arguments = (
         at.x, width * dtype.itemsize, at.codes, at.codes_step, at.scales, at.scales_step,
-        at.each_encode, at.each_decode, at.each_amax, E2M1.max * fmt.scale_bound, *run.place,
+        at.each_encode, at.each_decode, at.each_amax, float(E2M1.max * fmt.scale_bound), *run.place,
         FIRST, LAST, at.height, width, strip, SCRATCH, *stream_slots(column, at), *run.stream,
         fmt.block != (1, 16), tag_of_dtype(dtype), tag("none" if fmt.rotation is None else str(fmt.rotation)),
         _stochastic(column), tag(column.encoding.four_over_six or "none"),
@@ -218,7 +218,7 @@ def _nvfp4_rows(dtype: torch.dtype, chosen: Chosen) -> Work:
     at, fmt, width = TargetSlots.of(0), target.plane.format, target.plane.shape[1]
     arguments = (
         at.x, width * dtype.itemsize, at.codes, at.codes_step, at.scales, at.scales_step,
-        at.each_encode, at.each_decode, at.each_amax, E2M1.max * fmt.scale_bound, FIRST, LAST, width, SCRATCH,
+        at.each_encode, at.each_decode, at.each_amax, float(E2M1.max * fmt.scale_bound), FIRST, LAST, width, SCRATCH,
         *stream_slots(target, at), tag_of_dtype(dtype),
         _stochastic(target), tag(target.encoding.four_over_six or "none"),
     )  # fmt: skip
@@ -264,7 +264,7 @@ def _fp8_tiles(dtype: torch.dtype, chosen: Chosen) -> Work:
         row.x, width * dtype.itemsize, row.codes, width, column.codes, row.height,
         row.scales, row.scales_step, column.scales, column.scales_step,
         FIRST, LAST, row.height, width, row.factor if fmt.block is None else 1.0,
-        float(encoding.epsilon), fmt.element.max, float(torch.finfo(dtype).max), SCRATCH,
+        float(encoding.epsilon), float(fmt.element.max), float(torch.finfo(dtype).max), SCRATCH,
         *made, fmt.block == (1, 128), fmt.block == (128, 128),
         tag_of_dtype(dtype), tag_of_plane(plane), yes_or_no(encoding.power_of_two),
     )  # fmt: skip

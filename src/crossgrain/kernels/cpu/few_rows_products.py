@@ -13,7 +13,7 @@ from . import few_rows
 from .decoders import decoder
 from .jobs import jobs, work_tag
 from .runtime import address, kernel, kind_of, run_ranges
-from .support import is_plain_memory, plane_has_memory, scratch_memory
+from .support import is_plain_memory, plane_has_memory, scratch
 from .tables import as_word
 from .tags import F32, NO
 
@@ -29,22 +29,20 @@ def multiply_few(x: Tensor, plane: Plane, out: Tensor) -> bool:
     if not is_plain_memory(x) or out.stride(1) != 1:
         return False
     height, width = found.shape
-    # The arguments that are the address of the result and its range are found by numbers that no other one is.
-    given = found.arguments(plane, _OUT, _FIRST, _LAST)
-    out_at, first_at = given.index(_OUT), given.index(_FIRST)
-    kinds = "".join(map(kind_of, given))
-    tags = (*found.tags, NO)
-    runner = address(jobs, 0, 0, 0, 0, 0, work_tag(kinds, len(tags)))
-    decode = address(found.kernel, *given, *tags)
-    at_once = max(1, _CACHE_BYTES // (width * 4))
-    words = array("q", map(as_word, given))
+    tags, at_once = (*found.tags, NO), max(1, _CACHE_BYTES // (width * 4))
 
     def work(first: int, last: int, keep: Any = (x, plane, out)) -> None:
-        mine = words[:]
+        # The arguments that are the address of the result and its range are found by numbers that no other one is.
+        given = found.arguments(plane, _OUT, _FIRST, _LAST)
+        out_at, first_at = given.index(_OUT), given.index(_FIRST)
+        runner = address(jobs, 0, 0, 0, 0, 0, work_tag("".join(map(kind_of, given)), len(tags)))
+        decode = address(found.kernel, *given, *tags)
+        words = array("q", map(as_word, given))
+        memory = scratch(few_rows.RESULT + at_once * width * 4)  # held: a signal's handler may need more
         arguments = (
-            runner, decode, mine.buffer_info()[0], first_at, out_at, width if found.flat else 1,
+            runner, decode, words.buffer_info()[0], first_at, out_at, width if found.flat else 1,
             x.data_ptr(), len(x), out.data_ptr(), out.stride(0) * 4, first, last, width, at_once,
-            scratch_memory(few_rows.RESULT + at_once * width * 4), F32,
+            memory.data_ptr(), F32,
         )  # fmt: skip
         kernel(few_rows.multiply, *arguments)(*arguments)
 

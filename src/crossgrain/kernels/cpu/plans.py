@@ -22,7 +22,7 @@ from .elements import INFINITY_BITS
 from .encoders import Step, chosen_work
 from .places import Place, place_of
 from .runtime import kernel, run_ranges, thread_count
-from .support import SIXTH, from_bits, is_standard, scratch, scratch_memory, tag, tag_of_dtype
+from .support import SIXTH, from_bits, is_standard, scratch, tag, tag_of_dtype
 from .tables import NO_LIMIT, Beyond, Given, Inside, Line, Table
 from .tags import F32, NO
 from .work import FIRST, LAST, SCRATCH, Slot
@@ -126,8 +126,9 @@ class Plan:
             def work(first: int, last: int, number: int = number, line: Line = line, keep: Any = keep) -> int:
                 mine = table[:]
                 mine[line.first], mine[line.first + 1] = first, last
+                memory = scratch(line.scratch)  # held: a signal's handler may make this thread need more
                 if line.scratch_at is not None:
-                    mine[line.scratch_at] = scratch_memory(line.scratch)
+                    mine[line.scratch_at] = memory.data_ptr()
                 return int(self._program(mine.buffer_info()[0], number, number + 1, F32))
 
             results = run_ranges(work, line.steps, self._elements)
@@ -212,14 +213,14 @@ class _Scales:
             factor: Inside | Beyond = Inside(self.factors[0]) if self.factors else self.decode
             arguments: tuple[Any, ...] = (
                 Inside(bits), factor, self.encode, Given("scales", number),
-                fmt.target, scalars.fp32(encoding.epsilon), encoding.power_of_two, F32,
+                float(fmt.target), scalars.fp32(encoding.epsilon), bool(encoding.power_of_two), F32,
             )  # fmt: skip
             return table.line(programs.tensor_factor, arguments)
         assert fmt.element is not None
         share = SIXTH if encoding.four_over_six is None else 1.0
         arguments = (
             Inside(bits), Given("amax", number), self.encode, self.decode, self.amax, self.count,
-            fmt.element.max * fmt.scale_bound, share, F32,
+            float(fmt.element.max * fmt.scale_bound), share, F32,
         )  # fmt: skip
         return table.line(programs.two_level_scales, arguments)
 

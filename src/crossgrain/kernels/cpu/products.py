@@ -15,7 +15,7 @@ from . import nvfp4_product, runtime
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .features import compiled_for
 from .runtime import kernel, run_ranges
-from .support import is_standard_format, plane_has_memory, scratch_memory, tag_of_plane
+from .support import is_standard_format, plane_has_memory, scratch, tag_of_plane
 from .tags import Tag
 
 # By which the types of the arguments of kernels are known.
@@ -35,6 +35,8 @@ def _is_packable(plane: Plane) -> bool:
     key = id(plane.format), plane.direction, plane.transposed
     known = _packable.get(key)
     if known is None:
+        if len(_packable) >= _MOST_PACKABLE:
+            _packable.clear()
         suits = is_standard_format(plane.format, *key[1:]) and (plane.direction is ROWWISE or plane.transposed)
         known = _packable[key] = plane.format, suits
     return (
@@ -47,6 +49,7 @@ def _is_packable(plane: Plane) -> bool:
     )
 
 
+_MOST_PACKABLE = 1024
 _packable: dict[tuple[int, Direction, bool], tuple[Format, bool]] = {}
 """Whether planes are stored so, by the address of their format, which is faster than its hash. Formats are kept."""
 
@@ -69,10 +72,10 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
     entry = _entries.get((nvfp4_product.multiply, tag.name)) or _entry(nvfp4_product.multiply, _MULTIPLY_NUMBERS, tag)
 
     def work(first: int, last: int) -> None:
-        scratch = scratch_memory(TILE_ROWS * TILE_COLUMNS * 4)
+        memory = scratch(TILE_ROWS * TILE_COLUMNS * 4)  # held: a signal's handler may make this thread need more
         entry(
             left.data_ptr(), right.data_ptr(), out.data_ptr(), out.stride(0) * 4, first, last, rows, columns,
-            blocks, group, factor, scratch, tag,
+            blocks, group, factor, memory.data_ptr(), tag,
         )  # fmt: skip
 
     steps, numbers = -(-columns // TILE_COLUMNS), rows * columns * blocks

@@ -47,12 +47,19 @@ def kernel(dispatcher: Any, *arguments: Any) -> Callable[..., Any]:
 
 
 def address(dispatcher: Any, *arguments: Any) -> int:
-    """The address of a kernel's machine code, by which other kernels call it; see `calling`."""
-    key = (dispatcher, *[argument.name for argument in arguments if type(argument) is Tag])
+    """The address of a kernel's machine code, by which other kernels call it; see `calling`.
+
+    Callers pass numbers as they are. So the types of arguments are part of the key: machine code for an integer must
+    not get a float in its place.
+    """
+    key = (dispatcher, *[argument.name if type(argument) is Tag else kind_of(argument) for argument in arguments])
     found = _addresses.get(key)
     if found is None:
+        signature = tuple(map(_numba_type, arguments))
         kernel(dispatcher, *arguments)
-        made = dispatcher.overloads[tuple(map(_numba_type, arguments))]
+        if signature not in dispatcher.overloads:  # it was compiled for other types
+            _undisturbed(partial(_compile, key, arguments))
+        made = dispatcher.overloads[signature]
         if made.signature.return_type != types.intp:
             raise TypeError(
                 f"{dispatcher.__name__} returns {made.signature.return_type}; its callers expect an integer"

@@ -128,17 +128,15 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> Tensor:
-    """Memory of this thread, at least ``size`` bytes. It is reused, because allocating takes time."""
+    """Memory of this thread, at least ``size`` bytes. It is reused, because allocating takes time.
+
+    Hold it while its address is in use: a call that needs more, as in a signal's handler, replaces it.
+    """
     memory = _scratch.memory
     if memory is None or memory.numel() < size:
         with torch.inference_mode(False):
             memory = _scratch.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
     return memory
-
-
-def scratch_memory(size: int) -> int:
-    """The address of `scratch`."""
-    return scratch(size).data_ptr()
 
 
 def tensor_factor(target: Target) -> float:

@@ -14,7 +14,7 @@ from .jobs import SLOT, jobs, work_tag
 from .programs import LINE
 from .runtime import EXAMPLES, address, kind_of
 from .tags import Tag
-from .work import FIRST, LAST, SCRATCH, Slot
+from .work import FIRST, SCRATCH, Slot
 
 NO_LIMIT = (1 << 63) - 1
 
@@ -84,16 +84,15 @@ class Table:
         begin = len(self.words)
         self.words += [*numbers, 0]
         for at, argument in enumerate(numbers, begin):
-            if argument == FIRST:
-                self.words[at] = 0
-            elif argument == LAST:
-                self.words[at] = steps
+            if type(argument) is Slot and argument != SCRATCH:
+                self.words[at] = 0 if argument == FIRST else steps
         kinds = "".join("i" if isinstance(number, tuple) else kind_of(number) for number in numbers)
         head = (
             address(jobs, 0, 0, 0, 0, 0, work_tag(kinds, len(tags))),
             address(kernel, *[EXAMPLES[kind] for kind in kinds], *tags),
         )
-        first, own = (begin + numbers.index(slot) if slot in numbers else None for slot in (FIRST, SCRATCH))
+        slots = {number: at for at, number in enumerate(numbers, begin) if type(number) is Slot}
+        first, own = slots.get(FIRST), slots.get(SCRATCH)
         return Line(head, begin, len(self.words) - 1, limit, steps, scratch, first or 0, own)
 
     def beyond(self, count: int) -> Beyond:

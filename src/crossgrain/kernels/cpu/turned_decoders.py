@@ -12,7 +12,7 @@ from ...planes import Plane
 from . import turned
 from .known import E2M1
 from .runtime import kernel
-from .support import is_standard, row_bytes, scratch_memory, tag, tag_of_plane
+from .support import is_standard, row_bytes, scratch, tag, tag_of_plane
 
 
 def turned_decoder(plane: Plane) -> Callable[[Tensor, int, int, bool], None] | None:
@@ -42,10 +42,11 @@ def turned_decoder(plane: Plane) -> Callable[[Tensor, int, int, bool], None] | N
     tags = (tag_of_plane(plane), tag(fmt.scale_rule), tag("none" if fmt.rotation is None else str(fmt.rotation)))
 
     def turn(out: Tensor, first: int, last: int, past_caches: bool) -> None:
+        memory = scratch(turned.SCRATCH)  # held: a signal's handler may make this thread need more
         arguments = (
             plane.data.data_ptr(), height * bits // 8, scales.data_ptr(), row_step, block_step, tile_rows,
             amax.data_ptr(), amax_step, constant, out.data_ptr(), first, last, height, width,
-            scratch_memory(turned.SCRATCH), out.dtype == torch.bfloat16, past_caches, *tags,
+            memory.data_ptr(), out.dtype == torch.bfloat16, past_caches, *tags,
         )  # fmt: skip
         kernel(turned.decode_turned, *arguments)(*arguments)
 

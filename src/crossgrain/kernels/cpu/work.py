@@ -24,7 +24,7 @@ from .support import (
     global_scales,
     keys_of,
     scales_of_each_row,
-    scratch_memory,
+    scratch,
     write_tensor_scale,
 )
 
@@ -45,6 +45,7 @@ class Slot(NamedTuple):
 
 FIRST, LAST = Slot("first"), Slot("last")  # the range of steps of a thread
 SCRATCH = Slot("scratch")  # memory of the thread
+_OF_A_THREAD = (FIRST, LAST, SCRATCH)
 
 
 class TargetSlots(NamedTuple):
@@ -109,12 +110,18 @@ def run_work(work: Work, x: Tensor, chosen: Chosen, seed: Seed) -> int:
     """Run a kernel for targets with measured amaxes. Returns the bits of the largest magnitude, or REFUSED."""
     values = _Values(x, chosen, seed)
     given = [values[each] if type(each) is Slot else each for each in work.arguments]
-    places = [(i, each) for i, each in enumerate(work.arguments) if each in (FIRST, LAST, SCRATCH)]
+    places = [(i, each) for i, each in enumerate(work.arguments) if type(each) is Slot and each in _OF_A_THREAD]
+    held: list[Tensor] = []  # scratch memory: a signal's handler may make a thread need more
 
     def arguments(first: Ints, last: Ints) -> Arguments:
         mine = list(given)
         for i, slot in places:
-            mine[i] = first if slot is FIRST else last if slot is LAST else scratch_memory(work.scratch)
+            if slot == SCRATCH:
+                memory = scratch(work.scratch)
+                held.append(memory)
+                mine[i] = memory.data_ptr()
+            else:
+                mine[i] = first if slot == FIRST else last
         return tuple(mine)
 
     steps = work.steps(values[TargetSlots.of(values.first).height])
@@ -147,7 +154,7 @@ class _Values:
         self.found: dict[tuple[str, int], Any] = {}
 
     def __getitem__(self, slot: Slot) -> Any:
-        if slot in (FIRST, LAST, SCRATCH):
+        if slot in _OF_A_THREAD:
             return slot
         target = self.chosen[slot.target]
         assert target is not None
