@@ -262,16 +262,8 @@ class Quantizer(AmaxReduction, DataFree):
         self._layout(matrix, rowwise, columnwise)
 
     def _layout(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Layout:
-        """The planes to make for a tensor, which is checked. Computed once for each shape."""
-        shape = tuple(tensor.shape)
-        key = (shape, rowwise, columnwise, settings.strict, settings.non_tn_fp8_gemm, settings.compute_capability)
-        memo = self._memo  # see `encoding`
-        layout: Layout | None = memo.get(key)
-        if layout is None:
-            layout = self._layout_for(shape, rowwise, columnwise)
-            if len(memo) >= _MOST_LAYOUTS:
-                memo.clear()
-            memo[key] = layout
+        """The planes to make for a tensor, which is checked."""
+        layout = self._layout_for(tensor.shape, rowwise, columnwise)
         if tensor.dtype not in HIGH_PRECISION:
             self._as_plain(tensor)
         if settings.strict:
@@ -282,15 +274,24 @@ class Quantizer(AmaxReduction, DataFree):
         return self._layout(tensor, self.rowwise_usage, self.columnwise_usage)
 
     def _layout_for(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> Layout:
-        """The planes to make for tensors of ``shape``, which is checked."""
-        shape, directions = tuple(shape), self._planes_to_make(rowwise, columnwise)
+        """The planes to make for tensors of ``shape``, which is checked. Computed once for each shape."""
+        shape = tuple(shape)
+        key = (shape, rowwise, columnwise, settings.strict, settings.non_tn_fp8_gemm, settings.compute_capability)
+        memo = self._memo  # see `encoding`
+        layout: Layout | None = memo.get(key)
+        if layout is not None:
+            return layout
+        directions = self._planes_to_make(rowwise, columnwise)
         self._check_shape(shape, directions)
         asked = Quantizer._planes_to_make(self, rowwise, columnwise)
         specs = [
             plane_spec(self.encoding(d), d, self._stores_transposed(d), shape, serves)
             for d, serves in zip(directions, _served(directions, asked), strict=True)
         ]
-        return Layout([(type(self), specs)])
+        if len(memo) >= _MOST_LAYOUTS:
+            memo.clear()
+        layout = memo[key] = Layout([(type(self), specs)])
+        return layout
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Quantize a tensor into an existing quantized tensor, in place.

@@ -27,6 +27,7 @@ from .few_rows_products import multiply_few
 from .known import is_known
 from .places import GroupsAsOne, Ints, as_one, starts
 from .plans import plan_for
+from .programs import REFUSED
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
 from .support import (
     Seed,
@@ -46,7 +47,7 @@ from .support import (
 )
 from .tags import F32, NO, YES, Tag
 from .turned_decoders import turned_decoder
-from .work import REFUSED, run_work
+from .work import run_work
 
 _STREAM_FROM = 1 << 20  # results of so many numbers do not fit into the caches, and are written past them
 

@@ -21,13 +21,13 @@ from . import measure, programs, runtime, scalars, support
 from .elements import INFINITY_BITS
 from .encoders import Step, chosen_work
 from .places import Place, place_of
+from .programs import REFUSED
 from .runtime import kernel, run_ranges, thread_count
 from .support import SIXTH, from_bits, is_standard, scratch, tag, tag_of_dtype
 from .tables import NO_LIMIT, Beyond, Given, Inside, Line, Table
 from .tags import F32, NO
 from .work import FIRST, LAST, SCRATCH, Slot
 
-REFUSED = programs.REFUSED
 _GIVEN = ("x", "codes", "scales", "key0", "key1")
 
 

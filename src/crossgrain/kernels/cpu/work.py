@@ -15,6 +15,7 @@ from ...planes import ROWWISE
 from ..target import Target
 from .elements import INFINITY_BITS
 from .places import Ints, Numbers, Place, place_of
+from .programs import REFUSED
 from .runtime import Arguments, run_kernel
 from .support import (
     NO_STREAM,
@@ -87,9 +88,6 @@ class Work(NamedTuple):
     steps: Callable[[Ints], Ints]
     scratch: int = 0
     refuses_nan: bool = False
-
-
-REFUSED = -1
 
 
 def stream_slots(target: Target, slots: TargetSlots) -> Stream:
