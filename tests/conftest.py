@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import crossgrain as cg
+from crossgrain.runtime import logs
 
 from .common import ranks
 from .common.instruction_sets import avoid_illegal_instructions
+from .common.logs import silent
 from .common.quantizers import QUANTIZERS
 
 _AVOIDED = avoid_illegal_instructions()  # before anything is multiplied, and inherited by workers and ranks
@@ -63,6 +65,19 @@ def quantizer(request: pytest.FixtureRequest) -> Iterator[cg.Quantizer]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said() -> None:
+    """What is logged once is logged once in each test."""
+    logs.forget()
+
+
+@pytest.fixture
+def silently() -> Iterator[None]:
+    """No warning in the whole test."""
+    with silent():
+        yield
 
 
 @pytest.fixture

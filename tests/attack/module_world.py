@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import crossgrain as cg
 from crossgrain.quantizers.nonfinite import NonfiniteError
+from crossgrain.runtime import logs
 
+from ..common.logs import logged
 from . import transcription as tr
 from .module_formats import (
     HP,
@@ -303,10 +305,11 @@ class LiveRuns(World):
             weight, is_old = layer.weight_of_call(None if recipe is None else first, columns)
             weights.append(weight)
             old += is_old
-        with warnings.catch_warnings(record=True) as caught:
+        logs.forget()  # each call warns of its old copies
+        with logged() as records, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield weights
-        messages = [str(warning.message) for warning in caught]
+        messages = [str(record.args[0]) for record in records] + [str(warning.message) for warning in caught]
         warned = {message.split(":")[0] for message in messages if OLD_COPY in message}
         others = [message for message in messages if OLD_COPY not in message and OTHER_RECIPE not in message]
         assert not others, f"unexpected warnings: {others}"

@@ -1,11 +1,11 @@
 """Experts of Megatron's GPT, which are grouped layers, with all kinds of recipes, on one rank and divided among two."""
 
 import os
-import warnings
 
 import pytest
 import torch
 
+from ..common.logs import logged
 from ..common.megatron_runs import NEVER_CLIPPED, STEPS, error_of_training, losses
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
@@ -102,13 +102,12 @@ def warnings_and_zeros(rank, options):
 
     small_gpt._refuse_what_megatron_gets_wrong = lambda options: None
     given = small_gpt.Options(**options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as caught:
         model, optimizer = small_gpt.build(given)
     next(small_gpt.run(model, optimizer, given, 1))
     largest = {False: 0.0, True: 0.0}
     for name, parameter in model.named_parameters():
         is_expert = ".experts." in name
         largest[is_expert] = max(largest[is_expert], parameter.detach().float().abs().max().item())
-    told = [warning for warning in caught if "experts are kept in MXFP8" in str(warning.message)]
+    told = [record for record in caught if "experts are kept in MXFP8" in record.getMessage()]
     return len(told), {is_expert: value == 0 for is_expert, value in largest.items()}

@@ -8,6 +8,7 @@ import torch
 
 from crossgrain import compat
 
+from ..common.logs import warned
 from .inspecting import batch, converted, debug_api, session
 
 
@@ -76,7 +77,7 @@ def test_what_cannot_be_logged_is_said_once(recipe, feature, stats, message, tmp
             model(batch())
             debug_api.step()
 
-    expected = pytest.warns(UserWarning, match=f"{feature} of layer 'fc1'.*{message}")
+    expected = warned(f"{feature} of layer 'fc1'.*{message}")
     with session({feature: {"tensors": ["activation"], "stats": stats}}, tmp_path) as logged, expected as said:
         two_steps()
     assert len(said) == 1 and not logged.values
@@ -85,16 +86,14 @@ def test_what_cannot_be_logged_is_said_once(recipe, feature, stats, message, tmp
 def test_planes_that_were_not_made_are_said(tmp_path):
     features = {"LogFp8TensorStats": {"tensors": ["activation"], "stats": ["mse", "mse_columnwise"]}}
     with torch.no_grad(), session(features, tmp_path) as logged:
-        with pytest.warns(
-            UserWarning, match="mse_columnwise of activation is not logged: no GEMM has read its columnwise"
-        ):
+        with warned("mse_columnwise of activation is not logged: no GEMM has read its columnwise"):
             converted("mxfp8")(batch())
         debug_api.step()
     assert logged.names() == {"fc1_activation_mse"}
 
 
 def test_tensors_that_never_come_are_said(tmp_path):
-    with pytest.warns(UserWarning, match="look at dgrad of layer 'fc1', but there was none in a step"):
+    with warned("look at dgrad of layer 'fc1', but there was none in a step"):
         problem(
             {"LogTensorStats": {"tensors": ["dgrad"], "stats": ["max"]}},
             tmp_path,
@@ -103,12 +102,12 @@ def test_tensors_that_never_come_are_said(tmp_path):
 
 
 def test_sections_without_layers_are_said(tmp_path):
-    with pytest.warns(UserWarning, match="layer_name_regex_pattern: fc3, but no layer .* there were fc1, fc2"):
+    with warned("layer_name_regex_pattern: fc3, but no layer .* there were fc1, fc2"):
         problem({"DisableQuantizationLayer": {}}, tmp_path, layers="fc3")
 
 
 def test_tensors_beside_other_gemms_are_said(tmp_path):
-    with pytest.warns(UserWarning, match="activation has no effect, because no GEMM .* fprop and wgrad would"):
+    with warned("activation has no effect, because no GEMM .* fprop and wgrad would"):
         problem(
             {"FakeQuant": {"gemms": ["dgrad"], "tensors": ["weight", "activation"], "quant_format": "FP8E4M3"}},
             tmp_path,
@@ -117,9 +116,7 @@ def test_tensors_beside_other_gemms_are_said(tmp_path):
 
 def test_statistics_that_wait_for_a_step_at_the_end_are_said(tmp_path):
     features = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}}
-    expected = pytest.warns(
-        UserWarning, match=r"statistics wait for debug_api.step\(\), which logs them; they are lost"
-    )
+    expected = warned(r"statistics wait for debug_api.step\(\), which logs them; they are lost")
     with expected, session(features, tmp_path) as logged:
         converted("mxfp8")(batch())
     assert not logged.values

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from crossgrain.integrations.transformers import CrossgrainCallback, convert_from  # noqa: E402
 from crossgrain.integrations.wrappers import is_converted  # noqa: E402
 
+from ..common.logs import warned  # noqa: E402
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -183,7 +185,7 @@ def test_what_is_not_in_a_saved_directory(tmp_path):
         convert_from(fresh, tmp_path / "model")
     assert not is_converted(fresh)
     (tmp_path / "model/model.safetensors.index.json").unlink()
-    with pytest.warns(UserWarning, match="no histories of delayed scaling"):
+    with warned("no histories of delayed scaling"):
         convert_from(fresh, tmp_path / "model")
 
 

@@ -1,7 +1,6 @@
 """Environment variables of Transformer Engine: obeyed, or named in a warning."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,9 @@ from crossgrain.compat import transformer_engine as te
 from crossgrain.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from crossgrain.recipe.zoo import nvfp4_linear_fp8_dpa_factory
 
+from ..common.logs import logged, silent, warned
+
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "transformer_engine.md"
-
-
-@pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(environment, "_warned", set())
 
 
 def entered(recipe):
@@ -45,22 +41,19 @@ def test_the_page_has_one_list_of_what_is_available_with_reasons():
 def test_a_variable_without_effect_is_named_once(variable, monkeypatch):
     for value in variable.neutral:
         monkeypatch.setenv(variable.name, value)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with silent():
             entered(Float8CurrentScaling())
     monkeypatch.setenv(variable.name, "other")  # read at use: it was set after everything was imported
     message = re.escape(f"{variable.name}=other has no effect here: {variable.here}")
-    with pytest.warns(UserWarning, match=message):
+    with warned(message):
         entered(Float8CurrentScaling())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         entered(Float8CurrentScaling())
 
 
 def test_the_recipe_in_force_may_be_named_for_attention(monkeypatch):
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         entered(DelayedScaling())
     asked = DelayedScaling(fp8_dpa=True)
     assert environment.with_attention_of_environment(asked) is asked
@@ -68,10 +61,9 @@ def test_the_recipe_in_force_may_be_named_for_attention(monkeypatch):
 
 def test_other_names_for_attention_are_warned_about_once(monkeypatch):
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "NVFP4BlockScaling")
-    with pytest.warns(UserWarning, match="RECIPE=NVFP4BlockScaling has no effect: it must be F16, Delayed"):
+    with warned("RECIPE=NVFP4BlockScaling has no effect: it must be F16, Delayed"):
         entered(MXFP8BlockScaling())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         entered(MXFP8BlockScaling())
     monkeypatch.setenv("NVTE_DPA_FP8_FORMAT", "E3M4")
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "DelayedScaling")
@@ -133,9 +125,9 @@ def test_attention_has_the_recipe_that_is_named(case, monkeypatch):
     expected = attended(of_attention)
     for name, value in variables.items():
         monkeypatch.setenv(f"NVTE_DPA_FP8{name}", value)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*environment variable.*")
+    with logged() as records:
         found = attended(of_layers(fp8_dpa=True, **options))
+    assert not [record.getMessage() for record in records if "environment variable" in record.getMessage()]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -162,9 +154,7 @@ def test_f16_leaves_attention_in_high_precision(monkeypatch):
     plain, quantized = attention(q, k, v), result()
     assert not torch.equal(quantized, plain)
     monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "F16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no layer quantizes anything in this autocast
-        assert torch.equal(result(), plain)
+    assert torch.equal(result(), plain)
     assert recipe.fp8_dpa, "the recipe of the caller stays as it is"
     monkeypatch.delenv("NVTE_DPA_FP8_RECIPE")
     assert torch.equal(result(), quantized)
@@ -181,7 +171,7 @@ def test_settings_of_attention_that_a_client_replaces_count_as_variables(monkeyp
         patched.setattr(dpa, "_dpa_fp8ds_amax_algo", "max")
         patched.setattr(dpa, "_dpa_fp8ds_reduce_amax", False)
         patched.setattr(mha, "_dpa_fp8_recipe_mha", True)
-        with pytest.warns(UserWarning, match="RECIPE_MHA=1 has no effect here"):
+        with warned("RECIPE_MHA=1 has no effect here"):
             entered(Float8CurrentScaling())
         made = environment.with_attention_of_environment(NVFP4BlockScaling(fp8_dpa=True)).for_attention()
         assert made == DelayedScaling(fp8_dpa=True, amax_history_len=7, reduce_amax=False, **E4M3)

@@ -36,10 +36,7 @@ from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported  # noq
 
 compat.uninstall()  # what was imported stays
 
-pytestmark = [
-    pytest.mark.filterwarnings('ignore:the device "cuda"'),
-    pytest.mark.filterwarnings("ignore:fp8_.* is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fp8_.* is deprecated")
 
 FP8, _reason = te.is_fp8_available(return_reason=True)
 RECIPES = [

@@ -6,6 +6,8 @@ from torch import nn
 
 import crossgrain as cg
 
+from ..common.logs import warned
+
 OPTIONS = {
     "plain": {},
     "batch first": {"batch_first": True},
@@ -110,9 +112,7 @@ def test_a_subclass_is_left_with_its_output_projection_and_said():
         pass
 
     model = nn.ModuleDict({"attention": Other(32, 2), "fc": nn.Linear(32, 32)})
-    with pytest.warns(
-        UserWarning, match="80 % of the multiply-adds .* attention.in_proj_weight: a parameter that Other"
-    ):
+    with warned("80 % of the multiply-adds .* attention.in_proj_weight: a parameter that Other"):
         report = cg.convert(model, "mxfp8")
     assert report.converted == ["fc"]
     assert "reads its weight without calling the layer" in report.left["attention.out_proj"]

@@ -6,6 +6,8 @@ from torch import nn
 
 import crossgrain as cg
 
+from ..common.logs import warned
+
 CASES = {
     "patches": (nn.Conv2d(3, 32, 4, 4), (2, 3, 17, 12)),
     "1x1": (nn.Conv2d(32, 48, 1, bias=False), (2, 32, 5, 3)),
@@ -60,7 +62,7 @@ def test_it_computes_as_a_linear_layer_of_the_patches():
 )
 def test_other_convolutions_are_left_and_counted(module, reason):
     model = nn.Sequential(module, nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match=f"% of the multiply-adds with weights .* 0: .*{reason}"):
+    with warned(f"% of the multiply-adds with weights .* 0: .*{reason}"):
         report = cg.convert(model, "mxfp8")
     assert reason in report.left["0"] and report.converted == ["1"]
     with pytest.raises(ValueError, match=reason):

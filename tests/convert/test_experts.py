@@ -13,6 +13,7 @@ from crossgrain.convert.projections import ConvertedProjections
 from crossgrain.recipe import CustomRecipe, Float8CurrentScaling
 
 from ..common.experts import Experts, looped, routed
+from ..common.logs import warned
 
 KINDS = {
     "plain": {},
@@ -233,7 +234,7 @@ def test_parameters_of_another_kind_are_left_with_the_reason():
     experts.gate_up_proj = nn.Parameter(torch.randn(4, 96))
     experts.config = SimpleNamespace()
     model = nn.ModuleDict({"experts": experts, "fc": nn.Linear(32, 32)})
-    with pytest.warns(UserWarning, match="stay in high precision"):
+    with warned("stay in high precision"):
         report = cg.convert(model, "mxfp8")
     assert report.left["experts.gate_up_proj"] == "gate_up_proj of a Experts is not a parameter [experts, out, in]"
 

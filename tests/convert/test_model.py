@@ -13,6 +13,8 @@ import crossgrain as cg
 from crossgrain.convert.layers import ConvertedConv1D, ConvertedLinear
 from crossgrain.recipe import MXFP8BlockScaling, read_extra_state
 
+from ..common.logs import warned
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -412,7 +414,7 @@ def test_the_report_says_what_was_left_and_why(model):
     model.double = nn.Linear(32, 32, dtype=torch.float64)
     model.patched = nn.Linear(32, 32)
     model.patched.forward = model.patched.forward  # as wrappers do that put hooks around it
-    with pytest.warns(UserWarning, match="24 % of the multiply-adds with weights of this Model stay in high precision"):
+    with warned("24 % of the multiply-adds with weights of this Model stay in high precision"):
         report = cg.convert(model, "mxfp8; blocks.1.fc2: hp", skip=["head"])
     scaled = (
         "Scaled is a subclass of nn.Linear, which may compute something else; if it calls F.linear with its weight, "

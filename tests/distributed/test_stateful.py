@@ -1,7 +1,6 @@
 """Quantized weights under torch's own dcp.save and dcp.load, on any number of ranks."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import crossgrain as cg
 from crossgrain.distributed.checkpoint import ModelState, OptimizerState
 
+from ..common.logs import silent
 from ..common.quantizers import assert_same_bytes
 from ..common.ranks import digest, mesh_of, quantized_model, run, shard, train
 
@@ -37,29 +37,25 @@ def states(model, optimizer):
 
 def saved(rank, root):
     found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # updates that rounding loses
-        for recipe in CASES:
-            model, optimizer = made(recipe, 2)
-            train(model, optimizer, 2)
-            dcp.save(states(model, optimizer), checkpoint_id=root / recipe)
-            found[recipe] = digest(model), train(model, optimizer, 2)
+    for recipe in CASES:
+        model, optimizer = made(recipe, 2)
+        train(model, optimizer, 2)
+        dcp.save(states(model, optimizer), checkpoint_id=root / recipe)
+        found[recipe] = digest(model), train(model, optimizer, 2)
     return found
 
 
 def loaded(rank, root, ranks):
     found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for recipe in CASES:
-            model, optimizer = made(recipe, ranks)
-            before = digest(model)
-            state = states(model, optimizer)
-            state["optimizer"].state_dict()  # begins a copy of the optimizer, with a step
-            assert digest(model) == before
-            assert not optimizer.state
-            dcp.load(state, checkpoint_id=root / recipe)
-            found[recipe] = digest(model), train(model, optimizer, 2)
+    for recipe in CASES:
+        model, optimizer = made(recipe, ranks)
+        before = digest(model)
+        state = states(model, optimizer)
+        state["optimizer"].state_dict()  # begins a copy of the optimizer, with a step
+        assert digest(model) == before
+        assert not optimizer.state
+        dcp.load(state, checkpoint_id=root / recipe)
+        found[recipe] = digest(model), train(model, optimizer, 2)
     return found
 
 
@@ -158,8 +154,7 @@ def test_masters_begin_with_preserved_initial_values_also_if_saved_before_the_fi
 
 def test_looking_at_the_state_of_an_optimizer_warns_of_nothing():
     model = kept("all: mxfp8")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         OptimizerState(torch.optim.AdamW(model.parameters(), lr=0.1)).state_dict()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -34,7 +35,7 @@ NEEDED = {
 
 @pytest.fixture
 def as_after_import(monkeypatch, tmp_path):
-    """A page may register formats, change settings, join a process group and write files."""
+    """A page may register formats, change settings and levels of logs, join a process group and write files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(style, "IMAGES", tmp_path)
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
@@ -45,6 +46,8 @@ def as_after_import(monkeypatch, tmp_path):
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     crossgrain.compat.uninstall()
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "crossgrain"]:
+        logging.getLogger(name).setLevel(logging.NOTSET)
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
 

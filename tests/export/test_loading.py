@@ -7,6 +7,7 @@ from torch import nn
 import crossgrain as cg
 from crossgrain.export.walk import quantized_weights
 
+from ..common.logs import warned
 from ..common.saved_models import assert_same_contents
 from .models import ONLY_FORWARD, bytes_of, mlp
 
@@ -139,7 +140,7 @@ def test_decoded_weights_keep_the_parameters(tmp_path):
     assert torch.equal(parameter, cg.quantize(model[0].weight.detach(), "mxfp8").dequantize(direction=cg.ROWWISE))
     low = mlp("nvfp4", dtype=torch.bfloat16)
     cg.export(mlp("nvfp4"), tmp_path / "nvfp4", format="compressed-tensors")
-    with pytest.warns(UserWarning, match="tensors of .* do not fit exactly into the dtypes of this model"):
+    with warned("tensors of .* do not fit exactly into the dtypes of this model"):
         cg.load_exported(low, tmp_path / "nvfp4", keep_quantized=False)
 
 

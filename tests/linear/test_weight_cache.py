@@ -11,6 +11,7 @@ from crossgrain import kernels
 from crossgrain import recipe as recipes
 
 from ..common.families import PLAIN, assert_same_step, make_recipe, run, sizes, without_randomness
+from ..common.logs import warned
 from ..common.quantizers import buffers_of
 
 MXFP8 = recipes.MXFP8BlockScaling()
@@ -52,7 +53,7 @@ def test_the_caller_says_when_it_is_made(layer, recipe):
     change_unseen(layer)
     if recipe.custom():
         return  # identity copies nothing
-    with pytest.warns(UserWarning, match="weight was changed after its quantized copy was made"):
+    with warned("weight was changed after its quantized copy was made"):
         assert_same_step(run(layer, x, recipe, dy, is_first_microbatch=False), before)
     after = run(layer, x, recipe, dy, is_first_microbatch=True)
     assert not torch.equal(after.y, before.y)
@@ -247,7 +248,7 @@ def test_a_copy_of_a_direction_in_high_precision_does_not_follow_the_weight(laye
     y.backward(torch.ones_like(y))
     dx, x.grad = x.grad, None
     change_unseen(layer)
-    with pytest.warns(UserWarning, match="computes with the old numbers"):
+    with warned("computes with the old numbers"):
         again = forward(layer, x, line, first=False)
     again.backward(torch.ones_like(y))
     assert torch.equal(again, y)

@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 import crossgrain as cg
 from crossgrain import DType
 
+from ..common.logs import warned
 from ..common.quantizers import E4M3, E5M2, QUANTIZERS, assert_same_bytes, buffers_of
 
 BLOCK_FORMATS = ["mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_2d", "mxfp4", "mxfp6_e3m2"]
@@ -160,7 +161,7 @@ def test_pickling_drops_the_process_group(make):
 def test_replacing_the_quantizer_warns_and_keeps_the_bytes(x):
     q = cg.quantize(x, "mxfp8")
     before = buffers_of(q)
-    with pytest.warns(UserWarning, match="replaced"):
+    with warned("replaced"):
         q.update_quantizer(cg.MXFP8Quantizer(E5M2))
     assert all(torch.equal(buffer, before[name]) for name, buffer in q._buffers())
     assert torch.equal(q.dequantize(), cg.quantize(x, "mxfp8").dequantize()), "decoding does not ask the quantizer"

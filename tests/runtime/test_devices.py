@@ -1,7 +1,5 @@
 """ "cuda" where there is none."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -9,12 +7,9 @@ import crossgrain as cg
 from crossgrain import compat
 from crossgrain.runtime import devices
 
+from ..common.logs import logged, silent
+
 te = compat.transformer_engine.pytorch
-
-
-@pytest.fixture(autouse=True)
-def _not_warned_yet(monkeypatch):
-    monkeypatch.setattr(devices, "_warned", False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -38,18 +33,16 @@ def test_it_means_the_cpu_and_one_warning_tells_where():
             device="cuda",
         ),
     ]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as caught:
         made = [make() for make in makers]
     assert all(tensor.device.type == "cpu" for tensor in made)
-    assert [str(warning.message).split(":")[0] for warning in caught] == [
-        'the device "cuda" was requested, but CUDA is not available'
+    assert [record.getMessage().split(":")[1] for record in caught] == [
+        ' the device "cuda" was requested, but CUDA is not available'
     ]
-    assert caught[0].filename == __file__
+    assert caught[0].pathname == __file__
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.filterwarnings("ignore:the device")
 def test_devices_are_compared_by_what_they_mean():
     utils = te.utils
     assert utils.canonicalize_device("cuda") == utils.canonicalize_device(None) == torch.device("cpu")
@@ -62,8 +55,7 @@ def test_devices_are_compared_by_what_they_mean():
 def test_where_there_is_cuda_it_is_meant(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert devices.resolved_device("cuda") == torch.device("cuda", 3), "as tensors on it name it"
         assert devices.resolved_device(1) == torch.device("cuda", 1)
         assert te.utils.canonicalize_device("cuda") == torch.device("cuda", 3)

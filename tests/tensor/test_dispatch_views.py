@@ -12,6 +12,7 @@ import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE, DType
 from crossgrain.tensor.decoded_view import DecodedView
 
+from ..common.logs import warned
 from ..common.quantizers import assert_same_bytes, buffers_of
 
 BLOCK_NAMES = [fmt.name for fmt in cg.formats.formats() if fmt.block is not None]
@@ -333,7 +334,7 @@ def test_a_change_of_format_reaches_every_alias(x):
     """New bytes under an old format would be read as other numbers."""
     p = nn.Parameter(cg.quantize(x, "mxfp8"))
     alias = p.detach()
-    with pytest.warns(UserWarning, match="replaced"):
+    with warned("replaced"):
         p.update_quantizer(cg.MXFP8Quantizer(DType.kFloat8E5M2))
     clone = p.detach().clone()
     expected = clone.dequantize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from ..convert import ConvertReport, convert
 from ..gpt.model import GPT
 from ..recipe import Explanation, RecipeSchedule, ScheduleExplanation
+from ..runtime.logs import withheld
 from .hf_models import model_without_weights
 from .mistakes import mistakes_are_shown
 from .output import AsJson, print_json
@@ -52,8 +52,7 @@ def explain(
     elif hf is not None:
         built = model_without_weights(hf)
     shown: Explanation | ScheduleExplanation
-    with mistakes_are_shown(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with mistakes_are_shown(), withheld() as warned:
         if isinstance(loaded, RecipeSchedule):
             shown = loaded.explain(built, steps, every_layer=every_layer)
         else:
@@ -66,7 +65,7 @@ def explain(
     console.print(shown)
     for report in reports:
         _show(report, console)
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
+    for text in dict.fromkeys(warned):
         console.print(text, style="yellow", markup=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from ..kernels import get_backend
 from ..recipe import GemmRecipe, RecipeSchedule
+from ..runtime.logs import withheld
 from ..runtime.settings import settings
 from .output import AsJson, fail, print_json, progress_bar
 from .recipes import load_schedule
@@ -34,14 +34,10 @@ def warmup(
     compiled again. Example: crossgrain warmup --recipe mxfp8-fwd-nvfp4-bwd
     """
     wanted = [load_schedule(text) for text in recipe or ()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with withheld() as warned:
         usable = get_backend("cpu") == "cpu"
     if not usable:
-        raise fail(
-            "\n".join(str(warning.message) for warning in caught)
-            or "nothing to compile: the compiled kernels are switched off"
-        )
+        raise fail("\n".join(warned) or "nothing to compile: the compiled kernels are switched off")
 
     from ..kernels.cpu.runtime import compiled_so_far  # these import numba
     from ..kernels.warmup import warm_up

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from typing import NamedTuple
 
 from ..recipe import FP8Format, Recipe
+from ..runtime.logs import warn
 from .adapters import attention
 from .attention_recipe import NAMES, AttentionOptions, attention_recipe
 
@@ -95,8 +95,6 @@ _REPLACED = {
     "NVTE_DPA_FP8DS_REDUCE_AMAX": ("_dpa_fp8ds_reduce_amax", "1"),
 }
 
-_warned: set[str] = set()
-
 
 def _value(name: str) -> str | None:
     """The value of a variable now: what a client has put in its place, or what the environment says."""
@@ -116,20 +114,20 @@ def warn_about_ignored(recipe: Recipe) -> None:
         recipe: the recipe in force.
     """
     asked = _value(DPA_RECIPE)
-    if asked not in (None, "", "F16", *NAMES) and DPA_RECIPE not in _warned:
-        _warned.add(DPA_RECIPE)
-        warnings.warn(
+    if asked not in (None, "", "F16", *NAMES):
+        warn(
+            __name__,
             f"the environment variable {DPA_RECIPE}={asked} has no effect: it must be F16, {', '.join(NAMES)} or empty",
-            stacklevel=3,
+            subject=DPA_RECIPE,
         )
     for variable in VARIABLES:
         value = _value(variable.name)
-        if value is None or variable.obeyed or value in variable.neutral or variable.name in _warned:
+        if value is None or variable.obeyed or value in variable.neutral:
             continue
-        _warned.add(variable.name)
-        warnings.warn(
+        warn(
+            __name__,
             f"the environment variable {variable.name}={value} has no effect here: {variable.here}",
-            stacklevel=3,
+            subject=variable.name,
         )
 
 

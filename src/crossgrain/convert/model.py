@@ -10,7 +10,6 @@ and state-dict keys stay the same.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from ..recipe import GemmRecipe, Recipe, as_recipe
 from ..recipe.binding import layers_of
 from ..recipe.summary import formats_in_short
+from ..runtime.logs import inform, warn
 from ..runtime.torch_patches.transformer_fast_path import close_fast_path, open_fast_path
 from .accounting import Product, count_products, known_projections
 from .choice import Choice, layer_names
@@ -107,6 +107,7 @@ def convert(
     for module in model.modules():
         if any(map(follows_recipes, module.modules())):
             close_fast_path(module)
+    inform(__name__, report)
     return report
 
 
@@ -213,7 +214,7 @@ def _look_at_what_is_left(report: ConvertReport, model: nn.Module, strict: bool)
     )
     if strict:
         raise ValueError(text)
-    warnings.warn(text, stacklevel=3)
+    warn(__name__, text)
 
 
 def _convert_norms(model: nn.Module, wanted: bool) -> tuple[list[str], dict[str, str]]:

@@ -6,7 +6,6 @@ the weight gets a gradient although the layer has not run. So a hook waits for t
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn import QuantizedModule
+from ..runtime.logs import warn
 
 _handles: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # of hooks; not pickled with layers
 
@@ -45,9 +45,9 @@ def _on_gradient(ref: weakref.ref[Any], weight: Tensor) -> None:
         return
     forget(module)
     if isinstance(module, QuantizedModule) and not module.has_run:
-        warnings.warn(
+        warn(
+            __name__,
             f"{module.layer}: its weight has a gradient, but the layer was never called. Another module multiplies the "
             "weight itself, in high precision, so converting the layer has no effect. skip it; or convert with sample "
             "inputs, whose report lists all such layers",
-            stacklevel=2,
         )

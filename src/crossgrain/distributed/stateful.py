@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..files.undo import all_or_nothing
 from ..optim.base import MASTER
+from ..runtime.logs import withheld
 from ..tensor import QuantizedTensor
 from ..tensor.init_values import keep_high_precision_init_val, preserved_value
 from ..tensor.sharding import local_part
@@ -130,8 +130,7 @@ def _begun(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for param in params:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "an in-place update left")  # this one is not meant to change anything
+        with withheld():  # an update that changes nothing: this one is not meant to
             begun.step()
     finally:
         for param, grad, numbers, initial in before:

@@ -8,7 +8,6 @@ rowwise plane is quantized by the columnwise quantizer of the weight.
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from ..files.undo import all_or_nothing
 from ..nn import QuantizedModule
 from ..planes import Plane
 from ..recipe import Recipe
+from ..runtime.logs import warn
 from ..tensor import QuantizedTensor
 from .checks import check_finite, kind_of
 from .contents import Contents, Rename, bound_recipe, contents_of
@@ -199,10 +199,10 @@ class _Load:
     def tell(self) -> None:
         """Warn if numbers of the file were rounded to the dtypes of the model."""
         if self._rounded:
-            warnings.warn(
+            warn(
+                __name__,
                 f"{len(self._rounded)} tensors of {self.stored.directory} do not fit exactly into the dtypes of this "
                 f"model, and were rounded, {self._rounded[0]} first",
-                stacklevel=3,
             )
 
 

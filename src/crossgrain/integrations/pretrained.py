@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from ..convert import ConvertReport
 from ..files.random_state import get_random_state, set_random_state
 from ..nn.state_dicts import StateDicts
+from ..runtime.logs import warn
 from .conversion import Choices, Conversion
 from .wrappers import is_converted
 
@@ -53,9 +53,7 @@ def convert_from(
     if unknown:
         raise ValueError(f"{directory} has histories of layers that the model does not have: {', '.join(unknown[:5])}")
     if report.recipe.may_keep_histories() and not histories:
-        warnings.warn(
-            f"{directory} has no histories of delayed scaling, so the scales of this model start anew", stacklevel=2
-        )
+        warn(__name__, f"{directory} has no histories of delayed scaling, so the scales of this model start anew")
     for name, extra in histories.items():
         layers[in_files[name]].set_extra_state(extra)
     return report

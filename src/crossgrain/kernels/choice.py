@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..runtime.logs import warn
 from .backend import Backend
 from .reference import ReferenceBackend
 
@@ -86,9 +86,9 @@ def _load_cpu_backend() -> Backend:
             raise ImportError("numba is disabled (NUMBA_DISABLE_JIT)")
         from .cpu.backend import CpuBackend
     except ImportError as error:
-        warnings.warn(
-            f"crossgrain: compiled CPU kernels are not available, the slow reference is used instead: {error}",
-            stacklevel=4,
+        warn(
+            __name__,
+            f"compiled CPU kernels are not available, the slow reference is used instead: {error}",
         )
         _cpu = REFERENCE
     else:
@@ -102,10 +102,10 @@ def _load_triton_backend() -> Backend:
     try:
         from .triton.backend import TritonBackend
     except (ImportError, AttributeError) as error:  # an old Triton lacks names
-        warnings.warn(
-            "crossgrain: Triton 3.6 or later, which compiles kernels for GPUs, is not available, the slow reference is "
+        warn(
+            __name__,
+            "Triton 3.6 or later, which compiles kernels for GPUs, is not available, the slow reference is "
             f"used instead: {error}. Install it with pip install crossgrain[gpu]",
-            stacklevel=4,
         )
         _triton = REFERENCE
     else:

@@ -7,7 +7,6 @@ copy is used only for the parameters that it was made from. Otherwise the caller
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..planes import COLUMNWISE, ROWWISE
+from ..runtime.logs import warn
 from ..tensor import QuantizedTensorStorage
 from .unchanged_weights import UnchangedWeights
 
@@ -35,11 +35,11 @@ class _Entry(NamedTuple):
     def check_current(self, name: str, parameters: Sequence[Tensor]) -> None:
         """Warn if a parameter was written to after the copy was made."""
         if _versions(parameters) != self.versions:
-            warnings.warn(
+            warn(
+                __name__,
                 f"{name} was changed after its quantized copy was made, but is_first_microbatch=False says to use the "
                 "copy: this pass computes with the old numbers. Pass is_first_microbatch=True in the first call after "
                 "each optimizer step, or None to quantize the weight in every call.",
-                stacklevel=2,
             )
 
 

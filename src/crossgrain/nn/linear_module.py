@@ -472,6 +472,7 @@ class LinearModule(QuantizedModule):
         has_history = state is not None and any(at == slot for at, _ in state.columns)  # its scale changes meanwhile
         if not has_history and can_reconstruct_wgrad_input_from_original(this.built.details[index].input):
             return True
+        # By `warnings`, as Transformer Engine does, because programs for it catch this one there.
         warnings.warn(
             f"{self.layer}: Ignoring save_original_input=True, because the quantizer of the input would not make the "
             "same bytes a second time",

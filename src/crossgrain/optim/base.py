@@ -7,7 +7,6 @@ from their masters, all planes together.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..quantizers.float8 import Float8Quantizer
+from ..runtime.logs import warn
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded, local_part, shard_groups, sharded_like
 from .masters import (
@@ -179,10 +179,10 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__}: a {type(param).__name__} of shape {list(param.shape)} needs "
                 "master_weights=True; without masters, rounding would lose most updates"
             )
-        warnings.warn(
+        warn(
+            __name__,
             f"{type(self).__name__} updates FP8 parameters without master weights: changes smaller than half the "
             "distance between FP8 numbers are lost. Pass master_weights=True.",
-            stacklevel=4,
         )
 
     def _step_batch(self, group: dict[str, Any], params: Sequence[Tensor], first: bool) -> None:

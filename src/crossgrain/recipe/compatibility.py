@@ -63,6 +63,7 @@ def warn_of_another_recipe(before: Recipe | None, now: Recipe, name: str) -> Non
         return
     if isinstance(before, GemmRecipe) or isinstance(now, GemmRecipe):
         return
+    # By `warnings`, as Transformer Engine does, because programs for it catch this one there.
     warnings.warn(
         f"{name}: Recipe type changed from {type(before).__name__} to {type(now).__name__}. Its tensors have other "
         "formats from now on; scales and histories of delayed scaling are kept for a later return. If that was not "

@@ -272,7 +272,7 @@ class autocast:
         if opened is not None:
             _finish(opened, always=self._calibrating)
             if kind is None:
-                warn_of_unused(opened, recipe, stacklevel=2)
+                warn_of_unused(opened, recipe)
 
 
 @contextmanager

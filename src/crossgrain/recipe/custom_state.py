@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from ..planes import Direction
 from ..quantizers.base import Quantizer
 from ..quantizers.hybrid import HybridQuantizer
 from ..quantizers.request import QuantizerRequest
+from ..runtime.logs import warn
 from .delayed_state import Column, DelayedScalingRecipeState
 from .per_tensor import DelayedScaling
 from .requests import DelayedScalingRequest
@@ -44,9 +44,9 @@ class CustomRecipeState(RecipeState, kind="custom"):
         """What the factory returns for every slot, checked. No two slots have the same object."""
         roles: list[QuantizerRole | None]
         if self.roles is None:
-            warnings.warn(
+            warn(
+                __name__,
                 "no roles were given to the recipe state, so the factory is called with an empty QuantizerRole()",
-                stacklevel=3,
             )
             roles = [QuantizerRole()] * self.num_quantizers
         else:

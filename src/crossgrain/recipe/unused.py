@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 
+from ..runtime.callers import line_of_caller
+from ..runtime.logs import warn
 from .base import Recipe
 from .gemm_recipe import GemmRecipe
 from .roles import QuantizerRole
@@ -20,14 +21,14 @@ def expect_layers(step: Step, recipe: Recipe) -> None:
         step.roles = set()
 
 
-def warn_of_unused(step: Step, recipe: Recipe, stacklevel: int) -> None:
+def warn_of_unused(step: Step, recipe: Recipe) -> None:
     """Warn if the autocast that opened ``step`` has had no effect, or a rule of it."""
     if not step.layers_ran:
-        warnings.warn(
-            "no layer of crossgrain ran inside this autocast, so nothing was quantized. Convert the model with "
-            "crossgrain.convert(model, recipe), or build it of crossgrain.Linear and other layers of crossgrain. Only "
-            "forward needs an autocast: around backward() it has no effect.",
-            stacklevel=stacklevel + 1,
+        warn(
+            __name__,
+            f"no layer of crossgrain ran inside this autocast ({line_of_caller()}), so nothing was quantized. Convert "
+            "the model with crossgrain.convert(model, recipe), or build it of crossgrain.Linear and other layers of "
+            "crossgrain. Only forward needs an autocast: around backward() it has no effect.",
         )
     if step.roles and isinstance(recipe, GemmRecipe):
         roles, warned = _ran_with.setdefault(recipe, set()), _warned.setdefault(recipe, set())
@@ -37,12 +38,12 @@ def warn_of_unused(step: Step, recipe: Recipe, stacklevel: int) -> None:
         if unmatched:
             ran = sorted({role.layer or "(no name)" for role in roles})
             shown = ", ".join(ran[:5]) + (f" and {len(ran) - 5} more" if len(ran) > 5 else "")
-            warnings.warn(
+            warn(
+                __name__,
                 f"no layer that ran inside this autocast is matched by {', '.join(unmatched)}, so the rule has had no "
                 f"effect. The layers that ran: {shown}. Patterns are for whole names; crossgrain.name_layers(model) "
                 "names layers by their paths. If only a part of the model ran, use recipe.for_model(model), which "
                 "compares rules with the whole model.",
-                stacklevel=stacklevel + 1,
             )
 
 

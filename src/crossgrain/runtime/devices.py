@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
-from .callers import levels_to_caller
-
-_warned = False
+from .logs import warn
 
 
 def resolved_device(device: torch.device | str | int | None) -> torch.device:
@@ -22,7 +18,10 @@ def resolved_device(device: torch.device | str | int | None) -> torch.device:
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        _warn_once()
+        warn(
+            __name__,
+            'the device "cuda" was requested, but CUDA is not available: the CPU is used instead, here and from now on',
+        )
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
@@ -30,13 +29,3 @@ def resolved_device(device: torch.device | str | int | None) -> torch.device:
 def accelerator() -> torch.device:
     """The GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            'the device "cuda" was requested, but CUDA is not available: the CPU is used instead, here and from now on',
-            stacklevel=levels_to_caller(),
-        )

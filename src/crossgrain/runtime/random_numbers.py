@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .callers import levels_to_caller
 from .host_and_device import on_device
+from .logs import warn
 from .passes import same_seed, same_value
 
 
@@ -254,7 +253,6 @@ def _drawn_seed() -> int:
 
 
 _seeds_of_capture: dict[tuple[torch.device, int], Tensor] = {}
-_warned_of_capture = False
 
 
 def seed_for_device(seed: int, device: torch.device) -> Tensor:
@@ -297,11 +295,8 @@ def _not_of_an_earlier_capture(seed: int) -> int:
 
 
 def _warn_of_capture() -> None:
-    global _warned_of_capture
-    if not _warned_of_capture:
-        _warned_of_capture = True
-        warnings.warn(
-            "stochastic rounding in a CUDA graph draws its seeds from the generator of the GPU, so that replays "
-            "differ: its draws are not those of the same program without a graph",
-            stacklevel=levels_to_caller(),
-        )
+    warn(
+        __name__,
+        "stochastic rounding in a CUDA graph draws its seeds from the generator of the GPU, so that replays differ: "
+        "its draws are not those of the same program without a graph",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -14,6 +13,7 @@ from .. import kernels
 from ..formats import Format
 from ..planes import COLUMNWISE, ROWWISE, Direction, Plane, same_codes_in_both
 from ..runtime.host_and_device import require
+from ..runtime.logs import warn
 from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
 from .holder import PlaneHolder, copied_epochs
@@ -354,9 +354,7 @@ class QuantizedTensorStorage(PlaneHolder):
         if self._quantizer is None:
             raise RuntimeError(f"this {type(self).__name__} has no quantizer that could be replaced")
         if self._quantizer is not quantizer:
-            warnings.warn(
-                f"the quantizer of a {type(self).__name__} is replaced: later writes may give other bytes", stacklevel=2
-            )
+            warn(__name__, f"the quantizer of a {type(self).__name__} is replaced: later writes may give other bytes")
         self._quantizer = quantizer
 
     def _get_quantizer(self) -> TensorQuantizer:

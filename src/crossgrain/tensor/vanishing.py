@@ -7,14 +7,13 @@ the model seems to train, but does not.
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..runtime.callers import levels_to_caller
 from ..runtime.host_and_device import tell_later
+from ..runtime.logs import warn
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -46,10 +45,11 @@ def warn_if_vanished(tensor: QuantizedTensor, before: Tensor) -> None:
 def _warn(kind: str, shape: list[int], share: float) -> None:
     """Warn if the ``share`` of numbers that an update left as they were is large. A GPU tells it a step later."""
     if share > 0.5:  # some numbers may stay in a normal step; more than half is a sign that updates are too small
-        warnings.warn(
+        warn(
+            __name__,
             f"an in-place update left {share:.0%} of a {kind} parameter of shape {shape} as it was: the update is "
             "smaller than the distance between numbers of the format. Keep float32 masters: "
             "crossgrain.optim.with_masters(torch.optim.AdamW, params, ...), or "
             "crossgrain.optim.FusedAdam(params, master_weights=True).",
-            stacklevel=levels_to_caller(),
+            subject=(kind, *shape),  # the share is another one in every step
         )

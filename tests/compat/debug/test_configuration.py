@@ -1,10 +1,10 @@
 """Settings of features are checked before anything runs."""
 
-import warnings
-
 import pytest
 
 from crossgrain.compat.debug.configuration import ConfigurationError, check_features
+
+from ...common.logs import silent, warned
 
 LOG = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
 FAKE = {"enabled": True, "gemms": ["fprop"], "tensors": ["activation"], "quant_format": "FP8E4M3"}
@@ -42,8 +42,7 @@ FAKE = {"enabled": True, "gemms": ["fprop"], "tensors": ["activation"], "quant_f
     ],
 )
 def test_settings_of_transformer_engine_are_accepted(feature, settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         check_features({feature: settings}, "fc1")
 
 
@@ -87,5 +86,5 @@ def test_what_does_not_exist_is_an_error_that_names_the_feature_and_the_layers(f
 
 def test_tensors_that_no_gemm_beside_them_reads_are_warned_about():
     settings = {"enabled": True, "gemms": ["dgrad"], "tensors": ["weight", "activation"]}
-    with pytest.warns(UserWarning, match="PerTensorScaling for layers fc1: activation has no effect.*fprop and wgrad"):
+    with warned("PerTensorScaling for layers fc1: activation has no effect.*fprop and wgrad"):
         check_features({"PerTensorScaling": settings}, "fc1")

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import crossgrain as cg
 
+from ...common.logs import raise_warnings
 from . import device
 from .facts import FACTS
 from .runs import RUNS
@@ -67,6 +68,7 @@ def _told(name: str) -> dict[str, Any]:
 def main() -> None:
     """Run what is named on the standard input."""
     warnings.simplefilter("error")
+    raise_warnings()
     device.install()
     out, backend = sys.argv[1:]
     if backend == "triton":

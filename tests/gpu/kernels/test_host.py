@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -22,6 +21,7 @@ from crossgrain.kernels.triton.backend import TritonBackend
 from crossgrain.planes import COLUMNWISE, ROWWISE, Direction, Plane, empty_plane
 from crossgrain.planes.groups import empty_groups
 
+from ...common.logs import silent, warned
 from .agreement import check_case
 from .cases import CASES
 from .formats import ALL, ENCODINGS, REFERENCE_ENCODINGS
@@ -264,10 +264,9 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_triton")
 def test_without_triton_the_reference_serves_gpus_with_one_warning() -> None:
-    with pytest.warns(UserWarning, match=UNAVAILABLE):
+    with warned(UNAVAILABLE):
         assert cg.get_backend("cuda") == "reference"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert cg.get_backend("cuda") == "reference"
     assert cg.get_backend("cpu") == "cpu"
 
@@ -275,7 +274,7 @@ def test_without_triton_the_reference_serves_gpus_with_one_warning() -> None:
 @pytest.mark.usefixtures("without_triton")
 def test_an_old_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # which lacks names
-    with pytest.warns(UserWarning, match=UNAVAILABLE):
+    with warned(UNAVAILABLE):
         assert cg.get_backend("cuda") == "reference"
 
 

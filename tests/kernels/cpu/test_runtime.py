@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,11 +20,12 @@ import crossgrain as cg
 from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
 from crossgrain.formats.encoding import Encoding
 from crossgrain.kernels import REFERENCE, Target
-from crossgrain.kernels.cpu import compiling, disk_cache, measure, runtime, tags
+from crossgrain.kernels.cpu import compiling, measure, runtime, tags
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.planes import Direction, empty_plane
 
 from ...common.copied_package import copied_package
+from ...common.logs import logged, silent, warned
 from ...common.quantizers import QUANTIZERS
 
 SIGNATURE = (4096, 0, 8, tags.F32, tags.YES)  # what `measure.of_all` takes, by example
@@ -46,7 +46,6 @@ def run_python(code: str, **environment: str) -> str:
 def amax_of(tmp_path, monkeypatch):
     """The amax kernel as a new process would find it, with its cache in ``tmp_path``."""
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(disk_cache, "_warned", False)
 
     def compile_and_run(x: torch.Tensor) -> tuple[float, bool]:
         """The amax, and whether the machine code came from the disk."""
@@ -91,8 +90,7 @@ def test_a_damaged_cache_is_replaced(kind, damage, amax_of, tmp_path):
     assert amax_of(x) == (7.5, True)
     (file,) = tmp_path.rglob(f"*.{kind}")
     DAMAGES[damage](file)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as caught:
         assert amax_of(x) == (7.5, False)
     # An index of another version, or without our entry, is not damaged: it is just of no use.
     assert len(caught) == 1 or (kind == "nbi" and damage in ("another pickle", "flipped bit") and not caught)
@@ -105,24 +103,22 @@ def test_a_cache_that_can_be_neither_read_nor_replaced(kind, amax_of, tmp_path):
     amax_of(x)
     (file,) = tmp_path.rglob(f"*.{kind}")
     make_a_directory(file)
-    with pytest.warns(UserWarning, match=r"compiled kernels.*cannot be used"):
+    with warned(r"compiled kernels.*cannot be used"):
         assert amax_of(x) == (4.0, False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert amax_of(x) == (4.0, False), "one warning is enough"
 
 
 USE_KERNELS = """
-import warnings, torch
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import crossgrain as cg
-    from crossgrain.kernels import REFERENCE
-    from crossgrain.kernels.cpu import rows
-    q = cg.quantize(torch.randn(64, 64), "mxfp8", columnwise=False)
-    assert cg.get_backend() == "cpu"
-    assert torch.equal(q.dequantize(), REFERENCE.decode(q.plane(cg.ROWWISE), torch.float32))
-print(sum("compiled kernels" in str(w.message) for w in caught), rows.encode_rows.stats.cache_path)
+import io, sys, torch
+sys.stderr = told = io.StringIO()
+import crossgrain as cg
+from crossgrain.kernels import REFERENCE
+from crossgrain.kernels.cpu import rows
+q = cg.quantize(torch.randn(64, 64), "mxfp8", columnwise=False)
+assert cg.get_backend() == "cpu"
+assert torch.equal(q.dequantize(), REFERENCE.decode(q.plane(cg.ROWWISE), torch.float32))
+print(told.getvalue().count("compiled kernels"), rows.encode_rows.stats.cache_path)
 """
 
 
@@ -272,8 +268,7 @@ thread.join()
 def test_the_reciprocal_of_any_scale_is_silent(scale):
     from crossgrain.kernels.cpu.support import reciprocal
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         mine = torch.tensor(reciprocal(scale))
     theirs = torch.tensor(1.0) / torch.tensor(scale)
     assert torch.equal(mine, theirs) or (mine.isnan() and theirs.isnan())

@@ -1,7 +1,5 @@
 """The Inspector in running programs: it sees everything, says what it does not see, and changes no bit."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from crossgrain.quantizers.observer import ObserverError
 from crossgrain.recipe.presets import PRESETS
 
 from ...common.experts import Experts, routed
+from ...common.logs import warned
 from ...common.recomputation import RECIPES, Attention, Grouped, Mlp, Odd, Operations, Run, checkpoints, direct
 from .small import HYBRID, by_place, looked, net, step
 
@@ -31,8 +30,7 @@ def test_losses_weights_and_generator_are_the_same_for_every_preset(preset):
         model, tokens = net(preset)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
-        with warnings.catch_warnings(), Inspector(model, every=1, what_if=WHAT_IF if looks else ()) as look:
-            warnings.simplefilter("ignore")  # nothing is quantized by "hp"
+        with Inspector(model, every=1, what_if=WHAT_IF if looks else ()) as look:
             if not looks:
                 look.close()
             for _ in range(3):
@@ -286,7 +284,7 @@ def test_layers_can_be_chosen():
 
 def test_a_pattern_that_matches_no_layer_is_named():
     model, tokens = net("all: mxfp8")
-    with pytest.warns(UserWarning, match="no layer that quantized has a name like zzz or yyy"):
+    with warned("no layer that quantized has a name like zzz or yyy"):
         looked(model, lambda: step(model, tokens), layers=["zzz", "yyy"])
 
 

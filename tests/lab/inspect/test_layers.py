@@ -1,12 +1,12 @@
 """Layers that an Inspector does not see are listed with the reason, and those that it should see are warned about."""
 
-import pytest
 import torch
 from torch import nn
 
 import crossgrain as cg
 from crossgrain.lab import Inspector
 
+from ...common.logs import warned
 from .small import Net, net, step
 
 
@@ -45,13 +45,13 @@ def test_a_model_that_does_not_run_or_does_not_quantize_is_warned_about():
     model, tokens = net("all: mxfp8")
     look = Inspector(model, every=1)
     look.open()
-    with pytest.warns(UserWarning, match="saw no plane in step 0. No layer of the model has quantized anything"):
+    with warned("saw no plane in step 0. No layer of the model has quantized anything"):
         look.step()
     step(model, tokens)
     look.close()
     look = Inspector(Net(), every=1)
     look.open()
-    with pytest.warns(UserWarning, match="the model has no module that quantizes. Convert it first"):
+    with warned("the model has no module that quantizes. Convert it first"):
         look.close()
 
 
@@ -63,6 +63,6 @@ def test_layers_that_ran_and_were_not_seen_are_warned_about_by_name():
     both = nn.ModuleList([model, other])
     with Inspector(both, every=1) as look:
         step(model, tokens)
-        with pytest.warns(UserWarning, match="saw nothing of some layers that quantize, in step 0: 1.fc1: "):
+        with warned("saw nothing of some layers that quantize, in step 0: 1.fc1: "):
             look.step()
     assert "1.fc2" in look.report().not_seen() and "0.fc2" not in look.report().not_seen()

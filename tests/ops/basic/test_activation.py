@@ -12,6 +12,7 @@ from crossgrain import ops
 from crossgrain.gemm.activations import ACTIVATIONS, activation, deinterleaved, interleaved
 from crossgrain.ops import basic
 
+from ...common.logs import warned
 from ...common.ops_cases import RECIPES, assert_close, assert_same, grads_of
 
 
@@ -182,7 +183,7 @@ def test_arguments_of_scaled_activations_are_checked() -> None:
 @pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU"])
 def test_recomputing_the_activation_changes_no_result_and_says_that_it_saves_nothing(name: str) -> None:
     x, scales = torch.randn(3, 8), torch.randn(3)
-    with pytest.warns(UserWarning, match=f"{name}: activation_recompute_in_mlp=True changes no result, but saves no"):
+    with warned(f"{name}: activation_recompute_in_mlp=True changes no result, but saves no"):
         op = getattr(ops, name)(activation_recompute_in_mlp=True)
     assert op.activation_recompute_in_mlp
     assert torch.equal(op(x, scales), getattr(ops, name)()(x, scales))

@@ -12,6 +12,8 @@ from torch.nn.parallel import distributed as ddp
 from crossgrain.runtime.torch_patches import lists_of_tensors
 from crossgrain.tensor.broadcast import BroadcastHandler
 
+from ...common.logs import warned
+
 
 def test_torch_calls_the_functions_that_are_replaced():
     assert "dist._broadcast_coalesced(" in inspect.getsource(ddp)
@@ -25,7 +27,7 @@ def test_a_torch_without_these_functions_is_left_alone_with_a_warning(monkeypatc
     monkeypatch.setattr(lists_of_tensors, "installed", False)
     others = {key: getattr(dist if key.startswith("_b") else distributed_c10d, key) for key in NAMES if key != name}
     monkeypatch.delattr(module, name)
-    with pytest.warns(RuntimeWarning, match="Do not wrap quantized parameters in DistributedDataParallel"):
+    with warned("Do not wrap quantized parameters in DistributedDataParallel"):
         lists_of_tensors.install(BroadcastHandler())
     for key, value in others.items():
         assert getattr(dist if key.startswith("_b") else distributed_c10d, key) is value

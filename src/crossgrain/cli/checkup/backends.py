@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 from ...kernels.backend import Backend as Kernels
 from ...kernels.choice import backend_for
+from ...runtime.logs import withheld
 from .findings import Backend, KernelCache
 
 
@@ -30,13 +30,12 @@ class Loaded(NamedTuple):
 
 def load(device_type: str) -> Loaded:
     """Load the kernels for a type of device, which imports numba or Triton."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with withheld() as warned:
         try:
             kernels = backend_for(device_type)
         except Exception as error:
             return Loaded(None, f"loading them raised {type(error).__name__}: {error}")
-    return Loaded(kernels, "; ".join(str(each.message).removeprefix("crossgrain: ") for each in told) or None)
+    return Loaded(kernels, "; ".join(warned) or None)
 
 
 def described(device_type: str, loaded: Loaded, usual: str, absent: str | None) -> Backend:

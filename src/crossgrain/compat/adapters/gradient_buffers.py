@@ -14,13 +14,13 @@ ranks, each of them gathers and copies all buffers (``DistributedOptimizer.step_
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ...quantizers.mxfp8 import MXFP8Tensor
+from ...runtime.logs import warn
 
 
 def refuse_lost_places(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -59,13 +59,13 @@ def warn_about_experts(group: Mapping[str, Any]) -> None:
     """
     kept = [param for param in group["params"] if isinstance(param, MXFP8Tensor) and _gradient(param) is not None]
     if kept and group.get("is_expert_parallel"):
-        warnings.warn(
+        warn(
+            __name__,
             f"{len(kept)} experts are kept in MXFP8 and have an optimizer of their own. Megatron-core (0.16.1) then "
             "sets all other parameters to zero in every step of its distributed optimizer, unless overlap_param_gather "
             "is on: both optimizers gather all parameters through the gradient buffers, and the first one leaves them "
             "empty. Do not keep parameters in MXFP8 (fp8_param_gather=False), or do not divide experts among ranks "
             "(expert_model_parallel_size=1)",
-            stacklevel=4,
         )
 
 

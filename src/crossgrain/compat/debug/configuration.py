@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...gemm.operands import GEMMS
+from ...runtime.logs import warn
 from .fake_quant import check_quant_format
 from .stat_names import fp8_stat, nvfp4_stat, tensor_stat
 from .steps import STEP_KEYS
@@ -115,10 +115,10 @@ def _check_changing(
                 check_own(own)
                 used[tensor] = used.get(tensor, False) or gemm in gemms_with(tensor)
         for tensor in [tensor for tensor, found in used.items() if not found]:
-            warnings.warn(
+            warn(
+                __name__,
                 f"{where}: {tensor} has no effect, because no GEMM that is named with it reads or makes it; "
                 f"{' and '.join(gemms_with(tensor))} would",
-                stacklevel=2,
             )
 
     return check

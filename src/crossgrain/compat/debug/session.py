@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from ...linear import probe
 from ...linear.call import LinearCall
 from ...nn.linear_module import LinearModule
+from ...runtime.logs import warn
 from ..adapters.debug_state import TEDebugState
 from .buffers import STATS_BUFFERS, gathered
 from .configuration import LOGGING, check_features
@@ -148,7 +148,7 @@ class Session:
             if message in self._warned:
                 return
             self._warned.add(message)
-        warnings.warn(message, stacklevel=2)
+        warn(__name__, message, once=False)  # a session knows what it has said
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -182,10 +182,11 @@ class Session:
         """Forget what was not logged, and say so."""
         self.ended = True
         if len(STATS_BUFFERS):
-            warnings.warn(
+            warn(
+                __name__,
                 "debug_api.end_debug() was called, but statistics wait for debug_api.step(), which logs them; they are "
                 "lost. Call debug_api.step() after each step",
-                stacklevel=2,
+                once=False,
             )
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-_warned = False
+from ...runtime.logs import warn
 
 
 def cached_on_disk(dispatcher: Any) -> Any:
@@ -82,11 +81,8 @@ def _checksum(data: bytes) -> bytes:
 
 
 def _warn_once(error: Exception) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "crossgrain: the cache of compiled kernels on disk cannot be used, so kernels are compiled again: "
-            f"{error!r}",
-            stacklevel=3,
-        )
+    warn(
+        __name__,
+        f"the cache of compiled kernels on disk cannot be used, so kernels are compiled again: {error!r}",
+        subject="cache",
+    )

@@ -17,7 +17,6 @@ import fnmatch
 import os
 import threading
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +29,7 @@ from torch import nn
 
 from ...planes import Direction
 from ...quantizers.observer import PlanesMade, observe
+from ...runtime.logs import warn
 from ...runtime.version import PACKAGE_VERSION
 from .bad_step import BadStep, BadStepWatch
 from .layers import LayerNames, NotSeen, not_quantized, not_seen, quantized_modules
@@ -318,7 +318,7 @@ class Inspector:
             what = f"saw no plane in step {step}: no layer that quantized has a name like {' or '.join(self._patterns)}"
         else:
             what = f"saw no plane in step {step}. {named or 'No layer of the model has quantized anything'}{rest}"
-        warnings.warn(f"crossgrain.lab.Inspector {what}. report() lists all layers.", stacklevel=4)
+        warn(__name__, f"Inspector {what}. report() lists all layers.", once=False)  # each inspector says it
 
 
 def _texts(given: str | Iterable[str]) -> list[str]:

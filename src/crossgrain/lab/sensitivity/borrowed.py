@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -19,6 +18,7 @@ from ...convert.selection import follows_recipes
 from ...linear.saved_planes import Operand
 from ...recipe import GemmRecipe
 from ...recipe.binding import check_names, layers_of
+from ...runtime.logs import withheld
 from ...runtime.random_numbers import forked_generators
 from ...tensor import QuantizedTensor
 
@@ -121,8 +121,7 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
     with _restoring(model), forked_generators():
         by_default = left_by_default(model)
         norms = any(isinstance(module, ConvertedNorm) for module in model.modules())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with withheld() as warned:
             report = convert(model, HIGH_PRECISION, skip=skip, include=include, norms=norms)
         check_names(model)
         types = {layer.name: layer.module_type for layer in layers_of(model)}
@@ -133,7 +132,7 @@ def borrowed(model: nn.Module, *, skip: Any = (), include: Any = ()) -> Iterator
             if parameter.is_floating_point():
                 parameter.requires_grad_(True)
         left = {name: why for name, why in report.left.items() if name in types or name in report.unasked}
-        notes = [str(warning.message) for warning in caught]
+        notes = list(warned)
         if any(isinstance(own, QuantizedTensor) for own in model.parameters()):
             notes.append("weights that are kept quantized are decoded, and their decoded numbers are measured")
         included = [name for name in measured if _is_or_is_inside(name, by_default)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...gemm.activations import Activation, activation, compute_dtype
+from ...runtime.logs import warn
 from ..computation import ComputationWithExtras
 from ..context import OperationContext
 from ..handover import plain
@@ -31,10 +31,10 @@ class ScaledActivation(ComputationWithExtras):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
             raise ValueError(f"{self.layer}: glu_interleave_size must be a positive int or None, got {size!r}")
         if activation_recompute_in_mlp:
-            warnings.warn(
+            warn(
+                __name__,
                 f"{self.layer}: activation_recompute_in_mlp=True changes no result, but saves no memory here: the next "
                 "operation keeps its input. To save memory, run the sequence in crossgrain.checkpoint.",
-                stacklevel=3,
             )
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self._options = options

@@ -11,13 +11,14 @@ Tested with torch 2.13. If torch has no such functions, `install` warns, and the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..logs import warn
 
 
 class ListHandler(Protocol):
@@ -84,10 +85,9 @@ def _checking(torchs: Callable[..., None], handler: ListHandler) -> Callable[...
 
 
 def _warn_that_it_does_not_fit() -> None:
-    warnings.warn(
-        f"crossgrain cannot patch torch {torch.__version__}, which has other functions for lists of tensors. Do not "
+    warn(
+        __name__,
+        f"cannot patch torch {torch.__version__}, which has other functions for lists of tensors. Do not "
         "wrap quantized parameters in DistributedDataParallel, and do not pass quantized tensors to scatter, gather or "
         "other collectives that take lists: their bytes would change, or invalid memory would be read.",
-        RuntimeWarning,
-        stacklevel=2,
     )

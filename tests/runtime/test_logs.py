@@ -1,0 +1,150 @@
+"""What crossgrain tells: by logging, once, on stderr if nobody has configured anything, and also while it is traced."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import crossgrain as cg
+from crossgrain.runtime import logs
+
+from ..common.logs import logged, silent, warned
+
+NAME = "crossgrain.recipe.place"
+
+
+def texts(records):
+    return [record.getMessage() for record in records]
+
+
+def test_a_text_is_told_once_by_the_logger_of_its_module():
+    with logged() as records:
+        for _ in range(3):
+            logs.warn(NAME, "fc1: something")
+        logs.warn(NAME, "fc2: something")
+        logs.warn("crossgrain.nn", "fc1: something")
+    assert texts(records) == ["crossgrain: fc1: something", "crossgrain: fc2: something", "crossgrain: fc1: something"]
+    assert [record.name for record in records] == [NAME, NAME, "crossgrain.nn"]
+    assert {record.levelname for record in records} == {"WARNING"}
+
+
+def test_another_text_about_the_same_subject_is_not_told():
+    with logged() as records:
+        for share in (90, 91, 92):
+            logs.warn(NAME, f"lost {share} %", subject="weight")
+    assert texts(records) == ["crossgrain: lost 90 %"]
+
+
+def test_callers_that_keep_count_themselves_are_always_told():
+    with logged() as records:
+        for _ in range(2):
+            logs.warn(NAME, "again", once=False)
+    assert len(records) == 2
+
+
+def test_the_record_has_the_line_of_the_caller():
+    weight = torch.nn.Parameter(cg.quantize(torch.randn(32, 32), "mxfp8"))
+    with warned("an in-place update left") as records, torch.no_grad():
+        weight.add_(1e-7)
+    assert records[0].pathname == __file__
+
+
+def test_the_memory_is_bounded_and_the_oldest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(logs, "MOST_REMEMBERED", 3)
+    with logged() as records:
+        for number in (0, 1, 2, 0, 3, 0, 3):
+            logs.warn(NAME, f"number {number}")
+    assert [text[-1] for text in texts(records)] == ["0", "1", "2", "3", "0"]
+    assert len(logs._told) == 3
+
+
+def test_what_nobody_listens_to_is_not_remembered(caplog):
+    with caplog.at_level(logging.ERROR, "crossgrain"):
+        logs.warn(NAME, "later")
+    with warned("later"):
+        logs.warn(NAME, "later")
+
+
+def test_a_handler_may_raise_each_time():
+    class Raising(logging.Handler):
+        def emit(self, record):
+            raise RuntimeError(record.getMessage())
+
+    handler = Raising()
+    logging.getLogger("crossgrain").addHandler(handler)
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="crossgrain: not this"):
+                logs.warn(NAME, "not this")
+    finally:
+        logging.getLogger("crossgrain").removeHandler(handler)
+
+
+def test_what_is_withheld_is_a_list_and_is_told_later():
+    with silent(), logs.withheld() as kept:
+        for _ in range(2):
+            logs.warn(NAME, "aside")
+        logs.inform(NAME, "not a warning")
+    assert kept == ["aside", "aside"]
+    with warned("aside"):
+        logs.warn(NAME, "aside")
+
+
+def test_information_is_hidden_until_it_is_asked_for(caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    cg.convert(model, "mxfp8")
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, "crossgrain"):
+        report = cg.convert(model, "mxfp8")
+    assert [record.getMessage() for record in caplog.records] == [f"crossgrain: {report}"]
+    assert caplog.records[0].name == "crossgrain.convert.model"
+
+
+def told_on_stderr(setup: str) -> str:
+    code = f"""
+import logging
+import crossgrain as cg
+from crossgrain.runtime.logs import inform, warn
+{setup}
+for _ in range(2):
+    warn("crossgrain.recipe.place", "fc1: beware")
+inform("crossgrain.recipe.place", "by the way")
+"""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize(
+    "setup, expected",
+    [
+        ("", "crossgrain: fc1: beware\n"),
+        ("logging.getLogger('crossgrain').setLevel('ERROR')", ""),
+        ("logging.getLogger('crossgrain.recipe').setLevel('ERROR')", ""),
+        ("logging.getLogger('crossgrain.nn').setLevel('ERROR')", "crossgrain: fc1: beware\n"),
+        (
+            "logging.basicConfig(level='INFO')",
+            "WARNING:crossgrain.recipe.place:crossgrain: fc1: beware\n"
+            "INFO:crossgrain.recipe.place:crossgrain: by the way\n",
+        ),
+    ],
+    ids=["not configured", "all off", "a room off", "another room off", "configured"],
+)
+def test_stderr(setup, expected):
+    assert told_on_stderr(setup) == expected
+
+
+def test_traced_code_can_warn_without_breaking_its_graph():
+    @torch.compile(fullgraph=True, backend="eager")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        logs.warn(NAME, f"{x.shape[0]} rows")
+        logs.inform(NAME, "traced")
+        return x * 2
+
+    x = torch.randn(3)
+    with warned("crossgrain: 3 rows") as records:
+        assert torch.equal(twice(x), x * 2)
+        assert torch.equal(twice(x), x * 2)
+    assert len(records) == 1 and records[0].pathname == __file__
