@@ -19,7 +19,7 @@ PROGRAMS ?= 1000
 SEED ?= 0
 MUTATIONS ?= 10000
 # What test-gpu installs and how long it may take. For another GPU or driver: TORCH_INDEX= the address that pytorch.org shows
-TORCH ?= $(shell grep '^torch==' constraints.txt)
+TORCH ?= $(shell grep '^torch==' constraints/core.txt)
 TORCH_INDEX ?=
 MINUTES ?= 10
 # The second version of Triton of test-gpu-emulated, beside the one that belongs to torch.
@@ -38,6 +38,9 @@ DOCS := .venv-docs
 # What builds the packages, and an environment that has nothing else than what they bring.
 DIST := .venv-dist
 FRESH := .venv-installed
+# Pinned versions: a file for each environment, which names the one that it is built on.
+PINS := constraints
+TEST_PINS := $(PINS)/core.txt $(PINS)/test.txt
 
 .DEFAULT_GOAL := test
 .PHONY: setup test test-clients test-gpu test-gpu-emulated test-large test-report lint fuzz demo bench docs docs-serve test-docs dist clean
@@ -45,10 +48,10 @@ FRESH := .venv-installed
 setup: $(STAMP)
 
 # setuptools is installed first and used without isolation, so that the build is pinned as well.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(TEST_PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,cli,demo,lint]'
+	$(BIN)/python -m pip install --quiet -c $(PINS)/test.txt pip setuptools
+	$(BIN)/python -m pip install --quiet -c $(PINS)/test.txt --no-build-isolation -e '.[test,cli,demo,lint]'
 	touch $@
 
 lint: $(STAMP)
@@ -60,21 +63,21 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-$(CLIENTS)/.installed: pyproject.toml constraints.txt
+$(CLIENTS)/.installed: pyproject.toml $(TEST_PINS) $(PINS)/clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt pip setuptools
-	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[clients]'
+	$(CLIENTS)/bin/python -m pip install --quiet -c $(PINS)/clients.txt pip setuptools
+	$(CLIENTS)/bin/python -m pip install --quiet -c $(PINS)/clients.txt --no-build-isolation -e '.[clients]'
 	touch $@
 
 test-clients: $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/clients tests/convert/test_hugging_face.py
 
 # The pins of torch and Triton are those of CPUs: the torch that was asked for brings the Triton that belongs to it.
-$(GPU)/.installed: pyproject.toml constraints.txt
+$(GPU)/.installed: pyproject.toml $(TEST_PINS)
 	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python -m pip install --quiet -c constraints.txt pip setuptools
+	$(GPU)/bin/python -m pip install --quiet -c $(PINS)/core.txt pip setuptools
 	$(GPU)/bin/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(GPU)/constraints.txt
+	grep -h -v -e '^-c ' -e '^torch==' -e '^triton==' $(TEST_PINS) > $(GPU)/constraints.txt
 	$(GPU)/bin/python -m pip install --quiet -c $(GPU)/constraints.txt --no-build-isolation -e '.[test]'
 	touch $@
 
@@ -82,10 +85,10 @@ test-gpu: $(GPU)/.installed
 	$(GPU)/bin/python -m tests.on_gpu --out out --minutes $(MINUTES)
 
 # torch insists on its own Triton, so the other one is put in its place afterwards.
-$(TRITON)/.installed: pyproject.toml constraints.txt
+$(TRITON)/.installed: pyproject.toml $(TEST_PINS)
 	$(PYTHON) -m venv $(TRITON)
-	$(TRITON)/bin/python -m pip install --quiet -c constraints.txt pip setuptools
-	$(TRITON)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
+	$(TRITON)/bin/python -m pip install --quiet -c $(PINS)/test.txt pip setuptools
+	$(TRITON)/bin/python -m pip install --quiet -c $(PINS)/test.txt --no-build-isolation -e '.[test]'
 	$(TRITON)/bin/python -m pip install --quiet --no-deps 'triton==$(NEWEST_TRITON)'
 	touch $@
 
@@ -122,10 +125,10 @@ demo: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --json out/benchmarks.json --chart out/benchmarks.png
 
-$(DOCS)/.installed: pyproject.toml constraints.txt
+$(DOCS)/.installed: pyproject.toml $(TEST_PINS) $(PINS)/docs.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt pip
-	$(DOCS)/bin/python -m docs.tools.packages pyproject.toml | xargs $(DOCS)/bin/python -m pip install --quiet -c constraints.txt
+	$(DOCS)/bin/python -m pip install --quiet -c $(PINS)/docs.txt pip
+	$(DOCS)/bin/python -m docs.tools.packages pyproject.toml | xargs $(DOCS)/bin/python -m pip install --quiet -c $(PINS)/docs.txt
 	touch $@
 
 # What warns is an error, for the tool and for our own check of the pages that come out.
@@ -141,9 +144,9 @@ test-docs: $(CLIENTS)/.installed
 docs-serve: $(DOCS)/.installed
 	$(DOCS)/bin/zensical serve
 
-$(DIST)/.installed: constraints.txt
+$(DIST)/.installed: $(TEST_PINS) $(PINS)/dist.txt
 	$(PYTHON) -m venv $(DIST)
-	$(DIST)/bin/python -m pip install --quiet -c constraints.txt pip setuptools build
+	$(DIST)/bin/python -m pip install --quiet -c $(PINS)/dist.txt pip setuptools build
 	touch $@
 
 # `build` makes the wheel from the sdist, so a file that the sdist lacks is missed here. The check runs outside of the tree.
@@ -152,8 +155,8 @@ dist: $(DIST)/.installed
 	$(DIST)/bin/python -m build --no-isolation --outdir dist .
 	$(DIST)/bin/python -m build --no-isolation --outdir dist crossgrain-te
 	$(PYTHON) -m venv $(FRESH)
-	$(FRESH)/bin/python -m pip install --quiet -c constraints.txt pip
-	$(FRESH)/bin/python -m pip install --quiet -c constraints.txt mypy "$$(ls dist/crossgrain-*.whl)[cli]" dist/transformer_engine-*.whl
+	$(FRESH)/bin/python -m pip install --quiet -c $(PINS)/dist.txt pip
+	$(FRESH)/bin/python -m pip install --quiet -c $(PINS)/dist.txt mypy "$$(ls dist/crossgrain-*.whl)[cli]" dist/transformer_engine-*.whl
 	$(FRESH)/bin/python -I tests/packages/check_installed.py
 
 clean:

@@ -33,7 +33,7 @@ TARGETS = {
     ("demo", "mxfp8-fwd-nvfp4-bwd"): 1.5,
 }
 NO_TRANSFORMERS = (
-    "transformers is not installed, so there is no Llama: .venv/bin/pip install -c constraints.txt transformers"
+    "transformers is not installed, so there is no Llama: .venv/bin/pip install -c constraints/clients.txt transformers"
 )
 Convert = Callable[[nn.Module], nn.Module]
 

@@ -28,7 +28,7 @@ from .timing import Job, give_memory_back, least_times
 T = TypeVar("T")
 HOW_TO_INSTALL = (
     "torchao is not installed, so there is nothing to compare with: "
-    ".venv/bin/pip install -c constraints.txt -e '.[compare]'"
+    ".venv/bin/pip install -c constraints/clients.txt -e '.[compare]'"
 )
 Convert = Callable[[Tensor], tuple[Job, Job]]  # to the jobs that quantize it, and that decode what it becomes
 

@@ -29,11 +29,11 @@ def built(tmp_path_factory):
         "MANIFEST.in",
         "CHANGELOG.md",
         "CITATION.cff",
-        "constraints.txt",
     ):
         shutil.copy(ROOT / name, tree)
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.nbi", "*.nbc")
     shutil.copytree(ROOT / "src", tree / "src", ignore=skip)
+    shutil.copytree(ROOT / "constraints", tree / "constraints")
     (tree / "tests").mkdir()
     (tree / "tests" / "test_something.py").touch()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -67,7 +67,7 @@ def test_nothing_else_is_in_them(built):
     sdist, wheel = map(names_in, built)
     assert {name.partition("/")[0] for name in wheel} == {"crossgrain", "crossgrain-0.1.0.dist-info"}
     assert not {name for name in sdist if name.startswith("tests")}
-    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "constraints.txt"} <= sdist
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "constraints/core.txt"} <= sdist
 
 
 def test_the_metadata_says_who_and_what(built):
