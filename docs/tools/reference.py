@@ -47,6 +47,8 @@ def _index(names: list[Name]) -> str:
         "version ([versions](../../project/versions.md)). `import crossgrain as cg` is enough for the packages, too:",
         "the large ones are imported when they are first used.",
         "",
+        "Examples run as they stand after `import torch` and `import crossgrain as cg`.",
+        "",
         "| name | |",
         "|---|---|",
     ]

@@ -70,6 +70,14 @@ def convert(
     Raises:
         ValueError: the model has no layer to convert, a pattern matches nothing, the recipe does not fit the model, or
             too much is left with ``strict``.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> print(cg.convert(model, "mxfp8; 1: hp"))
+        recipe: fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8; 1: hp
+        50 % of the multiply-adds with weights (of a token, by shapes) are quantized
+        converted 1 layer (50 %) to mxfp8: 0
+        left 1 layer (50 %): 1: the recipe keeps it in high precision
     """
     recipe = as_recipe(recipe)
     products = count_products(model, inputs)
@@ -121,6 +129,14 @@ def unconvert(model: nn.Module) -> list[str]:
 
     Returns:
         The paths of the layers and norms that were changed back.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> cg.unconvert(model)
+        ['0']
+        >>> type(model[0])
+        <class 'torch.nn.modules.linear.Linear'>
     """
     changed = []
     for path, module in model.named_modules():

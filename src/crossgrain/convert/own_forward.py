@@ -22,6 +22,14 @@ class OwnForward(LayerAdapter):
     Args:
         *weights: names of the parameters that the module passes to ``F.linear``. A layer with a single weight
             ``weight`` has the name of its module in recipes; others have the names of their parameters.
+
+    Examples:
+        >>> class Doubled(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return 2 * torch.nn.functional.linear(x, self.weight, self.bias)
+        >>> cg.register_layer(Doubled, cg.OwnForward("weight"))
+        >>> cg.convert(torch.nn.Sequential(Doubled(32, 32)), "mxfp8").converted
+        ['0']
     """
 
     def __init__(self, *weights: str) -> None:

@@ -29,6 +29,14 @@ class ConvertReport:
         products: multiply-adds by layer: of one token, or of the sample inputs.
         unasked: paths in ``left`` that nobody asked to leave.
         sampled: products were counted with sample inputs, not by shapes.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+        >>> report = cg.convert(model, "mxfp8", skip="1")
+        >>> report.converted, report.left
+        (['0'], {'1': "skip '1'"})
+        >>> report.quantized_share
+        0.5
     """
 
     recipe: Recipe

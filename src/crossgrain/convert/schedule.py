@@ -52,6 +52,14 @@ class ScheduledConversion:
         total_steps: number of all steps, or None.
         steps_done: number of steps that are done, which is the number of the next step.
         report: what the last conversion has converted.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> conversion = cg.ScheduledConversion(model, "nvfp4; last 1 steps: mxfp8", total_steps=2)
+        >>> conversion.step()  # the second step has another recipe
+        True
+        >>> str(model[0].bound_recipe)
+        'fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8'
     """
 
     report: ConvertReport

@@ -63,6 +63,17 @@ def load_exported(
         FileNotFoundError: there is no model in the directory.
         DamagedFileError: a file is missing, truncated, modified or inconsistent.
         ValueError: the file does not fit the model: other formats, shapes or names.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     _ = cg.export(model, f"{directory}/out", format="compressed-tensors")
+        ...     cg.load_exported(model, f"{directory}/out")  # the weights that are quantized now
+        ['0.weight']
+        >>> type(model[0].weight)
+        <class 'crossgrain.quantizers.mxfp8.MXFP8Tensor'>
     """
     stored = StoredTensors(Path(directory), verify=verify)
     layout, bound = _layout(stored), bound_recipe(recipe, model)

@@ -40,6 +40,15 @@ class ExportReport:
         plain: names of the tensors that are stored as they are.
         files: names of all files.
         notes: what you should know before you serve the model.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     report = cg.export(model, f"{directory}/out", format="plain")
+        ...     (report.directory / "model.safetensors").exists()
+        True
     """
 
     directory: Path
@@ -108,6 +117,15 @@ def export(
         FileExistsError: the directory exists.
         ImportError: a package that writes the files is not installed.
         OSError: the disk is full or not writable; nothing is left behind.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     report = cg.export(model, f"{directory}/out", format="compressed-tensors")
+        ...     sorted(path.name for path in report.directory.iterdir())
+        ['config.json', 'manifest.json', 'manifest.sha256', 'model.safetensors']
     """
     layout, path = layout_named(format), Path(directory)
     model = model.module if isinstance(model, DistributedDataParallel) else model

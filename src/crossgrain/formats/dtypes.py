@@ -11,7 +11,14 @@ from . import E2M1, E4M3, E5M2, AnyElement, Element
 
 
 class DType(enum.IntEnum):
-    """Element types, with the numbers of Transformer Engine."""
+    """Element types, with the numbers of Transformer Engine.
+
+    Examples:
+        >>> cg.DType.kFloat8E4M3
+        <DType.kFloat8E4M3: 7>
+        >>> int(cg.DType.kFloat8E5M2)
+        8
+    """
 
     kByte = 0
     kInt32 = 2

@@ -30,6 +30,11 @@ class Encoding:
 
     Raises:
         ValueError: an option does not fit the format, or excludes another.
+
+    Examples:
+        >>> encoding = cg.Encoding(cg.get_format("mxfp4"), stochastic=True)
+        >>> encoding.format.name, encoding.stochastic
+        ('mxfp4', True)
     """
 
     format: Format

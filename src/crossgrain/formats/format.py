@@ -65,6 +65,13 @@ class Format(WrittenByFields):
 
     Raises:
         ValueError: the arguments do not fit together.
+
+    Examples:
+        >>> mxfp4 = cg.get_format("mxfp4")
+        >>> mxfp4.block, mxfp4.scale_rule
+        ((1, 32), 'e8m0_floor')
+        >>> mxfp4.element.max
+        6.0
     """
 
     name: str

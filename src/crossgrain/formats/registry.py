@@ -22,6 +22,14 @@ def register_format(fmt: Format) -> Format:
 
     Raises:
         ValueError: another format is registered with this name.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> short = replace(cg.get_format("mxfp8"), name="mxfp8_by_16", block=(1, 16))
+        >>> cg.register_format(short) is short
+        True
+        >>> cg.quantize(torch.ones(32, 32), "mxfp8_by_16").plane(cg.ROWWISE).format.name
+        'mxfp8_by_16'
     """
     known = _FORMATS.setdefault(fmt.name, fmt)
     if known != fmt:
@@ -32,8 +40,15 @@ def register_format(fmt: Format) -> Format:
 def get_format(name: str | Format) -> Format:
     """Return a registered format by name. A `Format` is returned as it is.
 
+    Args:
+        name: the name, or a format.
+
     Raises:
         KeyError: there is no format of this name.
+
+    Examples:
+        >>> cg.get_format("nvfp4").block
+        (1, 16)
     """
     if isinstance(name, Format):
         return name

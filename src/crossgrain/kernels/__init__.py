@@ -281,6 +281,12 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 
     Raises:
         ValueError: the scales are not a matrix.
+
+    Examples:
+        >>> scales = torch.arange(128 * 4, dtype=torch.uint8).view(128, 4)
+        >>> swizzled = cg.swizzle_scales(scales)
+        >>> torch.equal(cg.unswizzle_scales(swizzled, 128, 4), scales)
+        True
     """
     check_is_matrix(scales)
     return _backend(scales).swizzle_scales(scales)

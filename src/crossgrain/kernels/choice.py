@@ -44,6 +44,12 @@ def set_backend(name: str) -> None:
     Raises:
         ValueError: there is no backend of this name.
         RuntimeError: "cpu" is chosen, and numba is not installed, or "triton", and Triton is not.
+
+    Examples:
+        >>> cg.set_backend("reference")
+        >>> cg.get_backend()
+        'reference'
+        >>> cg.set_backend("auto")
     """
     global _chosen, _cpu, _triton
     if name not in BACKENDS:
@@ -72,7 +78,15 @@ def using_backend(name: str) -> Iterator[None]:
 
 
 def get_backend(device_type: str = "cpu") -> str:
-    """The name of the backend for a type of device: "cpu", "triton" or "reference"."""
+    """The name of the backend for a type of device: "cpu", "triton" or "reference".
+
+    Args:
+        device_type: "cpu", "cuda", or another type of device that torch knows.
+
+    Examples:
+        >>> cg.get_backend("meta")  # tensors without numbers
+        'reference'
+    """
     return backend_for(device_type).name
 
 

@@ -29,8 +29,17 @@ def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
         rows: rows of the compact scales, without padding.
         blocks: columns of the compact scales, without padding.
 
+    Returns:
+        Compact scales [rows, blocks].
+
     Raises:
         ValueError: the swizzled scales do not have the padded shape.
+
+    Examples:
+        >>> scales = torch.arange(128 * 4, dtype=torch.uint8).view(128, 4)
+        >>> swizzled = cg.swizzle_scales(scales)
+        >>> torch.equal(cg.unswizzle_scales(swizzled, 128, 4), scales)
+        True
     """
     check_is_matrix(swizzled)
     padded_rows, padded_blocks = swizzled.shape

@@ -53,6 +53,15 @@ def checkpoint(
 
     Returns:
         What ``function`` returns.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> x = torch.randn(32, 32, requires_grad=True)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = cg.checkpoint(layer, x)
+        >>> y.sum().backward()  # runs forward again
+        >>> x.grad.shape
+        torch.Size([32, 32])
     """
     _refuse_distributed(distribute_saved_activations, tp_group)
     names, count = tuple(kwargs), len(args)
@@ -105,11 +114,21 @@ def _refuse_distributed(distribute: bool, group: Any) -> None:
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether the code runs inside a checkpoint, in its first pass or recomputed, and modules quantize."""
+    """Whether the code runs inside a checkpoint, in its first pass or recomputed, and modules quantize.
+
+    Examples:
+        >>> cg.is_fp8_activation_recompute_enabled()
+        False
+    """
     this = this_pass()
     return active().enabled and (bool(this.recorded) or this.recomputes)
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether the code is being recomputed in backward by a checkpoint."""
+    """Whether the code is being recomputed in backward by a checkpoint.
+
+    Examples:
+        >>> cg.in_fp8_activation_recompute_phase()
+        False
+    """
     return this_pass().recomputes

@@ -373,6 +373,12 @@ def name_layers(model: nn.Module) -> None:
 
     Args:
         model: the model; its modules are changed in place.
+
+    Examples:
+        >>> model = torch.nn.Sequential(cg.Linear(32, 32), cg.Linear(32, 32))
+        >>> cg.name_layers(model)
+        >>> model[1].name
+        '1'
     """
     for path, module in model.named_modules():
         if hasattr(module, "get_quantizer_roles") and getattr(module, "name", "") is None:

@@ -54,6 +54,13 @@ class GroupedLinear(GroupedParameters, LinearModule):
         name: name of the layer, for recipes and messages.
         use_grouped_tensor: not supported; must be None or False.
         **gpu_options: options of GPU communication; they must be off.
+
+    Examples:
+        >>> experts = cg.GroupedLinear(2, 32, 64)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = experts(torch.ones(48, 32), [16, 32])  # 16 rows for the first, 32 for the second
+        >>> y.shape
+        torch.Size([48, 64])
     """
 
     def __init__(
@@ -326,6 +333,12 @@ class Fp8Padding(_Alignment):
         align_size: rows of a padded group are a multiple of this.
         layers: the layers that will read the rows: by default rows are padded to what their formats need in the recipe
             in force. Without layers, to what the recipe needs at most.
+
+    Examples:
+        >>> pad, unpad = cg.Fp8Padding(2, align_size=32), cg.Fp8Unpadding(2, align_size=32)
+        >>> padded, rows = pad(torch.ones(50, 8), [20, 30])
+        >>> padded.shape, rows
+        (torch.Size([64, 8]), [32, 32])
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[Tensor, list[int]]:
@@ -342,6 +355,12 @@ class Fp8Unpadding(_Alignment):
         num_gemms: number of groups.
         align_size: as in `Fp8Padding`.
         layers: as in `Fp8Padding`.
+
+    Examples:
+        >>> pad, unpad = cg.Fp8Padding(2, align_size=32), cg.Fp8Unpadding(2, align_size=32)
+        >>> padded, _ = pad(torch.ones(50, 8), [20, 30])
+        >>> unpad(padded, [20, 30]).shape
+        torch.Size([50, 8])
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:

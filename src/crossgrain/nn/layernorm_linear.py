@@ -29,6 +29,14 @@ class LayerNormLinear(NormFirst, SingleLinear):
         return_layernorm_output: return norm(x) too, as the last result.
         return_layernorm_output_gathered: with sequence parallelism, return norm(x) of the rows of all ranks.
         zero_centered_gamma: ``layer_norm_weight`` is stored as its difference from 1.
+
+    Examples:
+        >>> layer = cg.LayerNormLinear(32, 64)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = layer(torch.randn(32, 32))
+        >>> y.shape
+        torch.Size([32, 64])
+        >>> y.sum().backward()
     """
 
     def __init__(

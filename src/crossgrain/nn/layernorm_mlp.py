@@ -48,6 +48,14 @@ class LayerNormMLP(NormFirst):
         zero_centered_gamma: ``layer_norm_weight`` is stored as its difference from 1.
         checkpoint: keep only the input for backward and recompute everything else there, bit for bit.
         name: name of the layer for recipes; the linear layers are ``<name>.fc1`` and ``<name>.fc2``.
+
+    Examples:
+        >>> layer = cg.LayerNormMLP(32, 128)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = layer(torch.randn(32, 32))
+        >>> y.shape
+        torch.Size([32, 32])
+        >>> y.sum().backward()
     """
 
     fc1_weight: nn.Parameter

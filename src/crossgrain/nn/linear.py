@@ -156,6 +156,14 @@ class Linear(SingleLinear):
             columnwise plane.
         name: name of the layer, for recipes and messages.
         **gpu_options: options of GPU communication (``ub_*``); they must be off.
+
+    Examples:
+        >>> layer = cg.Linear(32, 64)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = layer(torch.randn(32, 32))
+        >>> y.shape
+        torch.Size([32, 64])
+        >>> y.sum().backward()
     """
 
     def __init__(

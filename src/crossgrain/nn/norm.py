@@ -152,10 +152,22 @@ class _Norm(NormParameters):
 
 
 class LayerNorm(_Norm):
-    """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``"""
+    """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``
+
+    Examples:
+        >>> norm = cg.LayerNorm(32)
+        >>> norm(torch.randn(4, 32)).shape
+        torch.Size([4, 32])
+    """
 
     _has_bias = True
 
 
 class RMSNorm(_Norm):
-    """``y = x / sqrt(mean(x²) + eps) · weight``"""
+    """``y = x / sqrt(mean(x²) + eps) · weight``
+
+    Examples:
+        >>> norm = cg.RMSNorm(32)
+        >>> norm(torch.randn(4, 32)).shape
+        torch.Size([4, 32])
+    """

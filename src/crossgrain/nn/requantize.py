@@ -40,6 +40,14 @@ def requantize_(
         TypeError: a quantized parameter belongs to a module that is not crossgrain's.
         NotImplementedError: a parameter is sharded.
         ValueError: a weight cannot be quantized in the new format. In all these cases nothing has changed.
+
+    Examples:
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     model = torch.nn.Sequential(cg.Linear(32, 32))
+        >>> list(cg.requantize_(model, "nvfp4"))
+        ['0.weight']
+        >>> type(model[0].weight)
+        <class 'crossgrain.quantizers.nvfp4.NVFP4Tensor'>
     """
     recipe = as_recipe(recipe)
     _refuse_other_modules(model)

@@ -48,6 +48,13 @@ class TransformerLayer(nn.Module):
             also the rows of everything in between.
         attn_input_format: layout of the input: "sbhd" [sequence, batch, hidden], "bshd" or "thd".
         name: name of the layer for recipes; parts are named ``<name>.self_attention.qkv`` and so on.
+
+    Examples:
+        >>> layer = cg.TransformerLayer(32, 64, 2)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = layer(torch.randn(32, 1, 32))  # sequence, batch, features
+        >>> y.shape
+        torch.Size([32, 1, 32])
     """
 
     def __init__(

@@ -78,10 +78,6 @@ def offload(
 ) -> Offload:
     """Store the tensors that autograd saves in host memory or in a file, until backward needs them.
 
-    >>> with crossgrain.offload("/scratch", limit_bytes=50 * 2**30):
-    ...     loss = model(x).square().mean()
-    >>> loss.backward()
-
     Args:
         where: "host" for host memory, or an existing directory in which an unnamed file is created.
         min_bytes: tensors smaller than this stay in memory.
@@ -97,6 +93,14 @@ def offload(
     Raises:
         ValueError: an option is out of range.
         NotADirectoryError: ``where`` is not an existing directory.
+
+    Examples:
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> with cg.offload("host", min_bytes=0):
+        ...     loss = x.square().sum()
+        >>> loss.backward()
+        >>> x.grad
+        tensor([2., 2., 2., 2.])
     """
     for name, value, least in (("min_bytes", min_bytes, 0), ("prefetch", prefetch, 0), ("pending", pending, 1)):
         if value < least:

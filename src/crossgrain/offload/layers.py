@@ -103,11 +103,14 @@ class DefaultOffloadSynchronizer:
 
     The first layers are chosen because backward needs them last.
 
-    >>> context, synchronize = get_cpu_offload_context(enabled=True, num_layers=2, model_layers=3)
-    >>> for layer in layers:
-    ...     with context:
-    ...         x = layer(x)
-    ...     x = synchronize(x)
+    Examples:
+        >>> layers, x = [torch.nn.Linear(32, 32) for _ in range(3)], torch.ones(4, 32)
+        >>> context, synchronize = cg.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=3)
+        >>> for layer in layers:
+        ...     with context:
+        ...         x = layer(x)
+        ...     x = synchronize(x)
+        >>> x.sum().backward()
     """
 
     def __init__(self, num_layers: int, model_layers: int, retain_pinned_cpu_buffers: bool = False) -> None:
@@ -154,7 +157,15 @@ class DefaultOffloadSynchronizer:
 
 
 class ManualOffloadSynchronizer(DefaultOffloadSynchronizer):
-    """Like `DefaultOffloadSynchronizer`, but the caller decides when a layer, given by its number, is moved."""
+    """Like `DefaultOffloadSynchronizer`, but the caller decides when a layer, given by its number, is moved.
+
+    Examples:
+        >>> context, synchronize, manual = cg.get_cpu_offload_context(
+        ...     enabled=True, num_layers=1, model_layers=2, manual_synchronization=True
+        ... )
+        >>> type(manual)
+        <class 'crossgrain.offload.layers.ManualOffloadSynchronizer'>
+    """
 
     def __init__(self, num_layers: int, model_layers: int, retain_pinned_cpu_buffers: bool = False) -> None:
         super().__init__(num_layers, model_layers, retain_pinned_cpu_buffers)
@@ -231,6 +242,16 @@ def get_cpu_offload_context(
 
     Raises:
         ValueError: ``offload_activations`` is False, or ``num_layers`` is not between 0 and ``model_layers``.
+
+    Examples:
+        >>> layers = [torch.nn.Linear(32, 32) for _ in range(2)]
+        >>> context, synchronize = cg.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+        >>> x = torch.ones(4, 32)
+        >>> for layer in layers:
+        ...     with context:
+        ...         x = layer(x)
+        ...     x = synchronize(x)
+        >>> x.sum().backward()
     """
     if not enabled:
         return (nullcontext(), _unchanged, None) if manual_synchronization else (nullcontext(), _unchanged)

@@ -22,6 +22,13 @@ def mark_not_offload(*tensors: Any) -> None:
 
     Raises:
         TypeError: an argument is not a tensor.
+
+    Examples:
+        >>> weight = torch.randn(256, 256)
+        >>> cg.mark_not_offload(weight)
+        >>> with cg.offload("host", min_bytes=0):
+        ...     y = (torch.ones(1, 256, requires_grad=True) @ weight).sum()
+        >>> y.backward()
     """
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):

@@ -33,7 +33,15 @@ from ..runtime.gpu_capability import multiplies_mxfp8
 
 
 class Direction(enum.Enum):
-    """A direction of a tensor: rowwise or columnwise."""
+    """A direction of a tensor: rowwise or columnwise.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(32, 32), "mxfp8", columnwise=False)
+        >>> q.plane(cg.Direction.ROWWISE) is None, q.plane(cg.Direction.COLUMNWISE) is None
+        (False, True)
+        >>> cg.COLUMNWISE is cg.Direction.COLUMNWISE
+        True
+    """
 
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
@@ -62,6 +70,11 @@ class Plane:
         amax: the amax of the tensor, or of each row of the operand; None if the format has none.
         transposed: codes and scales are stored as [K, M] (only columnwise planes).
         stale: the other direction was written later, through an alias that does not have this plane.
+
+    Examples:
+        >>> plane = cg.quantize(torch.ones(32, 64), "mxfp8").plane(cg.ROWWISE)
+        >>> plane.format.name, plane.data.shape, plane.scale.shape
+        ('mxfp8', torch.Size([32, 64]), torch.Size([128, 4]))
     """
 
     format: Format

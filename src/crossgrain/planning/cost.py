@@ -41,8 +41,6 @@ def plan(
 ) -> Plan:
     """Estimate what a training run costs per GPU and step. Nothing is run, and no GPU is needed.
 
-    >>> print(plan("llama3-70b", "mxfp8-fwd-nvfp4-bwd", gpus=64, device="b200"))
-
     Args:
         model: a name (``llama3-70b``), a name with changed dimensions (``llama3-8b, layers=16``), dimensions
             (``layers=2, width=64, ...``), a `Transformer`, or a module, which may be on the meta device.
@@ -73,6 +71,11 @@ def plan(
     Raises:
         ValueError: an argument is wrong, or the model cannot be divided as asked.
         TypeError: the recipe or the model is of another type.
+
+    Examples:
+        >>> estimate = cg.plan("llama3-8b", "mxfp8", gpus=8, device="b200")
+        >>> print(str(estimate).splitlines()[0])
+        llama3-8b (8.03B parameters) on 8 x b200, fsdp, 65,536 tokens per step
     """
     network = network_of(model)
     if isinstance(recipe, Recipe) and not isinstance(recipe, GemmRecipe):

@@ -64,8 +64,9 @@ def layer_estimate(
 ) -> LayerEstimate:
     """Estimate what one linear layer costs, by the same figures as `plan`. Nothing is run.
 
-    >>> layer_estimate("mxfp8", tokens=8192, inputs=4096, outputs=4096).seconds["fprop"]  # 2 * 8192 * 4096**2 / 4500e12
-    6.1e-05
+    >>> fprop = layer_estimate("mxfp8", tokens=8192, inputs=4096, outputs=4096).seconds["fprop"]
+    >>> round(fprop * 1e6, 1)  # 2 * 8192 * 4096**2 / 4500e12 seconds
+    61.1
 
     Args:
         recipe: the recipe, or its text.

@@ -17,7 +17,14 @@ from .base import Quantizer
 
 
 class FormatTensorStorage(DataScaleAndAmaxStorage):
-    """The two planes of a tensor in a registered format."""
+    """The two planes of a tensor in a registered format.
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("mxfp4")
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.any_format.FormatTensorStorage'>
+    """
 
     def _init_fields(
         self,
@@ -51,7 +58,15 @@ class FormatTensorStorage(DataScaleAndAmaxStorage):
 
 
 class FormatTensor(QuantizedTensor, FormatTensorStorage):
-    """A tensor in a registered format."""
+    """A tensor in a registered format.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(128, 128), "mxfp4")
+        >>> isinstance(q, cg.FormatTensor)
+        True
+        >>> q.shape, q.dtype
+        (torch.Size([128, 128]), torch.float32)
+    """
 
 
 class FormatQuantizer(Quantizer):
@@ -67,6 +82,11 @@ class FormatQuantizer(Quantizer):
     Raises:
         KeyError: there is no format of this name.
         ValueError: the format is "identity", or a random source is chosen without stochastic rounding.
+
+    Examples:
+        >>> quantizer = cg.FormatQuantizer("mxfp4")
+        >>> quantizer(torch.full((32, 32), 1.4)).dequantize()[0, :3]
+        tensor([1.5000, 1.5000, 1.5000])
     """
 
     _tensor_class = FormatTensor

@@ -69,6 +69,14 @@ class Quantizer(AmaxReduction, DataFree):
         part: which part of a tensor the ranks of a group quantize with the random numbers of the whole; see `Part`.
         nonfinite: what to do about NaNs and infinities (see `quantizers.nonfinite`); None for what `settings` say.
         subject: which tensor of which layer the quantizer is for; empty if no layer has made it.
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("mxfp8")
+        >>> isinstance(quantizer, cg.Quantizer)
+        True
+        >>> quantizer.set_usage(columnwise=False)
+        >>> quantizer(torch.ones(32, 32)).plane(cg.COLUMNWISE) is None
+        True
     """
 
     _tensor_class: ClassVar[type[QuantizedTensor]]

@@ -29,7 +29,14 @@ from .base import Quantizer
 
 
 class Float8TensorStorage(FP8Storage):
-    """The planes of a per-tensor FP8 tensor: ``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1]."""
+    """The planes of a per-tensor FP8 tensor: ``_data`` [M, K], ``_transpose`` [K, M] or None, ``_scale_inv`` [1].
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("fp8")
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.float8.Float8TensorStorage'>
+    """
 
     _buffer_names = ("_data", "_transpose", "_scale_inv")
     _plane_buffers: ClassVar = {
@@ -156,7 +163,15 @@ class Float8TensorStorage(FP8Storage):
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):
-    """An FP8 tensor with one scale."""
+    """An FP8 tensor with one scale.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(128, 128), "fp8")
+        >>> isinstance(q, cg.Float8Tensor)
+        True
+        >>> q.shape, q.dtype
+        (torch.Size([128, 128]), torch.float32)
+    """
 
 
 class _PerTensorQuantizer(Quantizer):
@@ -224,6 +239,15 @@ class Float8Quantizer(_PerTensorQuantizer):
         fp8_dtype: FP8 type of the codes.
         rowwise: make rowwise planes.
         columnwise: make columnwise planes.
+
+    Examples:
+        >>> quantizer = cg.Float8Quantizer(torch.tensor([64.0]), torch.zeros(1), cg.DType.kFloat8E4M3)
+        >>> q = quantizer(torch.tensor([[1.0, -2.0], [3.0, 6.0]]))
+        >>> quantizer.amax
+        tensor([6.])
+        >>> q.dequantize()
+        tensor([[ 1., -2.],
+                [ 3.,  6.]])
     """
 
     def __init__(
@@ -274,6 +298,13 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         amax_epsilon: smallest amax that is used to compute a scale.
         scale: a float32 tensor with one number, in which the last scale is stored.
         amax: a float32 tensor with one number, in which the last amax is stored.
+
+    Examples:
+        >>> quantizer = cg.Float8CurrentScalingQuantizer(cg.DType.kFloat8E4M3)
+        >>> q = quantizer(torch.tensor([[1.0, -2.0], [3.0, 7.0]]))
+        >>> q.dequantize()
+        tensor([[ 1., -2.],
+                [ 3.,  7.]])
     """
 
     _value_fields = (

@@ -23,7 +23,14 @@ class MissingBlockPlaneError(RuntimeError, AssertionError):
 
 
 class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
-    """The planes of a tensor: rowwise codes [M, K], columnwise codes [K, M], fp32 scales in the layout of GEMMs."""
+    """The planes of a tensor: rowwise codes [M, K], columnwise codes [K, M], fp32 scales in the layout of GEMMs.
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("fp8_block")
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.float8_block.Float8BlockwiseQTensorStorage'>
+    """
 
     _missing_plane_error = MissingBlockPlaneError
     _FSDP_BLOCK_LEN = 128  # clients read it
@@ -67,7 +74,15 @@ class Float8BlockwiseQTensorStorage(FP8Storage, DataAndScaleStorage):
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
-    """An FP8 tensor with a scale for each block."""
+    """An FP8 tensor with a scale for each block.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(128, 128), "fp8_block")
+        >>> isinstance(q, cg.Float8BlockwiseQTensor)
+        True
+        >>> q.shape, q.dtype
+        (torch.Size([128, 128]), torch.float32)
+    """
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -83,6 +98,12 @@ class Float8BlockQuantizer(Quantizer):
 
     Raises:
         ValueError: ``block_scaling_dim`` is not 1 or 2.
+
+    Examples:
+        >>> quantizer = cg.Float8BlockQuantizer(cg.DType.kFloat8E4M3, rowwise=True, columnwise=True)
+        >>> q = quantizer(torch.ones(128, 128))
+        >>> type(q)
+        <class 'crossgrain.quantizers.float8_block.Float8BlockwiseQTensor'>
     """
 
     _tensor_class = Float8BlockwiseQTensor

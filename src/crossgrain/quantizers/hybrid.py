@@ -53,6 +53,14 @@ class HybridQuantizer(Quantizer):
         TypeError: a child is not a quantizer.
         ValueError: a child is itself a hybrid, both children are the same object, ``columnwise_source`` is wrong, or
             columns that are made late would not have the same bytes then.
+
+    Examples:
+        >>> quantizer = cg.HybridQuantizer(
+        ...     rowwise_quantizer=cg.quantizer_for("mxfp8"), columnwise_quantizer=cg.quantizer_for("nvfp4")
+        ... )
+        >>> q = quantizer(torch.ones(128, 128))
+        >>> type(q)
+        <class 'crossgrain.quantizers.hybrid_tensor.HybridQuantizedTensor'>
     """
 
     _tensor_class = HybridQuantizedTensor

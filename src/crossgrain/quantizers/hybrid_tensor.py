@@ -35,7 +35,16 @@ _WAS_DROPPED = (
 
 
 class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
-    """The children of a hybrid tensor: ``_rowwise_storage`` and ``_columnwise_storage``. Either may be None."""
+    """The children of a hybrid tensor: ``_rowwise_storage`` and ``_columnwise_storage``. Either may be None.
+
+    Examples:
+        >>> quantizer = cg.HybridQuantizer(
+        ...     rowwise_quantizer=cg.quantizer_for("mxfp8"), columnwise_quantizer=cg.quantizer_for("nvfp4")
+        ... )
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.hybrid_tensor.HybridQuantizedTensorStorage'>
+    """
 
     _attribute_names = ("_rowwise_storage", "_columnwise_storage", "_quantizer", "_dtype", "_shape", "_matrix")
     _strict_refuses_cuts = True
@@ -545,7 +554,16 @@ class HybridQuantizedTensorStorage(ChildNames, QuantizedTensorStorage):
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
-    """A tensor whose two directions are in two formats."""
+    """A tensor whose two directions are in two formats.
+
+    Examples:
+        >>> quantizer = cg.HybridQuantizer(
+        ...     rowwise_quantizer=cg.quantizer_for("mxfp8"), columnwise_quantizer=cg.quantizer_for("nvfp4")
+        ... )
+        >>> q = quantizer(torch.ones(128, 128))
+        >>> q.plane(cg.ROWWISE).format.name, q.plane(cg.COLUMNWISE).format.name
+        ('mxfp8', 'nvfp4')
+    """
 
     def detach(self) -> Self:
         self._refuse_storages_if_strict("detach()")

@@ -19,7 +19,14 @@ from .noop_flag import is_set, undone_if_set
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """One buffer in high precision for both directions."""
+    """One buffer in high precision for both directions.
+
+    Examples:
+        >>> quantizer = cg.IdentityQuantizer()
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.identity.IdentityTensorStorage'>
+    """
 
     _buffer_names = ("_hp_data",)
     _plane_buffers: ClassVar = {
@@ -143,7 +150,15 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """A tensor in high precision with the interface of a quantized tensor. Its views share memory as usual."""
+    """A tensor in high precision with the interface of a quantized tensor. Its views share memory as usual.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(128, 128), "hp")
+        >>> isinstance(q, cg.IdentityTensor)
+        True
+        >>> q.shape, q.dtype
+        (torch.Size([128, 128]), torch.float32)
+    """
 
     def _blank(self, shape: torch.Size, dtype: torch.dtype, buffers: Mapping[str, Tensor | None]) -> Self:
         buffer = buffers["_hp_data"]
@@ -161,6 +176,11 @@ class IdentityQuantizer(Quantizer):
         dtype: cast the input to this dtype, which is then that of the result; None to keep it as it is.
         rowwise: accepted; both directions are always available.
         columnwise: see rowwise.
+
+    Examples:
+        >>> quantizer = cg.IdentityQuantizer(dtype=torch.bfloat16)
+        >>> quantizer(torch.ones(2, 2)).dequantize().dtype
+        torch.bfloat16
     """
 
     _tensor_class = IdentityTensor

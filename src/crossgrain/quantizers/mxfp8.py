@@ -21,7 +21,14 @@ MXFP8_BLOCK_SCALING_SIZE = 32
 
 
 class MXFP8TensorStorage(FP8Storage, DataAndScaleStorage):
-    """The planes of an MXFP8 tensor: codes [M, K] in both directions, and E8M0 scales padded to 128x4."""
+    """The planes of an MXFP8 tensor: codes [M, K] in both directions, and E8M0 scales padded to 128x4.
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("mxfp8")
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.mxfp8.MXFP8TensorStorage'>
+    """
 
     _with_gemm_swizzled_scales = False
 
@@ -54,7 +61,15 @@ class MXFP8TensorStorage(FP8Storage, DataAndScaleStorage):
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
-    """An MXFP8 tensor: ``MXFP8Tensor(shape, dtype, rowwise_data=..., ..., fp8_dtype=..., quantizer=...)``."""
+    """An MXFP8 tensor: ``MXFP8Tensor(shape, dtype, rowwise_data=..., ..., fp8_dtype=..., quantizer=...)``.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(128, 128), "mxfp8")
+        >>> isinstance(q, cg.MXFP8Tensor)
+        True
+        >>> q.shape, q.dtype
+        (torch.Size([128, 128]), torch.float32)
+    """
 
 
 class MXFP8Quantizer(Quantizer):
@@ -65,6 +80,12 @@ class MXFP8Quantizer(Quantizer):
         rowwise: make rowwise planes.
         columnwise: make columnwise planes.
         with_2d_quantization: one scale per 32x32 tile, so that both directions hold the same numbers (for weights).
+
+    Examples:
+        >>> quantizer = cg.MXFP8Quantizer(cg.DType.kFloat8E4M3)
+        >>> q = quantizer(torch.full((32, 32), 1.05))
+        >>> q.dequantize()[0, :3]
+        tensor([1., 1., 1.])
     """
 
     _tensor_class = MXFP8Tensor

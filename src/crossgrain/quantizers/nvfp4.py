@@ -23,7 +23,14 @@ NVFP4_BLOCK_SCALING_SIZE = 16
 
 
 class NVFP4TensorStorage(DataScaleAndAmaxStorage):
-    """The planes of an NVFP4 tensor, with two codes per byte, the low half first: [M, K/2] and columnwise [K, M/2]."""
+    """The planes of an NVFP4 tensor, with two codes per byte, the low half first: [M, K/2] and columnwise [K, M/2].
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("nvfp4")
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> type(quantizer(torch.ones(128, 128)))
+        <class 'crossgrain.quantizers.nvfp4.NVFP4TensorStorage'>
+    """
 
     _strict_decodes_rowwise_only = True
     _with_gemm_swizzled_scales = False
@@ -109,7 +116,15 @@ class NVFP4TensorStorage(DataScaleAndAmaxStorage):
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
-    """An NVFP4 tensor."""
+    """An NVFP4 tensor.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(128, 128), "nvfp4")
+        >>> isinstance(q, cg.NVFP4Tensor)
+        True
+        >>> q.shape, q.dtype
+        (torch.Size([128, 128]), torch.float32)
+    """
 
 
 class NVFP4Quantizer(Quantizer):
@@ -136,6 +151,12 @@ class NVFP4Quantizer(Quantizer):
 
     Raises:
         ValueError: an option has a wrong value, or two options cannot be combined.
+
+    Examples:
+        >>> quantizer = cg.NVFP4Quantizer()
+        >>> q = quantizer(torch.arange(512.0).view(16, 32))
+        >>> q.dequantize()[0, :4]
+        tensor([0.0000, 1.2357, 2.4714, 2.4714])
     """
 
     _tensor_class = NVFP4Tensor

@@ -10,4 +10,8 @@ class QuantizerRequest:
     """Base class of requests for a quantizer that needs a state, such as a history of amaxes.
 
     The state of a recipe makes the quantizer.
+
+    Examples:
+        >>> issubclass(cg.DelayedScalingRequest, cg.QuantizerRequest)
+        True
     """

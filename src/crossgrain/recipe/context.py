@@ -211,6 +211,12 @@ class autocast:
     Raises:
         RuntimeError: the recipe cannot run here in strict mode, or this object is entered a second time while it is
             active.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe="fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"):
+        ...     y = layer(torch.randn(32, 32))
+        >>> y.sum().backward()  # outside: the pass keeps its recipe
     """
 
     _nonfinite: Policy | None = None  # the policy about NaNs and infinities of layers whose recipe does not say one
@@ -290,6 +296,14 @@ def quantized_model_init(
 
     Raises:
         RuntimeError: the recipe cannot run here in strict mode.
+
+    Examples:
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     layer = cg.Linear(32, 32)
+        >>> type(layer.weight)
+        <class 'crossgrain.quantizers.mxfp8.MXFP8Tensor'>
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = layer(torch.randn(32, 32))
     """
     outer = _active.get()
     inner = replace(active(), quantized_parameters=enabled, preserve_init_value=preserve_high_precision_init_val)

@@ -27,6 +27,10 @@ class Projection:
             weight for all rows.
         transposed: the parameter has the dimensions "out" and "in" exchanged.
         used: number of groups that each row of the input is multiplied by; only for counting multiply-adds.
+
+    Examples:
+        >>> cg.Projection("up", weight="up_proj", groups=8)
+        Projection(name='up', weight='up_proj', bias=None, groups=8, transposed=False, used=1)
     """
 
     name: str
@@ -90,6 +94,19 @@ class LayerAdapter:
     """How `convert` changes the modules of a type. Subclass it, and pass an instance to `register_layer`.
 
     The module stays the same object with the same parameters. It gets a class that calls `forward` of the adapter.
+
+    Examples:
+        >>> class Adapter(cg.LayerAdapter):
+        ...     def projections(self, module):
+        ...         return [cg.Projection("", "weight")]
+        ...     def forward(self, module, project, x):
+        ...         return 2 * project("", x)
+        >>> class Doubled(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return 2 * torch.nn.functional.linear(x, self.weight)
+        >>> cg.register_layer(Doubled, Adapter())
+        >>> cg.convert(torch.nn.Sequential(Doubled(32, 32, bias=False)), "mxfp8").converted
+        ['0']
     """
 
     def projections(self, module: nn.Module) -> Sequence[Projection]:
@@ -129,6 +146,14 @@ def register_layer(cls: type[nn.Module], adapter: LayerAdapter) -> None:
 
     Raises:
         TypeError: ``cls`` is not a type of modules, or ``adapter`` is not an adapter.
+
+    Examples:
+        >>> class Doubled(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return 2 * torch.nn.functional.linear(x, self.weight, self.bias)
+        >>> cg.register_layer(Doubled, cg.OwnForward("weight"))
+        >>> cg.convert(torch.nn.Sequential(Doubled(32, 32)), "mxfp8").converted
+        ['0']
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_layer takes a type of modules, got {cls!r}")

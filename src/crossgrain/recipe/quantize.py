@@ -19,9 +19,19 @@ def quantizer_for(format: str | FormatSpec | Format, *, rowwise: bool = True, co
         rowwise: make rowwise planes.
         columnwise: make columnwise planes.
 
+    Returns:
+        A new quantizer. Called with a tensor, it returns a `QuantizedTensor`.
+
     Raises:
         RecipeSyntaxError: there is no such format, or it does not have such an option; a ValueError.
         ValueError: options exclude each other, or the format needs a history (``delayed``).
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("nvfp4(sr)", columnwise=False)
+        >>> quantizer.stochastic_rounding
+        True
+        >>> type(quantizer(torch.ones(32, 32)))
+        <class 'crossgrain.quantizers.nvfp4.NVFP4Tensor'>
     """
     if isinstance(format, Format):
         quantizer = quantizer_of(format)
@@ -58,6 +68,13 @@ def quantize(
         RecipeSyntaxError: there is no such format, or it does not have such an option; a ValueError.
         TypeError: ``tensor`` is of another dtype.
         ValueError: the shape cannot be quantized in this format, or no direction is asked for.
+
+    Examples:
+        >>> q = cg.quantize(torch.full((32, 32), 1.05), "mxfp8")
+        >>> q.dequantize()[0, :3]
+        tensor([1., 1., 1.])
+        >>> cg.quantize(torch.ones(32, 32), "nvfp4(sr)", rowwise=False).plane(cg.ROWWISE) is None
+        True
     """
     result = quantizer_for(format, rowwise=rowwise, columnwise=columnwise).quantize(tensor)
     assert isinstance(result, QuantizedTensor)

@@ -23,6 +23,15 @@ class DelayedScalingRequest(QuantizerRequest):
         amax_compute_algo: see `DelayedScaling`.
         scaling_factor_compute_algo: see `DelayedScaling`.
         reduce_amax: see `DelayedScaling`.
+
+    Examples:
+        >>> def factory(role):
+        ...     return cg.DelayedScalingRequest(amax_history_len=16)
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe=cg.recipe.CustomRecipe(factory)):
+        ...     y = layer(torch.ones(32, 32))
+        >>> y.shape
+        torch.Size([32, 32])
     """
 
     fp8_format: FP8Format = FP8Format.HYBRID

@@ -16,6 +16,11 @@ class QuantizerRole:
             ``layernorm_linear_qkv``, ``linear_qkv``, ``layernorm_linear_q``, ``linear_q`` and ``linear_kv``.
         path: name of the module, as it is in the model, if that is another one. Rules of recipes are for it. It has no
             part in comparisons.
+
+    Examples:
+        >>> role = cg.QuantizerRole(module_type="linear", tensor_type="weight", name="fc1")
+        >>> role.tensor_type, role.layer
+        ('weight', 'fc1')
     """
 
     module_type: str = ""

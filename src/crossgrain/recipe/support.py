@@ -52,22 +52,54 @@ def check_nvfp4_support() -> Support:
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | Support:
-    """Whether FP8 with one scale per tensor is available; with ``return_reason``, ``(available, why not)``."""
+    """Whether FP8 with one scale per tensor is available: always, unless strict mode has the rules of another GPU.
+
+    Args:
+        return_reason: return a pair, ``(available, why not)``.
+
+    Examples:
+        >>> cg.is_fp8_available()
+        True
+    """
     return check_fp8_support() if return_reason else check_fp8_support()[0]
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | Support:
-    """Whether MXFP8 is available; with ``return_reason``, ``(available, why not)``."""
+    """Whether MXFP8 is available: always, unless strict mode has the rules of another GPU.
+
+    Args:
+        return_reason: return a pair, ``(available, why not)``.
+
+    Examples:
+        >>> cg.is_mxfp8_available()
+        True
+    """
     return check_mxfp8_support() if return_reason else check_mxfp8_support()[0]
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Support:
-    """Whether FP8 block scaling is available; with ``return_reason``, ``(available, why not)``."""
+    """Whether FP8 block scaling is available: always, unless strict mode has the rules of another GPU.
+
+    Args:
+        return_reason: return a pair, ``(available, why not)``.
+
+    Examples:
+        >>> cg.is_fp8_block_scaling_available()
+        True
+    """
     return check_fp8_block_scaling_support() if return_reason else check_fp8_block_scaling_support()[0]
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | Support:
-    """Whether NVFP4 is available; with ``return_reason``, ``(available, why not)``."""
+    """Whether NVFP4 is available: always, unless strict mode has the rules of another GPU.
+
+    Args:
+        return_reason: return a pair, ``(available, why not)``.
+
+    Examples:
+        >>> cg.is_nvfp4_available()
+        True
+    """
     return check_nvfp4_support() if return_reason else check_nvfp4_support()[0]
 
 
@@ -90,6 +122,10 @@ def get_default_recipe() -> Recipe:
 
     Below 10.0 it is `DelayedScaling`, from 10.0 on `MXFP8BlockScaling` (the case by default), and from 12.0 on
     `Float8CurrentScaling`.
+
+    Examples:
+        >>> type(cg.get_default_recipe())
+        <class 'crossgrain.recipe.blockwise.MXFP8BlockScaling'>
     """
     capability = get_device_compute_capability()
     if capability >= (12, 0):

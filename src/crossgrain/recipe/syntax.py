@@ -14,10 +14,13 @@ _SHOWN = 90  # an error shows at most so many columns of the text: they fit into
 class RecipeSyntaxError(ValueError):
     """A mistake in the text of a recipe. The message shows the text, with carets under the mistake.
 
-    >>> FormatSpec.parse("nvfp4(rth)")
-    RecipeSyntaxError: nvfp4 has no option 'rth'; did you mean 'rht'?
-      nvfp4(rth)
-            ^^^
+    Examples:
+        >>> cg.GemmRecipe.load("nvfp4(rth)")
+        Traceback (most recent call last):
+        ...
+        crossgrain.recipe.syntax.RecipeSyntaxError: nvfp4 has no option 'rth'; did you mean 'rht'?
+          nvfp4(rth)
+                ^^^
     """
 
     def __init__(self, message: str, text: str, start: int = 0, end: int | None = None) -> None:

@@ -21,10 +21,11 @@ class CudaRNGStatesTracker:
 
     The name of the class is that of Transformer Engine and Megatron.
 
-    >>> tracker = CudaRNGStatesTracker()
-    >>> tracker.add("model-parallel-rng", seed)       # another seed on each rank
-    >>> with tracker.fork():                          # draws from that state, and continues from there next time
-    ...     mask = torch.bernoulli(p)
+    Examples:
+        >>> tracker = cg.CudaRNGStatesTracker()
+        >>> tracker.add("model-parallel-rng", 1)  # another seed on each rank
+        >>> with tracker.fork():  # draws from that state, and continues from there next time
+        ...     dropped = torch.nn.functional.dropout(torch.ones(4))
     """
 
     def __init__(self) -> None:
@@ -165,6 +166,15 @@ def draws_by_layer(seed: int) -> Iterator[None]:
 
     Args:
         seed: another seed gives other draws everywhere.
+
+    Examples:
+        >>> layer, x = cg.Linear(32, 32, name="fc1"), torch.randn(32, 32)
+        >>> results = []
+        >>> for _ in range(2):
+        ...     with cg.draws_by_layer(seed=1), cg.autocast(recipe="mxfp4(sr)"):
+        ...         results.append(layer(x))
+        >>> torch.equal(*results)
+        True
     """
     global _by_layer
     outer, _by_layer = _by_layer, LayerDraws(seed)

@@ -61,6 +61,13 @@ class Settings:
             "saturate" (see `quantizers.nonfinite`). None for "saturate" in strict mode, otherwise "propagate".
         announce_compiling: tell on the terminal about kernels whose compilation took over a second. Nothing is written
             if stderr is no terminal.
+
+    Examples:
+        >>> with cg.settings.override(nonfinite="raise"):
+        ...     cg.settings.nonfinite
+        'raise'
+        >>> cg.settings.nonfinite is None
+        True
     """
 
     strict: bool = False
@@ -121,12 +128,24 @@ settings = Settings()
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """The GPU generation whose rules apply: ``settings.compute_capability``."""
+    """The GPU generation whose rules apply: ``settings.compute_capability``.
+
+    Examples:
+        >>> with cg.settings.override(compute_capability=(9, 0)):
+        ...     cg.get_device_compute_capability()
+        (9, 0)
+    """
     return settings.compute_capability
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """Whether per-tensor FP8 has one buffer for both directions (True), or a transposed copy for the columnwise one."""
+    """Whether per-tensor FP8 has one buffer for both directions (True), or a transposed copy for the columnwise one.
+
+    Examples:
+        >>> with cg.settings.override(compute_capability=(9, 0)):
+        ...     cg.is_non_tn_fp8_gemm_supported()
+        False
+    """
     if settings.non_tn_fp8_gemm is not None:
         return settings.non_tn_fp8_gemm
     return settings.compute_capability >= (10, 0)

@@ -23,6 +23,15 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
 
     Returns:
         A flat list of plain tensors, and a list of objects for `restore_from_saved`.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(32, 32), "mxfp8")
+        >>> buffers, objects = cg.prepare_for_saving(q, torch.ones(2))
+        >>> len(buffers), len(objects)
+        (5, 2)
+        >>> restored, plain = cg.restore_from_saved(objects, buffers)
+        >>> restored.dequantize().sum()
+        tensor(1024.)
     """
     flat: list[Tensor | None] = []
     objects: list[Any] = []
@@ -49,6 +58,13 @@ def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tens
 
     Returns:
         The tensors that were passed to `prepare_for_saving`; with ``return_saved_tensors`` a pair.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(32, 32), "mxfp8")
+        >>> buffers, objects = cg.prepare_for_saving(q, torch.ones(2))
+        >>> restored, plain = cg.restore_from_saved(objects, buffers)
+        >>> restored.dequantize().sum()
+        tensor(1024.)
     """
     rest = list(saved_tensors)
     restored: list[Any] = []
@@ -66,8 +82,23 @@ def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tens
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
     """`restore_from_saved` with ``ctx.tensor_objects`` and ``ctx.saved_tensors``. The objects are removed from ``ctx``.
 
+    Args:
+        ctx: the context of an autograd function.
+        return_saved_tensors: as in `restore_from_saved`.
+
+    Returns:
+        As `restore_from_saved`.
+
     Raises:
         AttributeError: ``ctx.tensor_objects`` is not set.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> buffers, objects = cg.prepare_for_saving(cg.quantize(torch.ones(32, 32), "mxfp8"))
+        >>> ctx = SimpleNamespace(tensor_objects=objects, saved_tensors=buffers)  # of an autograd.Function
+        >>> (q,) = cg.restore_from_func_ctx(ctx)
+        >>> q.dequantize().sum()
+        tensor(1024.)
     """
     if getattr(ctx, "tensor_objects", None) is None:
         raise AttributeError("ctx.tensor_objects must be set to the objects of prepare_for_saving")

@@ -36,6 +36,15 @@ class QuantizedTensorStorage(PlaneHolder):
     """Up to two planes of one tensor, and the quantizer that writes them.
 
     It is the base class of quantized tensors, and what quantizers with ``internal=True`` return.
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("mxfp8")
+        >>> quantizer.internal = True  # planes without a torch.Tensor around them
+        >>> storage = quantizer(torch.ones(32, 32))
+        >>> isinstance(storage, torch.Tensor), isinstance(storage, cg.QuantizedTensorStorage)
+        (False, True)
+        >>> storage.dequantize().sum()
+        tensor(1024.)
     """
 
     _strict_decodes_rowwise_only: ClassVar[bool] = False

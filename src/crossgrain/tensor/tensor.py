@@ -34,6 +34,15 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         stride: strides of the tensor, for formats that can be strided.
         storage_offset: offset of the tensor, for formats that can be strided.
         **storage: buffers and options of the storage class.
+
+    Examples:
+        >>> q = cg.quantize(torch.ones(32, 64), "mxfp8")
+        >>> isinstance(q, torch.Tensor), q.shape
+        (True, torch.Size([32, 64]))
+        >>> q.dequantize(direction=cg.COLUMNWISE).sum()
+        tensor(2048.)
+        >>> type(q + 1)  # other operations decode
+        <class 'torch.Tensor'>
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

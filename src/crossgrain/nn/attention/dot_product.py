@@ -67,6 +67,12 @@ class DotProductAttention(QuantizedModule):
             the parameter ``softmax_offset`` [heads], which starts at 0.
         return_max_logit: return a pair of the output and the largest score of each head, [heads].
         name: name of the layer, for recipes and messages.
+
+    Examples:
+        >>> attention = cg.DotProductAttention(num_attention_heads=2, kv_channels=16)
+        >>> q, k, v = (torch.randn(8, 1, 2, 16) for _ in range(3))  # sequence, batch, heads, channels
+        >>> attention(q, k, v).shape
+        torch.Size([8, 1, 32])
     """
 
     def __init__(

@@ -43,6 +43,11 @@ class InferenceParams:
         head_dim_v: channels of values; by default ``head_dim_k``.
         is_paged: not supported; must be False.
         device: device of the cache.
+
+    Examples:
+        >>> cache = cg.InferenceParams(max_batch_size=2, max_sequence_length=64, num_heads_kv=2, head_dim_k=16)
+        >>> cache.max_batch_size
+        2
     """
 
     def __init__(

@@ -83,6 +83,13 @@ class MultiheadAttention(nn.Module):
         rotary_pos_interleaved: see `RotaryPositionEmbedding`.
         softmax_type: see `DotProductAttention`.
         **gpu_options: options of GPU communication; they must be off.
+
+    Examples:
+        >>> attention = cg.MultiheadAttention(32, 2)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = attention(torch.randn(32, 1, 32))  # sequence, batch, features
+        >>> y.shape
+        torch.Size([32, 1, 32])
     """
 
     def __init__(

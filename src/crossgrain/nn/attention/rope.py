@@ -22,6 +22,11 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: base of the frequencies.
         interleaved: pairs are neighbouring channels (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
         device: device of the frequencies.
+
+    Examples:
+        >>> angles = cg.RotaryPositionEmbedding(16)(8)
+        >>> angles.shape
+        torch.Size([8, 1, 1, 16])
     """
 
     inv_freq: Tensor
@@ -94,6 +99,12 @@ def apply_rotary_pos_emb(
 
     Returns:
         A tensor of the shape and dtype of ``t``.
+
+    Examples:
+        >>> angles = cg.RotaryPositionEmbedding(16)(8)
+        >>> q = torch.randn(8, 1, 2, 16)  # sequence, batch, heads, channels
+        >>> torch.equal(cg.apply_rotary_pos_emb(q, angles)[0], q[0])  # the first position is not rotated
+        True
     """
     if cp_size > 1 and start_positions is not None:
         raise NotImplementedError(
