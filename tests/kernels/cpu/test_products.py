@@ -1,10 +1,13 @@
 """Products of planes from their codes, without decoding: exact sums of blocks, in any shape, on any thread."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from numba.core import config
+from llvmlite import binding
 
 import crossgrain as cg
 from crossgrain import ROWWISE, kernels
@@ -15,7 +18,7 @@ from crossgrain.kernels.cpu import products
 from crossgrain.planes import empty_plane
 
 pytestmark = pytest.mark.skipif(
-    not products.has_byte_dot_products(), reason="this CPU has no dot products of bytes (AVX-512 VNNI)"
+    not products.has_byte_dot_products(), reason="this CPU has no products of bytes (AVX-512 BW, AVX2)"
 )
 
 SHAPES = [(1, 1, 16), (8, 32, 16), (7, 31, 48), (9, 33, 80), (40, 100, 256), (1, 70, 32), (65, 3, 1024)]
@@ -179,10 +182,42 @@ def test_the_reference_decodes():
         cg.set_backend("auto")
 
 
-@pytest.mark.parametrize("name, features, expected", [
-    ("generic", None, False), ("icelake-server", "+avx512f,+avx512vnni", True), (None, "-avx512vnni", False),
-])  # fmt: skip
-def test_what_numba_compiles_for_decides(name, features, expected, monkeypatch):
-    monkeypatch.setattr(config, "CPU_NAME", name, raising=False)
-    monkeypatch.setattr(config, "CPU_FEATURES", features, raising=False)
-    assert products.has_byte_dot_products.__wrapped__() is expected
+FORMS = {
+    "avx2": ({"NUMBA_CPU_NAME": "haswell"}, (False, False)),
+    "avx512bw": (
+        {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx512f,+avx512bw"},
+        (True, False),
+    ),
+}
+PRODUCTS = """
+import sys, torch
+from crossgrain.kernels.cpu import dot_tile
+from tests.kernels.cpu.test_products import products_of_all_shapes
+torch.save(((dot_tile.WIDE, dot_tile.FOUR_AT_ONCE), products_of_all_shapes()), sys.argv[1])
+"""
+
+
+def products_of_all_shapes():
+    """With block scales of all kinds, so that sums round."""
+    scales = (torch.arange(128, dtype=torch.uint8) * 37 % 127).view(128, 1)
+    planes = [plane_of((128, 16), scale_codes=scales), plane_of((128, 16), scale_codes=scales.flip(0), seed=1)]
+    found = [product(*planes, 0.3)]
+    for rows, columns, inner in SHAPES:
+        sides = (plane_of((size, inner), scale_codes=torch.tensor(0), seed=size) for size in (rows, columns))
+        for side in (a_b := list(sides)):
+            side.scale.copy_(torch.arange(side.scale.numel()).view(side.scale.shape) * 29 % 127)
+        found.append(product(*a_b, 1.7))
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_bits(form, tmp_path):
+    variables, expected_form = FORMS[form]
+    if form not in binding.get_host_cpu_features() or not binding.get_host_cpu_features()[form]:
+        pytest.skip(f"this CPU has no {form}")
+    file = tmp_path / "products.pt"
+    subprocess.run([sys.executable, "-c", PRODUCTS, file], env=os.environ | variables, check=True)
+    used, products_there = torch.load(file)
+    assert used == expected_form
+    for there, here in zip(products_there, products_of_all_shapes(), strict=True):
+        assert torch.equal(there, here)

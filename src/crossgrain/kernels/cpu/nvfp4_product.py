@@ -12,6 +12,7 @@ from .dot_tile import (
     OFFSET,
     RIGHT_BLOCK_BYTES,
     RIGHT_CODES_BYTES,
+    START_MASK,
     TILE_COLUMNS,
     TILE_ROWS,
     multiply_tile,
@@ -65,7 +66,7 @@ def pack_left(codes, codes_stride, scales, scales_stride, table, out, first, las
                 if row < rows:
                     numbers = _numbers(codes, codes_stride, row, block)
                     store(panel + 16 * place, narrow(numbers))
-                    store_i32(starts, -OFFSET * total_of(numbers))
+                    store_i32(starts, (-OFFSET * total_of(numbers)) & START_MASK)
                     _store_scale(starts + 4 * TILE_ROWS, scales, scales_stride, row, block, table)
                 else:
                     store(panel + 16 * place, splat(0, 4, "i32"))

@@ -12,8 +12,7 @@ from ...formats import Format
 from ...planes import ROWWISE, Direction, Plane
 from ..workspaces import workspace
 from . import nvfp4_product, runtime
-from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
-from .features import compiled_for
+from .dot_tile import AVAILABLE, LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .runtime import kernel, run_ranges
 from .support import is_standard_format, plane_has_memory, scratch, tag_of_plane
 from .tags import Tag
@@ -54,10 +53,9 @@ _packable: dict[tuple[int, Direction, bool], tuple[Format, bool]] = {}
 """Whether planes are stored so, by the address of their format, which is faster than its hash. Formats are kept."""
 
 
-@lru_cache
 def has_byte_dot_products() -> bool:
-    """Whether kernels are compiled for a CPU with AVX-512 VNNI: this CPU, or the one that numba is configured for."""
-    return compiled_for("avx512f", "avx512vnni")
+    """Whether kernels are compiled for AVX-512 BW or AVX2: those of this CPU, or of the one numba is configured for."""
+    return AVAILABLE
 
 
 def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
