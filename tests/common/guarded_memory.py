@@ -86,6 +86,7 @@ WRITTEN: dict[str, set[str]] = {
     "few_rows.multiply": {"out", "scratch"},  # its table is no guarded buffer
     "fingerprint.of_chunks": {"out"},
     "fp8_tiles.tiles": {"row_codes", "row_scales", "column_codes", "column_scales", "scratch"},
+    "fp8_tiles.whole": {"row_codes", "column_codes", "scratch"},
     "jobs.jobs": {"results"},
     "measure.of_all": set(),
     "measure.of_columns": {"out"},

@@ -260,15 +260,18 @@ def _fp8_tiles(dtype: torch.dtype, chosen: Chosen) -> Work:
     plane, encoding = _any(chosen).plane, _any(chosen).encoding
     fmt, width = plane.format, plane.shape[1]
     assert fmt.element is not None
+    places = (row.x, width * dtype.itemsize, row.codes, width, column.codes, row.height)
+    tags = (tag_of_dtype(dtype), tag_of_plane(plane))
+    steps, scratch = _in_steps_of(fp8_tiles.SIDE), fp8_tiles.SCRATCH_BYTES
+    if fmt.block is None:
+        with_one_factor = (*places, FIRST, LAST, row.height, width, row.factor, SCRATCH, *made, *tags)
+        return Work(fp8_tiles.whole, with_one_factor, steps, scratch)
     arguments = (
-        row.x, width * dtype.itemsize, row.codes, width, column.codes, row.height,
-        row.scales, row.scales_step, column.scales, column.scales_step,
-        FIRST, LAST, row.height, width, row.factor if fmt.block is None else 1.0,
+        *places, row.scales, row.scales_step, column.scales, column.scales_step, FIRST, LAST, row.height, width,
         float(encoding.epsilon), float(fmt.element.max), float(torch.finfo(dtype).max), SCRATCH,
-        *made, fmt.block == (1, 128), fmt.block == (128, 128),
-        tag_of_dtype(dtype), tag_of_plane(plane), yes_or_no(encoding.power_of_two),
+        *made, fmt.block == (128, 128), *tags, yes_or_no(encoding.power_of_two),
     )  # fmt: skip
-    return Work(fp8_tiles.tiles, arguments, _in_steps_of(fp8_tiles.SIDE), fp8_tiles.SCRATCH_BYTES)
+    return Work(fp8_tiles.tiles, arguments, steps, scratch)
 
 
 def _by_direction(targets: Sequence[Target]) -> Chosen:

@@ -1,7 +1,8 @@
 """FP8 in tiles of 128x128: block scales of a row piece, a column piece or the tile, or one for the tensor.
 
-A tile is read into a buffer once. Row codes come from it as they lie; column codes are stored transposed,
-eight rows at a time: the codes of eight rows in one column are eight bytes of the result.
+Column codes are stored transposed. Where rows and columns share their scales, they are the row codes of a tile, turned.
+With a scale for each row piece and each column piece, the tile is read into a buffer and encoded twice: eight rows at a
+time, whose codes in one column are eight bytes of the result.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from .simd import (
     load_f32,
     maximum,
     narrow,
+    prefetch,
     splat,
     store,
     store_i32,
     where_greater,
 )
-from .tags import NO, YES
-from .tiles import store_columns
+from .tags import F32, NO, YES
+from .tiles import store_columns, turn_bytes
 
 SIDE = 128
 ONE_BITS = 0x3F800000
@@ -75,6 +77,13 @@ def _fill(buffer, value, count):
 
 
 @inner
+def _read_ahead(address):
+    """Ask for what the next tile will read: pieces of rows are too short for the CPU to see that they go on."""
+    prefetch(address)
+    prefetch(address + 64)
+
+
+@inner
 def _read(x, x_stride, scratch, height, width, dtype):
     """The part of the input under the tile, zeros beyond its edges. Returns the bits of its largest magnitude."""
     size = input_size(dtype)
@@ -86,6 +95,7 @@ def _read(x, x_stride, scratch, height, width, dtype):
         whole = width // 32 * 32
         for col in range(0, whole, 32):
             v = load_input(source + col * size, 32, dtype)
+            _read_ahead(source + (SIDE + col) * size)
             best = maximum(best, magnitude_bits(v, NO))
             store(target + col * 4, v)
         for col in range(whole, width):
@@ -139,6 +149,45 @@ def _copy(source, target, count):
 
 
 @inner
+def _cast(x, x_stride, codes, height, width, factor, dtype, element, with_nan):
+    """Codes of a tile under one factor, [SIDE][SIDE]. Returns the bits of its largest magnitude."""
+    size = input_size(dtype)
+    best, bits = splat(0, 32, "i32"), 0
+    for row in range(height):
+        source, target = x + row * x_stride, codes + row * SIDE
+        whole = width // 32 * 32
+        for col in range(0, whole, 32):
+            v = load_input(source + col * size, 32, dtype)
+            _read_ahead(source + (SIDE + col) * size)
+            best = maximum(best, magnitude_bits(v, NO))
+            store(target + col, narrow(encode_element(v * factor, element, with_nan)))
+        for col in range(whole, width):
+            number = load_input(source + col * size, 1, dtype)
+            bits = max(bits, largest(magnitude_bits(number, NO)))
+            store(target + col, narrow(encode_element(number * factor, element, with_nan)))
+    return max(bits, largest(best))
+
+
+@inner
+def _store_lines(lines, codes, stride, count, length):
+    """``count`` lines of a tile of codes."""
+    for line in range(count):
+        if length == SIDE:
+            store(codes + line * stride, load(lines + line * SIDE, 64, "u8"))
+            store(codes + line * stride + 64, load(lines + line * SIDE + 64, 64, "u8"))
+        else:
+            _copy(lines + line * SIDE, codes + line * stride, length)
+
+
+@inner
+def _turn(codes, turned):
+    """A tile of codes, [row][column], to [column][row]."""
+    for row in range(0, SIDE, 16):
+        for col in range(0, SIDE, 64):
+            turn_bytes(codes + row * SIDE + col, SIDE, turned + col * SIDE + row, SIDE)
+
+
+@inner
 def _eight_rows(address, factor, element, with_nan):
     """Codes of four rows of 16 columns, a byte each, in two i32 vectors: rows 0-3 and 4-7."""
     row = SIDE * 4
@@ -163,45 +212,64 @@ def _encode_columns(scratch, codes, stride, height, width, element, with_nan):
         for row in range(0, SIDE, 8):
             low, high = _eight_rows(scratch + (row * SIDE + col) * 4, factor, element, with_nan)
             store_columns(lines + col * SIDE + row, SIDE, low, high)
-    for col in range(width):
-        if height == SIDE:
-            store(codes + col * stride, load(lines + col * SIDE, 64, "u8"))
-            store(codes + col * stride + 64, load(lines + col * SIDE + 64, 64, "u8"))
-        else:
-            _copy(lines + col * SIDE, codes + col * stride, height)
+    _store_lines(lines, codes, stride, width, height)
 
 
 @inner
-def _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, overflow, power_of_two):
-    """Factors of all rows and columns of the tile."""
-    if kind_1d:
-        for direction in range(2):
-            _store_factors(
-                scratch + ROW_AMAX + direction * SIDE * 4,
-                scratch + ROW_FACTORS + direction * SIDE * 4,
-                scratch + ROW_SCALES + direction * SIDE * 4,
-                SIDE, epsilon, largest_code, overflow, power_of_two,
+def _tile_factor(scratch, amax, epsilon, largest_code, overflow, power_of_two):
+    """The factor of a whole tile; its scale is written to the scratch."""
+    store(scratch + ROW_AMAX, splat(amax, 16, "i32"))
+    _store_factors(
+        scratch + ROW_AMAX, scratch + ROW_FACTORS, scratch + ROW_SCALES,
+        16, epsilon, largest_code, overflow, power_of_two,
+    )  # fmt: skip
+    return load_f32(scratch + ROW_FACTORS)
+
+
+@inner
+def _store_both(scratch, row_codes, row_stride, column_codes, column_stride, high, wide, rows_wanted, columns_wanted):
+    """The codes of a tile to the planes that are wanted."""
+    if rows_wanted:
+        _store_lines(scratch + CODES, row_codes, row_stride, high, wide)
+    if columns_wanted:
+        _turn(scratch + CODES, scratch + COLUMN_CODES)
+        _store_lines(scratch + COLUMN_CODES, column_codes, column_stride, wide, high)
+
+
+@kernel
+def whole(
+    x, x_stride, row_codes, row_stride, column_codes, column_stride,
+    first, last, height, width, factor, scratch, rows_wanted, columns_wanted, dtype, element,
+):  # fmt: skip
+    """Rows of tiles ``first:last``, with one ``factor`` for the tensor."""
+    size, best = input_size(dtype), 0
+    codes = scratch + CODES
+    for tile_row in range(first, last):
+        top = tile_row * SIDE
+        high = min(SIDE, height - top)
+        for tile_col in range((width + SIDE - 1) // SIDE):
+            left = tile_col * SIDE
+            wide = min(SIDE, width - left)
+            here = x + top * x_stride + left * size
+            bits = _cast(here, x_stride, codes, high, wide, factor, dtype, element, NO)
+            if bits > INFINITY_BITS:
+                _cast(here, x_stride, codes, high, wide, factor, dtype, element, YES)
+            best = max(best, bits)
+            _store_both(
+                scratch, row_codes + top * row_stride + left, row_stride,
+                column_codes + left * column_stride + top, column_stride, high, wide, rows_wanted, columns_wanted,
             )  # fmt: skip
-    else:
-        if kind_2d:
-            store(scratch + ROW_AMAX, splat(amax, 16, "i32"))
-            _store_factors(
-                scratch + ROW_AMAX, scratch + ROW_FACTORS, scratch + ROW_SCALES,
-                16, epsilon, largest_code, overflow, power_of_two,
-            )  # fmt: skip
-            factor = load_f32(scratch + ROW_FACTORS)
-        _fill(scratch + ROW_FACTORS, factor, SIDE)
-        _fill(scratch + COLUMN_FACTORS, factor, SIDE)
+    return best
 
 
 @kernel
 def tiles(
     x, x_stride, row_codes, row_stride, column_codes, column_stride,
     row_scales, row_scales_stride, column_scales, column_scales_stride,
-    first, last, height, width, factor, epsilon, largest_code, overflow, scratch,
-    rows_wanted, columns_wanted, kind_1d, kind_2d, dtype, element, power_of_two,
+    first, last, height, width, epsilon, largest_code, overflow, scratch,
+    rows_wanted, columns_wanted, square, dtype, element, power_of_two,
 ):  # fmt: skip
-    """Rows of tiles ``first:last``. Without ``kind_1d`` and ``kind_2d``, one ``factor`` serves the tensor."""
+    """Rows of tiles ``first:last``: one scale for each tile if it is ``square``, else for its rows and its columns."""
     size, best = input_size(dtype), 0
     for tile_row in range(first, last):
         top = tile_row * SIDE
@@ -212,27 +280,43 @@ def tiles(
             bits = _read(x + top * x_stride + left * size, x_stride, scratch, high, wide, dtype)
             best = max(best, bits)
             clean = bits <= INFINITY_BITS
-            amax = 0
-            if kind_1d or kind_2d:
-                amax = _measure(scratch, NO) if clean else _measure(scratch, YES)
-            _scale_tile(scratch, kind_1d, kind_2d, amax, factor, epsilon, largest_code, overflow, power_of_two)
             to_row, to_column = row_codes + top * row_stride + left, column_codes + left * column_stride + top
+            if square:
+                amax = bits if clean else _measure(scratch, YES)
+                factor = _tile_factor(scratch, amax, epsilon, largest_code, overflow, power_of_two)
+                if clean:
+                    _cast(scratch, SIDE * 4, scratch + CODES, SIDE, SIDE, factor, F32, element, NO)
+                else:
+                    _cast(scratch, SIDE * 4, scratch + CODES, SIDE, SIDE, factor, F32, element, YES)
+                _store_both(
+                    scratch, to_row, row_stride, to_column, column_stride, high, wide, rows_wanted, columns_wanted
+                )
+                if rows_wanted:
+                    _copy(scratch + ROW_SCALES, row_scales + tile_row * row_scales_stride + tile_col * 4, 4)
+                if columns_wanted:
+                    _copy(scratch + ROW_SCALES, column_scales + tile_col * column_scales_stride + tile_row * 4, 4)
+                continue
+            if clean:
+                _measure(scratch, NO)
+            else:
+                _measure(scratch, YES)
+            for direction in range(2):
+                _store_factors(
+                    scratch + ROW_AMAX + direction * SIDE * 4,
+                    scratch + ROW_FACTORS + direction * SIDE * 4,
+                    scratch + ROW_SCALES + direction * SIDE * 4,
+                    SIDE, epsilon, largest_code, overflow, power_of_two,
+                )  # fmt: skip
             if rows_wanted:
                 if clean:
                     _encode_rows(scratch, to_row, row_stride, high, wide, element, NO)
                 else:
                     _encode_rows(scratch, to_row, row_stride, high, wide, element, YES)
-                if kind_1d:
-                    _copy(scratch + ROW_SCALES, row_scales + tile_col * row_scales_stride + top * 4, high * 4)
-                elif kind_2d:
-                    _copy(scratch + ROW_SCALES, row_scales + tile_row * row_scales_stride + tile_col * 4, 4)
+                _copy(scratch + ROW_SCALES, row_scales + tile_col * row_scales_stride + top * 4, high * 4)
             if columns_wanted:
                 if clean:
                     _encode_columns(scratch, to_column, column_stride, high, wide, element, NO)
                 else:
                     _encode_columns(scratch, to_column, column_stride, high, wide, element, YES)
-                if kind_1d:
-                    _copy(scratch + COLUMN_SCALES, column_scales + tile_row * column_scales_stride + left * 4, wide * 4)
-                elif kind_2d:
-                    _copy(scratch + ROW_SCALES, column_scales + tile_col * column_scales_stride + tile_row * 4, 4)
+                _copy(scratch + COLUMN_SCALES, column_scales + tile_row * column_scales_stride + left * 4, wide * 4)
     return best

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from .simd import Vector, _as_vector, _constant, load_at, load_bf16_at, pointer, prefetch_line, round_to_bf16
 
 ROWS = 16
+_I32 = ir.IntType(32)
 
 
 def _sixteen(vector: Vector) -> Any:
@@ -166,6 +167,40 @@ def store_columns(typing_context, address, stride, low, high):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, low, high), generate
+
+
+@intrinsic
+def turn_bytes(typing_context, address, stride, out, out_stride):
+    """Exchange rows and columns of bytes: 16 rows of 64 at ``address`` become 64 rows of 16 at ``out``.
+
+    Rows r and r + 8 are interleaved byte by byte, in each quarter of the vectors, as one instruction does it. After four
+    times, quarter q of vector c holds column 16 q + c.
+    """
+    bytes_ = Vector("u8", 64)
+    quarters = range(0, 64, 16)
+
+    def generate(context, builder, signature, args):
+        address, stride, out, out_stride = args
+        values = [load_at(builder, at, bytes_) for at in _addresses(builder, address, stride)]
+        for _ in range(4):
+            values = [
+                builder.shuffle_vector(values[row], values[row + 8], ir.Constant(ir.VectorType(_I32, 64), order))
+                for row in range(8)
+                for order in (interleaved(0), interleaved(8))
+            ]
+        for column, value in enumerate(values):
+            for first in quarters:
+                lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(first, first + 16)))
+                quarter = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), lanes)
+                at = builder.add(out, builder.mul(out_stride, ir.Constant(out_stride.type, first + column)))
+                builder.store(quarter, pointer(builder, at, quarter.type)).align = 1
+        return context.get_dummy_value()
+
+    def interleaved(start: int) -> list[int]:
+        """Eight bytes of each quarter of two vectors; lanes of the second are counted from 64."""
+        return [lane for first in quarters for i in range(start, start + 8) for lane in (first + i, 64 + first + i)]
+
+    return types.void(*[types.intp] * 4), generate
 
 
 @intrinsic
