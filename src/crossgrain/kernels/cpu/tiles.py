@@ -173,8 +173,8 @@ def store_columns(typing_context, address, stride, low, high):
 def turn_bytes(typing_context, address, stride, out, out_stride):
     """Exchange rows and columns of bytes: 16 rows of 64 at ``address`` become 64 rows of 16 at ``out``.
 
-    Rows r and r + 8 are interleaved byte by byte, in each quarter of the vectors, as one instruction does it. After four
-    times, quarter q of vector c holds column 16 q + c.
+    Rows r and r + 8 are interleaved byte by byte, in each quarter of the vectors, as one instruction does it. After
+    four times, quarter q of vector c holds column 16 q + c.
     """
     bytes_ = Vector("u8", 64)
     quarters = range(0, 64, 16)
