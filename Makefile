@@ -11,7 +11,8 @@
 #   make test-report     reports in a real browser, which it installs (Debian's packages); screenshots in out/report
 #   make test-clients    the same library under Megatron-core, transformers, accelerate, Lightning and torchtitan
 #   make test-gpu        checks on a GPU: about ten minutes, and a report to send, out/gpu-report.json
-#   make test-gpu-emulated    all that is known about GPUs without one, with two versions of Triton: about an hour
+#   make test-gpu-emulated    all that is known about GPUs without one, with two versions of Triton: some hours; RESUME=1
+#                        leaves out what has passed since kernels changed, and records what passes (tests/gpu/records)
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -24,6 +25,8 @@ TORCH_INDEX ?=
 MINUTES ?= 10
 # The second version of Triton of test-gpu-emulated, beside the one that belongs to torch.
 NEWEST_TRITON ?= 3.9.0
+# With RESUME=1 test-gpu-emulated goes on where it was interrupted.
+RESUME ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -93,7 +96,7 @@ $(TRITON)/.installed: pyproject.toml $(TEST_PINS)
 	touch $@
 
 # Without the marks by which `make test` leaves out what takes long.
-EMULATED := -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/gpu tests/on_gpu
+EMULATED := -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/gpu tests/on_gpu $(if $(RESUME),--resume tests/gpu/records)
 
 test-gpu-emulated: $(STAMP) $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python $(EMULATED)

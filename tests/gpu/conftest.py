@@ -1,0 +1,39 @@
+"""The option ``--resume``: leave out emulated tests that have passed already, and record those that pass now."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from .passed import Passed, state
+
+_PASSED = pytest.StashKey[Passed]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--resume", type=Path, metavar="FOLDER", help="where emulated tests that passed are recorded")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("--resume", None)  # if the whole suite runs, this file is read after the command line
+    if folder is not None:
+        config.stash[_PASSED] = Passed(folder, version("triton"), state())
+        config.pluginmanager.register(_Resuming(config.stash[_PASSED], config))
+
+
+class _Resuming:
+    def __init__(self, passed: Passed, config: pytest.Config) -> None:
+        self._passed = passed
+        self._is_worker = hasattr(config, "workerinput")  # of pytest-xdist: who has started it hears of all results
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        known = [item for item in items if item.nodeid.split("@")[0] in self._passed]
+        if known:
+            config.hook.pytest_deselected(items=known)
+            items[:] = [item for item in items if item.nodeid.split("@")[0] not in self._passed]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed and not self._is_worker:
+            self._passed.add(report.nodeid.split("@")[0])
