@@ -359,7 +359,7 @@ def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool
     memory = None if keep else kernels.workspace(name, count)
     if memory is None:
         return torch.empty(rows, columns, dtype=torch.float32, device=like.device)
-    return memory[:count].view(rows, columns)
+    return memory.as_strided((rows, columns), (columns, 1))
 
 
 # ---- bf16 operands -----------------------------------------------------------------------------------

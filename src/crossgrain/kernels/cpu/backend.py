@@ -265,7 +265,7 @@ class CpuBackend(ReferenceBackend):
         if workspace is None:
             out = torch.empty(height, width, dtype=dtype, device="cpu")
         else:
-            out = workspace[:count].view(height, width)
+            out = workspace.as_strided((height, width), (width, 1))
         address, past_caches = out.data_ptr(), _is_written_past_caches(out)
         if count < 2 * runtime.ELEMENTS_PER_THREAD:
             found.run(plane, address, 0, found.steps, past_caches)
