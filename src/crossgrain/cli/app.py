@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -36,7 +37,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
             explain,
             (
                 "crossgrain explain --recipe mxfp8-fwd-nvfp4-bwd",
-                "crossgrain explain --recipe 'nvfp4; lm_head: hp' --model small",
+                "crossgrain explain --recipe 'nvfp4; head: hp' --model small",
             ),
         ),
         Command(formats, ("crossgrain formats", "crossgrain --import my_formats formats --json")),
@@ -90,7 +91,12 @@ def before_every_command(modules: Modules = [], debug: Debug = False) -> None:  
     import_modules(modules)
 
 
+def _paragraphs(run: Callable[..., Any]) -> str:
+    """The docstring with a line for each paragraph, which the terminal breaks where it ends."""
+    return "\n\n".join(" ".join(part.split()) for part in cleandoc(run.__doc__ or "").split("\n\n"))
+
+
 for panel, commands in COMMANDS.items():
     for command in commands:
         lines = "\n\n".join(command.examples)
-        app.command(rich_help_panel=panel, epilog=f"Examples:\n\n{lines}")(command.run)
+        app.command(rich_help_panel=panel, help=_paragraphs(command.run), epilog=f"Examples:\n\n{lines}")(command.run)

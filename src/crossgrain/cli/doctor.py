@@ -9,7 +9,7 @@ import typer
 
 from .checkup import Checkup, check_up
 from .checkup.findings import Package, SelfTest
-from .output import AsJson, print_json
+from .output import AsJson, at_work, print_json
 
 _WIDTH = 80
 _INDENT = 12
@@ -20,7 +20,8 @@ def doctor(as_json: AsJson = False) -> None:
 
     Ends with 0 if all is well, and with 1 if something is broken.
     """
-    found = check_up()
+    with at_work("comparing kernels with golden vectors"):
+        found = check_up()
     if as_json:
         print_json(found.as_data())
     else:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from ..convert import convert
 from ..export import export as export_model
@@ -20,7 +19,7 @@ from ..files.steps import chosen_checkpoint
 from ..files.training import manifest_of
 from ..recipe.portable import recipe_from_text
 from .mistakes import mistakes_are_shown
-from .output import AsJson, fail, print_json
+from .output import AsJson, at_work, fail, print_json, print_text
 from .recipes import load_recipe
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -58,26 +57,29 @@ def export(
         chosen = load_recipe(recipe) if recipe is not None else _stored_recipe(checkpoint)
         if chosen is None and format != "plain":
             raise ValueError("--recipe is needed: it says which layers are quantized, and how")
-        model = _hugging_face_model(hf)
+        with at_work(f"reading {hf}"):
+            model = _hugging_face_model(hf)
         if chosen is not None:
             convert(model, chosen, skip=skip or ())
         if checkpoint is not None:
-            _load(model, checkpoint)
+            with at_work(f"reading {checkpoint}"):
+                _load(model, checkpoint)
         batches = None if inputs is None else [read_safetensors(inputs).state_dict]
-        report = export_model(
-            model,
-            out,
-            format=format,
-            dtype=None if dtype is None else _DTYPES[dtype],
-            inputs=batches,
-            assets=hf,
-            max_shard_bytes=max_shard_bytes,
-            overwrite=overwrite,
-        )
+        with at_work(f"writing {out}"):
+            report = export_model(
+                model,
+                out,
+                format=format,
+                dtype=None if dtype is None else _DTYPES[dtype],
+                inputs=batches,
+                assets=hf,
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+            )
     if as_json:
         print_json({**asdict(report), "directory": str(report.directory)})
     else:
-        Console(highlight=False).print(str(report), markup=False, soft_wrap=True)
+        print_text(str(report))
 
 
 def _hugging_face_model(directory: Path) -> Any:

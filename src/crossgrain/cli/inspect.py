@@ -11,7 +11,7 @@ from rich.console import Console
 from ..gpt.training import Run, Trainer
 from ..lab.inspect import Inspection, Inspector, read_inspection
 from .mistakes import mistakes_are_shown
-from .output import AsJson, fail, print_json, progress_bar
+from .output import AsJson, fail, print_json, print_text, progress_bar
 from .recipes import load_schedule, split_recipes
 from .sizes import SizeName, Steps, preset_of
 
@@ -73,7 +73,7 @@ def inspect(
         if as_json:
             print_json(seen.to_dict(step))
         else:
-            Console(highlight=False).print(seen.text(step, None if show_all else top), markup=False, soft_wrap=True)
+            print_text(seen.text(step, None if show_all else top))
     if interrupted:
         raise typer.Exit(130)
 

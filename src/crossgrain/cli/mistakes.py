@@ -16,6 +16,10 @@ MISTAKES = (ValueError, TypeError, LookupError, NotImplementedError, RuntimeErro
 """What the library raises for a wrong value, a missing file or package, and the like. Anything else is our bug."""
 
 
+_HINT = """crossgrain --debug COMMAND ... shows where this was raised. If it is not a
+mistake in the command, please report it with the output of crossgrain doctor."""
+
+
 class Debugging:
     """Whether ``--debug`` was given."""
 
@@ -33,11 +37,7 @@ def told_in_a_message() -> Iterator[None]:
     except MISTAKES as error:
         if debugging.on:
             raise
-        said = str(error) or type(error).__name__
-        hint = (
-            "crossgrain --debug COMMAND ... shows where this was raised. If it is not a mistake in the command, please"
-        )
-        print(f"crossgrain: {said}\n\n{hint} report it with the output of crossgrain doctor.", file=sys.stderr)
+        print(f"crossgrain: {_said(error)}\n\n{_HINT}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -50,6 +50,13 @@ def mistakes_are_shown() -> Iterator[None]:
         if debugging.on:
             traceback.print_exc()
         console = Console(stderr=True, highlight=False)
-        text = error.shown(console.width - 8) if isinstance(error, RecipeSyntaxError) else str(error)
+        text = error.shown(console.width - 8) if isinstance(error, RecipeSyntaxError) else _said(error)
         console.print(text, style="red", markup=False, soft_wrap=isinstance(error, RecipeSyntaxError))
         raise typer.Exit(2) from error
+
+
+def _said(error: Exception) -> str:
+    """The message of an error; of one of the system, the file and what is wrong with it, without the number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

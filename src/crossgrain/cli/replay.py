@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from torch import Tensor, nn
 
 from ..convert import convert
@@ -18,7 +17,7 @@ from ..gpt.training import Trainer, losses_in
 from ..lab.replay import MEASURES, ReplayError, ReplayStep
 from ..lab.replay import replay as run_replay
 from .mistakes import mistakes_are_shown
-from .output import AsJson, fail, print_json, progress_bar
+from .output import AsJson, fail, print_json, print_text, progress_bar
 from .recipes import load_recipe
 from .user_function import load_function
 
@@ -96,7 +95,7 @@ def replay(
     if as_json:
         print_json({"step": title, **result.to_dict()})
     else:
-        Console(highlight=False).print(f"{title}\n{result}", markup=False, soft_wrap=True)
+        print_text(f"{title}\n{result}")
     if result.interrupted:
         raise typer.Exit(130)
 

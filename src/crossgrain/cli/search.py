@@ -15,7 +15,7 @@ from ..lab.start import Start
 from ..lab.study import Study, study
 from .lab_start import DEFAULT_CANDIDATES, Base, Candidates, From, gpt_checkpoint, split_candidates, start_of_user
 from .mistakes import mistakes_are_shown
-from .output import AsJson, fail, print_json, progress_bar
+from .output import AsJson, fail, print_json, print_text, progress_bar
 from .sizes import Size, SizeName, preset_of
 
 Minutes = Annotated[float, typer.Option(min=0.1, help="About how long it may take.")]
@@ -117,10 +117,10 @@ def _seconds_per_step(checkpoint: GPTCheckpoint) -> float:
 
 def _show(result: Study) -> None:
     console = Console(highlight=False)
-    console.print(str(result.found), markup=False, soft_wrap=True)
+    print_text(str(result.found))
     if result.verification is not None:
         console.print()
-        console.print(str(result.verification), markup=False, soft_wrap=True)
+        print_text(str(result.verification))
     for note in result.notes:
         console.print(note, style="yellow", markup=False)
     for name, path in result.files.items():

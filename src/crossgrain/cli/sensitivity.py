@@ -11,9 +11,10 @@ from rich.console import Console
 
 from ..lab.sensitivity import sensitivity as measure
 from ..lab.sensitivity.groups import GROUPINGS
+from ..lab.sensitivity.text import table
 from .lab_start import DEFAULT_CANDIDATES, Base, Candidates, From, gpt_checkpoint, split_candidates, start_of_user
 from .mistakes import mistakes_are_shown
-from .output import AsJson, print_json, progress_bar
+from .output import AsJson, print_json, print_text, progress_bar
 from .sizes import Size, SizeName, Steps, preset_of
 
 GroupName = Enum("GroupName", {name: name for name in GROUPINGS})  # type: ignore[misc]  # an option has to be an Enum
@@ -67,8 +68,7 @@ def sensitivity(
     if as_json:
         print_json(result.to_dict())
     else:
-        console = Console(highlight=False)
-        console.print(str(result), markup=False, soft_wrap=True)
-        console.print(f"numbers: {out}", markup=False, soft_wrap=True)
+        print_text(table(result, Console().width))
+        print_text(f"numbers: {out}")
     if result.interrupted:
         raise typer.Exit(130)

@@ -3,6 +3,7 @@
 from crossgrain.lab import sensitivity
 from crossgrain.lab.intervals import Estimate
 from crossgrain.lab.sensitivity import Effect, LayerInfo, Sensitivity, Site
+from crossgrain.lab.sensitivity.text import table
 
 from .small import batches, loss_fn, small
 
@@ -27,3 +28,21 @@ def test_a_long_table_shows_the_most_sensitive_layers_and_how_many_are_left():
     text = str(s)
     assert "layers.99 " in text and "layers.0 " not in text and "and 60 layers that are less sensitive" in text
     assert "b, the base: not measured" in text and "(stopped early)" in text
+
+
+def test_a_narrow_table_leaves_out_intervals_of_the_bias_and_then_all_of_them():
+    estimate = Estimate(0.001, 0.0005, 0.0015, 8)
+    effects = {
+        Site("up", "fprop"): {"x": Effect(loss=estimate)},
+        **{Site("up", gemm): {"x": Effect(noise=estimate, bias=estimate)} for gemm in ("dgrad", "wgrad")},
+    }
+    layers = {"up": LayerInfo("linear", 8, 8, 8)}
+    s = Sensitivity("x", {"x": {"fprop": "nvfp4", "dgrad": "nvfp4", "wgrad": "nvfp4"}}, layers, effects)
+
+    def row(width):
+        (line,) = [line for line in table(s, width).splitlines() if line.startswith("up ")]
+        return line
+
+    assert row(None) == row(200) and row(None).count("±") == 3
+    widest, middle = len(row(None)), len(row(len(row(None)) - 1))
+    assert row(widest).count("±") == 3 and row(widest - 1).count("±") == 1 and row(middle - 1).count("±") == 0
