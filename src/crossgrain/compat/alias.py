@@ -30,6 +30,13 @@ def install(*, replace: bool = False) -> None:
 
     Raises:
         RuntimeError: a real Transformer Engine is installed, and ``replace`` is False.
+
+    Examples:
+        >>> cg.compat.install()
+        >>> import transformer_engine.pytorch as te
+        >>> te.Linear is cg.Linear
+        True
+        >>> cg.compat.uninstall()
     """
     if is_installed():
         return
@@ -49,7 +56,14 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Objects that were imported already stay usable."""
+    """Undo `install`. Objects that were imported already stay usable.
+
+    Examples:
+        >>> cg.compat.install()
+        >>> cg.compat.is_installed()
+        True
+        >>> cg.compat.uninstall()
+    """
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
@@ -61,7 +75,14 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether ``import transformer_engine`` finds crossgrain because of `install`."""
+    """Whether ``import transformer_engine`` finds crossgrain because of `install`.
+
+    Examples:
+        >>> cg.compat.install()
+        >>> cg.compat.is_installed()
+        True
+        >>> cg.compat.uninstall()
+    """
     return _finder in sys.meta_path
 
 

@@ -40,6 +40,11 @@ def load_state_dict(
     Raises:
         ValueError: a quantized parameter would be rounded a second time; the message names all such parameters.
         RuntimeError: torch refused the state dict (missing keys, wrong shapes).
+
+    Examples:
+        >>> model = torch.nn.Sequential(cg.Linear(32, 32))
+        >>> cg.files.load_state_dict(model, model.state_dict())
+        <All keys matched successfully>
     """
     with all_or_nothing(model):
         return load_in_place(model, state_dict, strict=strict, assign=assign, requantize=requantize)

@@ -47,6 +47,16 @@ class ModelFile:
         state_dict: plain and quantized tensors by name.
         recipe_text: the recipe as text, or None if none was saved.
         metadata: the entries of the file's metadata that are not crossgrain's.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     cg.files.save_safetensors(model, f"{root}/model.safetensors")
+        ...     file = cg.files.read_safetensors(f"{root}/model.safetensors")
+        >>> print(file.recipe())
+        fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8
     """
 
     state_dict: dict[str, Any]
@@ -84,6 +94,15 @@ def save_safetensors(
     Raises:
         TypeError, ValueError: something in the state dict cannot be stored.
         OSError: the file cannot be written.
+
+    Examples:
+        >>> import tempfile
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     model = torch.nn.Sequential(cg.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     cg.files.save_safetensors(model, f"{root}/model.safetensors")
+        ...     type(cg.files.read_safetensors(f"{root}/model.safetensors").state_dict["0.weight"])
+        <class 'crossgrain.quantizers.mxfp8.MXFP8Tensor'>
     """
     flat = flatten(model.state_dict() if isinstance(model, nn.Module) else model)
     about = {**_FRAMEWORK, **_own(metadata), _VERSION: str(VERSION), _STATE: json.dumps(flat.description())}
@@ -103,6 +122,14 @@ def read_safetensors(path: str | os.PathLike[str], *, verify: bool = True) -> Mo
     Raises:
         FileNotFoundError: there is no such file.
         DamagedFileError: the file is truncated, modified, inconsistent, or of an unknown version.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     cg.files.save_safetensors(model, f"{root}/model.safetensors")
+        ...     sorted(cg.files.read_safetensors(f"{root}/model.safetensors").state_dict)
+        ['0.bias', '0.weight']
     """
     buffers, metadata = _read(Path(path))
     about = {key: value for key, value in metadata.items() if key.startswith(_PREFIX)}
@@ -148,6 +175,15 @@ def load_safetensors(
 
     Returns:
         The contents of the file.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     cg.files.save_safetensors(model, f"{root}/model.safetensors")
+        ...     file = cg.files.load_safetensors(f"{root}/model.safetensors", model)
+        >>> sorted(file.state_dict)
+        ['0.bias', '0.weight']
     """
     file = read_safetensors(path, verify=verify)
     load_state_dict(model, file.state_dict, strict=strict, assign=assign, requantize=requantize)
@@ -176,6 +212,15 @@ def export_plain(
 
     Raises:
         ValueError: the optimizer has no master weights of this model, or a number is too large for ``dtype``.
+
+    Examples:
+        >>> import tempfile
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     model = torch.nn.Sequential(cg.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     cg.files.export_plain(model, f"{root}/plain.safetensors")
+        ...     cg.files.read_safetensors(f"{root}/plain.safetensors").state_dict["0.weight"].dtype
+        torch.bfloat16
     """
     _write(plain_tensors(model, dtype, optimizer), path, {**_FRAMEWORK, **_own(metadata)})
 

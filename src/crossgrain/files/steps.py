@@ -16,7 +16,16 @@ _NAME = re.compile(f"{_PREFIX}[0-9]+")
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return the path of the complete checkpoint with the highest step in ``root``, or None if there is none."""
+    """Return the path of the complete checkpoint with the highest step in ``root``, or None if there is none.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     path = cg.files.save_checkpoint(root, 7, model=model)
+        ...     cg.files.latest_checkpoint(root) == path
+        True
+    """
     found = _complete(Path(root))
     return found[-1] if found else None
 

@@ -47,6 +47,15 @@ class Checkpoint:
         step: the step it was saved at.
         recipe_text: the recipe as text, or None if none was saved.
         extras: what was passed to `save_checkpoint` as ``extras``.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     path = cg.files.save_checkpoint(root, 7, model=model, extras={"epoch": 2})
+        ...     loaded = cg.files.load_checkpoint(root, model=model)
+        >>> loaded.step, loaded.extras
+        (7, {'epoch': 2})
     """
 
     path: Path
@@ -98,6 +107,14 @@ def save_checkpoint(
         ValueError: ``step``, ``keep`` or a name is invalid, or the recipe uses a function that is not defined at module
             scope and so cannot be found again.
         OSError: the disk is full or not writable; no checkpoint is left behind.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     path = cg.files.save_checkpoint(root, 7, model=model)
+        ...     path.name
+        'step-00000007'
     """
     root, step = Path(root), checked_step(step)
     check_request(objects, keep)
@@ -143,6 +160,15 @@ def load_checkpoint(
         FileNotFoundError: there is no checkpoint at ``path``.
         DamagedFileError: a file of the checkpoint is missing, truncated or modified.
         ValueError: the checkpoint does not contain one of ``objects``, or was saved in shards.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     path = cg.files.save_checkpoint(root, 7, model=model)
+        ...     loaded = cg.files.load_checkpoint(root, model=model)
+        >>> loaded.step
+        7
     """
     path = chosen_checkpoint(Path(path))
     manifest = manifest_of(path)
@@ -175,6 +201,13 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> None:
 
     Raises:
         DamagedFileError: a file is missing, truncated or modified.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     path = cg.files.save_checkpoint(root, 7, model=model)
+        ...     cg.files.verify_checkpoint(path)  # raises if a file is damaged
     """
     path = chosen_checkpoint(Path(path))
     check_files(path, manifest_of(path))

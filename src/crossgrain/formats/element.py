@@ -30,6 +30,11 @@ class Element(WrittenByFields):
 
     Raises:
         ValueError: ``specials`` is wrong, or codes do not have 4, 6 or 8 bits.
+
+    Examples:
+        >>> e4m3 = cg.formats.get_element("e4m3")
+        >>> e4m3.exponent_bits, e4m3.mantissa_bits, e4m3.max
+        (4, 3, 448.0)
     """
 
     name: str

@@ -35,6 +35,10 @@ class ScaleLayout(WrittenByFields):
         pad: rows and columns of the matrix are padded to multiples of these.
         transposed: the matrix is stored transposed.
         replicated: the scale of a 2-D tile is repeated for each of its rows, as hardware needs it.
+
+    Examples:
+        >>> cg.get_format("mxfp8").layout
+        ScaleLayout(pad=(128, 4), transposed=False, replicated=False)
     """
 
     pad: tuple[int, int] = (1, 1)
@@ -224,13 +228,23 @@ IDENTITY = Format("identity", None, scale_rule="none", transposes=False, ragged=
 
 @cache
 def fp8_format(element: Element = E4M3) -> Format:
-    """FP8 with one fp32 scale per tensor."""
+    """FP8 with one fp32 scale per tensor.
+
+    Examples:
+        >>> cg.formats.fp8_format().block is None  # one scale for the tensor
+        True
+    """
     return Format(_name("fp8", element), element, ragged=True)
 
 
 @cache
 def fp8_block_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
-    """FP8 with an fp32 scale per 1x128 block, or with ``two_d`` per 128x128 tile."""
+    """FP8 with an fp32 scale per 1x128 block, or with ``two_d`` per 128x128 tile.
+
+    Examples:
+        >>> cg.formats.fp8_block_format(two_d=True).block
+        (128, 128)
+    """
     if two_d:
         name, block, layout = "fp8_block_2d", (128, 128), ScaleLayout(pad=(1, 4))
     else:
@@ -240,14 +254,25 @@ def fp8_block_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
 
 @cache
 def mxfp8_format(element: Element = E4M3, *, two_d: bool = False) -> Format:
-    """MXFP8: a power-of-two scale, rounded up, per 32 numbers, or with ``two_d`` per 32x32 tile."""
+    """MXFP8: a power-of-two scale, rounded up, per 32 numbers, or with ``two_d`` per 32x32 tile.
+
+    Examples:
+        >>> cg.formats.mxfp8_format().block, cg.formats.mxfp8_format(two_d=True).block
+        ((1, 32), (32, 32))
+    """
     name, block = ("mxfp8_2d", (32, 32)) if two_d else ("mxfp8", (1, 32))
     layout = _GEMM_TILE_2D if two_d else _GEMM_TILE
     return Format(_name(name, element), element, block, "e8m0_up", layout, transposes=False)
 
 
 def ocp_mx_format(name: str, element: Element) -> Format:
-    """An OCP microscaling format with codes of 4 or 6 bits: 32 numbers share a power-of-two scale, rounded down."""
+    """An OCP microscaling format with codes of 4 or 6 bits: 32 numbers share a power-of-two scale, rounded down.
+
+    Examples:
+        >>> fmt = cg.formats.ocp_mx_format("my_mxfp4", cg.formats.get_element("e2m1"))
+        >>> fmt.scale_rule
+        'e8m0_floor'
+    """
     return Format(name, element, (1, 32), "e8m0_floor", _GEMM_TILE)
 
 
@@ -269,6 +294,10 @@ def nvfp4_format(
 
     Raises:
         ValueError: the options cannot be combined.
+
+    Examples:
+        >>> cg.formats.nvfp4_format(two_d=True).block
+        (16, 16)
     """
     if scale_bound not in (448, 256):
         raise ValueError(f"NVFP4: scale_bound must be 448 or 256, got {scale_bound}")

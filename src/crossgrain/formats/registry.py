@@ -63,6 +63,10 @@ def get_element(name: str) -> AnyElement:
 
     Raises:
         KeyError: there is no element of this name.
+
+    Examples:
+        >>> cg.formats.get_element("e2m1").max
+        6.0
     """
     known = {fmt.element.name: fmt.element for fmt in reversed(_FORMATS.values()) if fmt.element} | {
         scale.name: scale for scale in (E8M0, UE5M3)
@@ -74,12 +78,22 @@ def get_element(name: str) -> AnyElement:
 
 
 def formats() -> Iterator[Format]:
-    """All registered formats, in the order in which they were registered."""
+    """All registered formats, in the order in which they were registered.
+
+    Examples:
+        >>> [fmt.name for fmt in cg.formats.formats()][:3]
+        ['fp8', 'fp8_e5m2', 'fp8_block']
+    """
     return iter(tuple(_FORMATS.values()))
 
 
 def format_table() -> str:
-    """A table of all registered formats, as text."""
+    """A table of all registered formats, as text.
+
+    Examples:
+        >>> print(" ".join(cg.formats.format_table().splitlines()[0].split()))
+        name elem block scale column bits
+    """
     head = f"{'name':<26} {'elem':<8} {'block':<8} {'scale':<26} {'column':<6} {'bits':>6}"
     return "\n".join([head, "-" * len(head), *map(str, formats())])
 

@@ -33,6 +33,12 @@ class TableElement(WrittenByFields):
 
     Raises:
         ValueError: the table has another size, or the arguments do not fit together.
+
+    Examples:
+        >>> ramp = cg.formats.TableElement("ramp4", tuple(i - 7.5 for i in range(16)))  # -7.5, -6.5, ... 7.5
+        >>> mx_ramp4 = cg.Format("mx_ramp4", ramp, (1, 32), "e8m0_up", cg.formats.ScaleLayout(pad=(128, 4)))
+        >>> cg.quantize(torch.full((32, 32), 7.4), mx_ramp4).dequantize()[0, 0]
+        tensor(7.5000)
     """
 
     name: str

@@ -36,6 +36,13 @@ class Linear(StateDicts, FusedOperation):
         accumulate_into_main_grad: add the weight gradient to ``weight.main_grad``, which the caller provides.
         userbuffers_options: not supported; must be None.
         name: name of the layer, for recipes and messages.
+
+    Examples:
+        >>> layer = cg.ops.Linear(32, 64)
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = layer(torch.randn(32, 32))
+        >>> y.shape
+        torch.Size([32, 64])
     """
 
     weight: nn.Parameter

@@ -22,6 +22,13 @@ class Sequential(nn.Module):
 
     Args:
         *modules: modules or operations, or one mapping from names to modules.
+
+    Examples:
+        >>> block = cg.ops.Sequential(cg.ops.LayerNorm(32), cg.ops.Linear(32, 64), cg.ops.GELU(), cg.ops.Linear(64, 32))
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = block(torch.randn(32, 32))
+        >>> y.shape
+        torch.Size([32, 32])
     """
 
     def __init__(self, *modules: nn.Module) -> None:

@@ -38,6 +38,15 @@ class FusedAdam(FusedOptimizer):
 
     Raises:
         RuntimeError: options are not supported, or do not fit together.
+
+    Examples:
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     layer = cg.Linear(32, 32)
+        >>> optimizer = cg.optim.FusedAdam(layer.parameters(), lr=1e-3, master_weights=True)
+        >>> layer(torch.randn(4, 32)).sum().backward()
+        >>> optimizer.step()  # masters in float32 are updated, and the weight is quantized from them
+        >>> optimizer.state[layer.weight]["master_param"].dtype
+        torch.float32
     """
 
     _travelling = (*FusedOptimizer._travelling, "adam_w_mode", "capturable")

@@ -28,6 +28,12 @@ class FusedSGD(FusedOptimizer):
 
     Raises:
         ValueError: ``nesterov`` without momentum or with dampening.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> optimizer = cg.optim.FusedSGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.randn(4, 32)).sum().backward()
+        >>> optimizer.step()
     """
 
     _travelling = (*FusedOptimizer._travelling, "wd_after_momentum", "_masters_of_plain")

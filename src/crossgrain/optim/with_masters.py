@@ -41,6 +41,15 @@ def with_masters(optimizer: type[SomeOptimizer], params: Any, *args: Any, **opti
 
     Returns:
         An instance of ``optimizer``.
+
+    Examples:
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     layer = cg.Linear(32, 32)
+        >>> optimizer = cg.optim.with_masters(torch.optim.AdamW, layer.parameters(), lr=1e-3)
+        >>> layer(torch.randn(4, 32)).sum().backward()
+        >>> optimizer.step()
+        >>> isinstance(optimizer, torch.optim.AdamW)
+        True
     """
     return cast(SomeOptimizer, _class_with_masters(cast(Any, optimizer))(params, *args, **options))
 

@@ -57,6 +57,11 @@ class Device:
 
     Raises:
         ValueError: a figure is not positive, a kind of element is not known, or the rate of bf16 or tf32 is missing.
+
+    Examples:
+        >>> b200 = cg.planning.device_of("b200")
+        >>> b200.name, b200.memory, b200.node
+        ('b200', 180, 8)
     """
 
     name: str
@@ -130,6 +135,10 @@ def device_of(text: str | Device) -> Device:
 
     Raises:
         ValueError: there is no such device or figure.
+
+    Examples:
+        >>> cg.planning.device_of("b200, memory=192").memory
+        192.0
     """
     if isinstance(text, Device):
         return text

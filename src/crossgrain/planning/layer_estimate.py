@@ -32,6 +32,13 @@ class LayerEstimate:
         gathered: bytes of the weight, as FSDP gathers its planes.
         without_rate: formats whose elements have no published rate. They are counted as bf16.
         decoded: formats that the device does not multiply natively. They are counted as bf16.
+
+    Examples:
+        >>> estimate = cg.planning.layer_estimate("mxfp8", tokens=8192, inputs=4096, outputs=4096)
+        >>> list(estimate.gemms)
+        ['fprop', 'dgrad', 'wgrad']
+        >>> estimate.saved_input / (8192 * 4096)
+        1.03125
     """
 
     gemms: Mapping[str, Work]
@@ -160,6 +167,11 @@ def gemm_seconds(
     """The time of each GEMM of a linear layer, at published rates: ``{"fprop": ..., "dgrad": ..., "wgrad": ...}``.
 
     Args and errors are those of `layer_estimate`, which also returns bytes.
+
+    Examples:
+        >>> seconds = cg.planning.gemm_seconds("mxfp8", tokens=8192, inputs=4096, outputs=4096)
+        >>> {gemm: round(1e6 * time, 1) for gemm, time in seconds.items()}
+        {'fprop': 61.1, 'dgrad': 61.1, 'wgrad': 61.1}
     """
     return layer_estimate(
         recipe,

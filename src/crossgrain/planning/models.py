@@ -31,6 +31,11 @@ class Transformer:
 
     Raises:
         ValueError: the dimensions do not fit together.
+
+    Examples:
+        >>> small = cg.planning.Transformer(layers=2, width=64, heads=2, mlp=256, vocab=1000)
+        >>> cg.plan(small, "mxfp8").parameters
+        259392
     """
 
     layers: int
@@ -89,7 +94,12 @@ _NEEDED = ("layers", "width", "heads", "mlp", "vocab")
 
 
 def model_names() -> list[str]:
-    """The names of all models that `plan` knows."""
+    """The names of all models that `plan` knows.
+
+    Examples:
+        >>> cg.planning.model_names()[:3]
+        ['gpt2', 'gpt2-xl', 'llama3-8b']
+    """
     from ..gpt.training import PRESETS
 
     return [*MODELS, *(f"{LAB}{size}" for size in PRESETS)]

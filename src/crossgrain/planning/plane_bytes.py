@@ -83,6 +83,11 @@ class Gathered(NamedTuple):
         forward: for forward, which reads rowwise planes.
         backward: for backward, which reads columnwise planes.
         both: one gather for both passes.
+
+    Examples:
+        >>> gathered = cg.planning.layer_estimate("mxfp8", tokens=8192, inputs=4096, outputs=4096).gathered
+        >>> gathered.forward / 4096**2  # a byte for each number, and a scale for 32 of them
+        1.03125
     """
 
     forward: int

@@ -21,6 +21,11 @@ class Memory:
         saved_weights: planes that linear layers save of weights which are not kept quantized.
         saved_others: what everything between linear layers saves for backward.
         workspace: what exists only for some time, by kind.
+
+    Examples:
+        >>> estimate = cg.plan("llama3-8b", "mxfp8", gpus=8)
+        >>> estimate.memory.gradients > 0
+        True
     """
 
     weights: dict[str, int]
@@ -51,7 +56,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one GPU receives in a step by one kind of collective: bytes, and seconds."""
+    """What one GPU receives in a step by one kind of collective: bytes, and seconds.
+
+    Examples:
+        >>> estimate = cg.plan("llama3-8b", "mxfp8", gpus=8)
+        >>> [traffic.kind for traffic in estimate.wire]
+        ['gather weights for forward', 'gather weights for backward', 'reduce-scatter gradients']
+    """
 
     kind: str
     bytes: int
@@ -68,6 +79,11 @@ class Work:
         kind: the kind of elements that is multiplied: bf16 if the device cannot multiply the format.
         flops: number of operations.
         seconds: time.
+
+    Examples:
+        >>> estimate = cg.plan("llama3-8b", "mxfp8", gpus=8)
+        >>> sorted({work.gemm for work in estimate.work if work.format == "mxfp8"})
+        ['dgrad', 'fprop', 'wgrad']
     """
 
     gemm: str
@@ -92,6 +108,11 @@ class Plan:
         quantize_seconds: time of quantization.
         assumptions: the assumptions, in sentences.
         without_rate: formats for which no rate is published or given. They are counted as bf16.
+
+    Examples:
+        >>> estimate = cg.plan("llama3-8b", "mxfp8", gpus=8)
+        >>> f"{estimate.parameters / 1e9:.2f}B"
+        '8.03B'
     """
 
     model: str

@@ -42,6 +42,10 @@ class Recipe:
             before they are multiplied.
         nonfinite: what layers do about NaNs and infinities: "propagate", "raise" or "saturate" (see
             `quantizers.nonfinite`). None for what `settings` say.
+
+    Examples:
+        >>> isinstance(cg.recipe.MXFP8BlockScaling(), cg.recipe.Recipe), cg.recipe.MXFP8BlockScaling().mxfp8()
+        (True, True)
     """
 
     fp8_dpa: bool = False

@@ -26,6 +26,11 @@ class MXFP8BlockScaling(RecipeFields):
         fp8_dpa: quantize the operands of the GEMMs of the attention core.
         fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
         backward_override: see `Recipe`.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe=cg.recipe.MXFP8BlockScaling()):
+        ...     y = layer(torch.randn(32, 32))
     """
 
     margin: int = 0
@@ -60,6 +65,11 @@ class Float8BlockScaling(RecipeFields):
         fp8_quant_fwd_inp: how inputs are quantized.
         fp8_quant_fwd_weight: how weights are quantized.
         fp8_quant_bwd_grad: how output gradients are quantized.
+
+    Examples:
+        >>> layer = cg.Linear(128, 128)
+        >>> with cg.autocast(recipe=cg.recipe.Float8BlockScaling()):
+        ...     y = layer(torch.randn(128, 128))
     """
 
     use_f32_scales: bool = field(default_factory=partial(flag_from_environment, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
@@ -145,6 +155,11 @@ class NVFP4BlockScaling(RecipeFields):
         fp4_quant_fwd_inp: how inputs are quantized.
         fp4_quant_fwd_weight: how weights are quantized.
         fp4_quant_bwd_grad: how output gradients are quantized.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe=cg.recipe.NVFP4BlockScaling(disable_rht=True)):
+        ...     y = layer(torch.randn(32, 32))
     """
 
     disable_rht: bool = field(default_factory=partial(flag_from_environment, "NVTE_NVFP4_DISABLE_RHT"))

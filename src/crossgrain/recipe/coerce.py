@@ -22,6 +22,10 @@ def as_recipe(value: Recipe | RecipeSchedule | str | os.PathLike[str] | Mapping[
     Raises:
         TypeError: the value is none of these.
         ValueError: the text or the file is not a recipe, or it is a schedule, which changes during training.
+
+    Examples:
+        >>> cg.recipe.as_recipe("mxfp8") == cg.GemmRecipe.load("mxfp8")
+        True
     """
     if isinstance(value, Recipe):
         return value

@@ -23,6 +23,12 @@ def quantizer_factory(*, key: tuple[str, int]) -> Callable[[Factory], Factory]:
 
     Args:
         key: name and version; must be hashable.
+
+    Examples:
+        >>> @cg.recipe.quantizer_factory(key=("all_mxfp8", 1))
+        ... def factory(role):
+        ...     return cg.quantizer_for("mxfp8")
+        >>> recipe = cg.recipe.CustomRecipe(factory)
     """
     hash(key)  # raise here if it is not hashable, and not later in a lookup
 
@@ -54,6 +60,14 @@ class CustomRecipe(RecipeFields):
     Raises:
         TypeError: ``qfactory`` cannot be called.
         ValueError: ``quantization_alignment`` is not positive.
+
+    Examples:
+        >>> def factory(role):
+        ...     weight = role is not None and role.tensor_type == "weight"
+        ...     return cg.quantizer_for("mxfp8" if weight else "mxfp8(e5m2)")
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe=cg.recipe.CustomRecipe(factory)):
+        ...     y = layer(torch.randn(32, 32))
     """
 
     qfactory: QuantizerFactory

@@ -60,6 +60,11 @@ class Explanation:
         title: the recipe as text.
         rows: one row for every operand of every layer.
         every_layer: show every layer, also those with equal rows.
+
+    Examples:
+        >>> explanation = cg.GemmRecipe.load("mxfp8; head: hp").explain()
+        >>> explanation.title
+        'fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8; head: hp'
     """
 
     title: str

@@ -41,6 +41,11 @@ class ScheduleExplanation:
     Attributes:
         title: the schedule as text.
         phases: the phases in their order.
+
+    Examples:
+        >>> shown = cg.RecipeSchedule.load("nvfp4; last 10 % of steps: mxfp8").explain(None, 100)
+        >>> [phase.start for phase in shown.phases]
+        [0, 90]
     """
 
     title: str

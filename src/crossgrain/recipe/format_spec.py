@@ -144,6 +144,11 @@ class FormatSpec:
 
     Raises:
         ValueError: there is no such format, or it does not have an option that is set.
+
+    Examples:
+        >>> spec = cg.recipe.FormatSpec.parse("nvfp4(rht, sr)")
+        >>> str(spec), spec.rht
+        ('nvfp4(rht, sr)', True)
     """
 
     format: str

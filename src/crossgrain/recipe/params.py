@@ -15,7 +15,12 @@ class _Largest(NamedTuple):
 
 
 class FP8Format(enum.Enum):
-    """The element types of a recipe in forward and in backward. HYBRID is E4M3 in forward and E5M2 in backward."""
+    """The element types of a recipe in forward and in backward. HYBRID is E4M3 in forward and E5M2 in backward.
+
+    Examples:
+        >>> cg.recipe.DelayedScaling(fp8_format=cg.recipe.FP8Format.E4M3).fp8_format.name
+        'E4M3'
+    """
 
     E2M1 = _Largest(6, 6)
     E4M3 = _Largest(448, 448)

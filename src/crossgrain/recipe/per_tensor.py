@@ -43,6 +43,11 @@ class DelayedScaling(RecipeFields):
         fp8_dpa: quantize the operands of the GEMMs of the attention core.
         fp8_mha: also quantize the output of the attention core, and the gradients of Q, K and V.
         backward_override: not supported; must be None.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe=cg.recipe.DelayedScaling(amax_history_len=16)):
+        ...     y = layer(torch.randn(32, 32))
     """
 
     margin: int = 0
@@ -94,6 +99,11 @@ class Float8CurrentScaling(RecipeFields):
         fp8_quant_fwd_inp: how inputs are quantized.
         fp8_quant_fwd_weight: how weights are quantized.
         fp8_quant_bwd_grad: how output gradients are quantized.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.autocast(recipe=cg.recipe.Float8CurrentScaling()):
+        ...     y = layer(torch.randn(32, 32))
     """
 
     use_power_2_scales: bool = field(

@@ -41,6 +41,11 @@ def recipe_to_text(recipe: Recipe) -> str:
 
     Raises:
         ValueError: the recipe has an option that cannot be written as text, or is of another class.
+
+    Examples:
+        >>> text = cg.files.recipe_to_text(cg.recipe.MXFP8BlockScaling())
+        >>> cg.files.recipe_from_text(text) == cg.recipe.MXFP8BlockScaling()
+        True
     """
     if isinstance(recipe, GemmRecipe):
         return str(recipe)
@@ -61,6 +66,11 @@ def recipe_from_text(text: str, *, import_functions: bool = False) -> Recipe:
 
     Raises:
         ValueError: the text is not a recipe, or it needs a function that may not or cannot be imported.
+
+    Examples:
+        >>> recipe = cg.GemmRecipe.load("mxfp8; head: hp")
+        >>> cg.files.recipe_from_text(cg.files.recipe_to_text(recipe)) == recipe
+        True
     """
     if not text.lstrip().startswith("{"):
         return GemmRecipe.load(text)

@@ -97,7 +97,12 @@ def preset_name(word: str) -> str | None:
 
 
 def preset_table() -> str:
-    """All presets as text, two lines for each; those of schedules are the last."""
+    """All presets as text, two lines for each; those of schedules are the last.
+
+    Examples:
+        >>> print(" ".join(cg.recipe.preset_table().splitlines()[0].split()))
+        hp no quantization: the baseline
+    """
     return "\n".join(
         f"{name:<20} {preset.description}\n{'':<20} {preset.line}" for name, preset in {**PRESETS, **SCHEDULES}.items()
     )

@@ -147,6 +147,10 @@ class Rule:
     Attributes:
         matcher: which layers.
         settings: pairs of keys and values, see `layer_formats`.
+
+    Examples:
+        >>> cg.GemmRecipe.load("mxfp8; head: hp").rules[0].matcher
+        Glob(patterns=('head',))
     """
 
     matcher: Matcher

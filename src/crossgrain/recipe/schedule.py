@@ -41,6 +41,11 @@ class Phase:
         start: its first step.
         recipe: the recipe of its steps.
         rules: the phases of the schedule that hold in it.
+
+    Examples:
+        >>> schedule = cg.RecipeSchedule.load("nvfp4; last 10 % of steps: mxfp8")
+        >>> [phase.start for phase in schedule.phases(100)]
+        [0, 90]
     """
 
     start: int

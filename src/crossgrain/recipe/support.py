@@ -137,7 +137,12 @@ get_default_fp8_recipe = get_default_recipe
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """The multiple to which the rows of groups are padded. For a custom recipe it is ``quantization_alignment``."""
+    """The multiple to which the rows of groups are padded. For a custom recipe it is ``quantization_alignment``.
+
+    Examples:
+        >>> cg.recipe.get_align_size_for_quantization(cg.recipe.MXFP8BlockScaling())
+        32
+    """
     if recipe.custom():
         alignment: int = recipe.quantization_alignment  # type: ignore[attr-defined]
         return alignment
@@ -155,12 +160,22 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """The FP8 dtype of torch for forward or backward tensors."""
+    """The FP8 dtype of torch for forward or backward tensors.
+
+    Examples:
+        >>> cg.recipe.get_fp8_torch_dtype(cg.recipe.DelayedScaling(), fprop_tensor=False)
+        torch.float8_e5m2
+    """
     return TE_DType_To_Torch[get_fp8_te_dtype(fp8_recipe, fprop_tensor)]
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """The largest finite number of the FP8 type of forward or backward tensors."""
+    """The largest finite number of the FP8 type of forward or backward tensors.
+
+    Examples:
+        >>> cg.recipe.get_fp8_max(cg.recipe.DelayedScaling())
+        448.0
+    """
     return get_fp8_te_dtype(fp8_recipe, fprop_tensor).element.max
 
 

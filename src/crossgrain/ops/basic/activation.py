@@ -59,61 +59,111 @@ def _in_fp8(x: Tensor) -> Any:
 
 
 class GELU(ActivationOperation):
-    """GELU in its tanh approximation."""
+    """GELU in its tanh approximation.
+
+    Examples:
+        >>> cg.ops.GELU()(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+        tensor([-0.1588,  0.0000,  0.8412,  1.9546])
+    """
 
     activation_name = "gelu"
 
 
 class GEGLU(ActivationOperation):
-    """``gelu(gate) · linear``, where gate and linear are the halves of the last dimension."""
+    """``gelu(gate) · linear``, where gate and linear are the halves of the last dimension.
+
+    Examples:
+        >>> cg.ops.GEGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[0.4206, 5.8638]])
+    """
 
     activation_name = "geglu"
 
 
 class GLU(ActivationOperation):
-    """``sigmoid(gate) · linear``"""
+    """``sigmoid(gate) · linear``
+
+    Examples:
+        >>> cg.ops.GLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[0.3655, 2.6424]])
+    """
 
     activation_name = "glu"
 
 
 class QGELU(ActivationOperation):
-    """``x · sigmoid(1.702 x)``"""
+    """``x · sigmoid(1.702 x)``
+
+    Examples:
+        >>> cg.ops.QGELU()(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+        tensor([-0.1542,  0.0000,  0.8458,  1.9357])
+    """
 
     activation_name = "qgelu"
 
 
 class QGEGLU(ActivationOperation):
-    """``qgelu(gate) · linear``"""
+    """``qgelu(gate) · linear``
+
+    Examples:
+        >>> cg.ops.QGEGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[0.4229, 5.8070]])
+    """
 
     activation_name = "qgeglu"
 
 
 class ReLU(ActivationOperation):
-    """``max(x, 0)``"""
+    """``max(x, 0)``
+
+    Examples:
+        >>> cg.ops.ReLU()(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+        tensor([0., 0., 1., 2.])
+    """
 
     activation_name = "relu"
 
 
 class ReGLU(ActivationOperation):
-    """``relu(gate) · linear``"""
+    """``relu(gate) · linear``
+
+    Examples:
+        >>> cg.ops.ReGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[0.5000, 6.0000]])
+    """
 
     activation_name = "reglu"
 
 
 class SReLU(ActivationOperation):
-    """``max(x, 0)²``"""
+    """``max(x, 0)²``
+
+    Examples:
+        >>> cg.ops.SReLU()(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+        tensor([0., 0., 1., 4.])
+    """
 
     activation_name = "srelu"
 
 
 class SReGLU(ActivationOperation):
-    """``srelu(gate) · linear``"""
+    """``srelu(gate) · linear``
+
+    Examples:
+        >>> cg.ops.SReGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[ 0.5000, 12.0000]])
+    """
 
     activation_name = "sreglu"
 
 
 class SiLU(ActivationOperation):
-    """``x · sigmoid(x)``"""
+    """``x · sigmoid(x)``
+
+    Examples:
+        >>> cg.ops.SiLU()(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+        tensor([-0.2689,  0.0000,  0.7311,  1.7616])
+    """
 
     activation_name = "silu"
 
@@ -124,6 +174,10 @@ class SwiGLU(ActivationOperation):
     Args:
         cache_quantized_input: keep the input for backward in FP8.
         glu_interleave_size: gate and linear alternate in blocks of this size, instead of being two halves.
+
+    Examples:
+        >>> cg.ops.SwiGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[0.3655, 5.2848]])
     """
 
     activation_name = "swiglu"
@@ -142,6 +196,10 @@ class ClampedSwiGLU(ActivationOperation):
         glu_linear_offset: added to the linear part.
         cache_quantized_input: keep the input for backward in FP8.
         glu_interleave_size: gate and linear alternate in blocks of this size, instead of being two halves.
+
+    Examples:
+        >>> cg.ops.ClampedSwiGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[1.2687, 7.7426]])
     """
 
     activation_name = "clamped_swiglu"
@@ -166,7 +224,12 @@ class ClampedSwiGLU(ActivationOperation):
 
 
 class SiTUGLU(ActivationOperation):
-    """``β₁·tanh(gate/β₁)·sigmoid(gate) · β₂·tanh(linear/β₂)``"""
+    """``β₁·tanh(gate/β₁)·sigmoid(gate) · β₂·tanh(linear/β₂)``
+
+    Examples:
+        >>> cg.ops.SiTUGLU()(torch.tensor([[1.0, 2.0, 0.5, 3.0]]))  # one half of the features gates the other
+        tensor([[0.3581, 4.8611]])
+    """
 
     activation_name = "situglu"
 

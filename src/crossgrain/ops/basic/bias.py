@@ -26,6 +26,10 @@ class Bias(Computation):
         dtype: dtype of the parameter.
         tensor_parallel: divide the features among the ranks of ``tensor_parallel_group``; this rank has its part.
         tensor_parallel_group: the process group; None for all ranks.
+
+    Examples:
+        >>> cg.ops.Bias(4)(torch.zeros(2, 4)).shape
+        torch.Size([2, 4])
     """
 
     added_by_gemm = False  # by the linear operation right before it (`BasicLinear.take_bias`)

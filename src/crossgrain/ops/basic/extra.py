@@ -23,6 +23,10 @@ class AddExtraInput(_InPlace):
 
     Args:
         in_place: write y to the memory of the extra input.
+
+    Examples:
+        >>> cg.ops.AddExtraInput()(torch.ones(2), torch.ones(2))
+        tensor([2., 2.])
     """
 
     num_extra_inputs = 1
@@ -49,6 +53,11 @@ class MakeExtraOutput(_InPlace):
 
     Args:
         in_place: in backward, add the two gradients in the memory of the extra output's gradient.
+
+    Examples:
+        >>> x, extra = cg.ops.MakeExtraOutput()(torch.ones(2))
+        >>> torch.equal(x, extra)
+        True
     """
 
     num_extra_outputs = 1

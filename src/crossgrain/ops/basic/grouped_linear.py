@@ -56,6 +56,11 @@ class GroupedLinear(GroupedParameters, ComputationWithExtras, LinearOperation):
         delay_wgrad_compute: compute weight gradients not in backward, but when `backward_dw` is called.
         scale_bias: multiply the bias of each row by a factor, which is an extra input.
         name: name of the layer, for recipes and messages.
+
+    Examples:
+        >>> experts = cg.ops.GroupedLinear(2, 32, 64)
+        >>> experts(torch.randn(48, 32), torch.tensor([16, 32])).shape  # 16 rows for the first, 32 for the second
+        torch.Size([48, 64])
     """
 
     def __init__(

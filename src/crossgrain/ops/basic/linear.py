@@ -106,6 +106,10 @@ class BasicLinear(Computation, LinearOperation):
         accumulate_into_main_grad: add the weight gradient to ``weight.main_grad``, which the caller provides.
         userbuffers_options: not supported; must be None.
         name: name of the layer, for recipes and messages.
+
+    Examples:
+        >>> cg.ops.BasicLinear(32, 64)(torch.randn(4, 32)).shape
+        torch.Size([4, 64])
     """
 
     weight: nn.Parameter

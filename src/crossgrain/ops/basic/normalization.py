@@ -80,13 +80,23 @@ class _Norm(NormParameters, Computation):
 
 
 class LayerNorm(_Norm):
-    """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``"""
+    """``y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias``
+
+    Examples:
+        >>> cg.ops.LayerNorm(4)(torch.randn(2, 4)).shape
+        torch.Size([2, 4])
+    """
 
     _has_bias = True
 
 
 class RMSNorm(_Norm):
-    """``y = x / sqrt(mean(x²) + eps) · weight``"""
+    """``y = x / sqrt(mean(x²) + eps) · weight``
+
+    Examples:
+        >>> cg.ops.RMSNorm(4)(torch.randn(2, 4)).shape
+        torch.Size([2, 4])
+    """
 
 
 class L2Normalization(Computation):
@@ -96,6 +106,10 @@ class L2Normalization(Computation):
         eps: added to the sum.
         seq_length: accepted; it is for warming up GPU kernels.
         micro_batch_size: accepted; it is for warming up GPU kernels.
+
+    Examples:
+        >>> cg.ops.L2Normalization()(torch.tensor([3.0, 4.0]))
+        tensor([0.6000, 0.8000])
     """
 
     def __init__(self, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:

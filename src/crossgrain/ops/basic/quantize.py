@@ -19,6 +19,11 @@ class Quantize(BasicOperation):
     Args:
         forward: quantize the tensor.
         backward: quantize the gradient.
+
+    Examples:
+        >>> block = cg.ops.Sequential(cg.ops.Quantize(), cg.ops.Linear(32, 32))
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     y = block(torch.randn(32, 32))
     """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:

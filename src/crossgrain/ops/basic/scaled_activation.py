@@ -73,7 +73,13 @@ class ScaledActivation(ComputationWithExtras):
 
 
 class ScaledSwiGLU(ScaledActivation):
-    """``swiglu(x) · scales``"""
+    """``swiglu(x) · scales``
+
+    Examples:
+        >>> cg.ops.ScaledSwiGLU()(torch.ones(2, 4), torch.tensor([1.0, 0.5]))  # with a scale for each row
+        tensor([[0.7311, 0.7311],
+                [0.3655, 0.3655]])
+    """
 
     activation_name = "swiglu"
 
@@ -83,7 +89,13 @@ class ScaledSwiGLU(ScaledActivation):
 
 
 class ScaledSReLU(ScaledActivation):
-    """``max(x, 0)² · scales``"""
+    """``max(x, 0)² · scales``
+
+    Examples:
+        >>> cg.ops.ScaledSReLU()(torch.full((2, 3), 2.0), torch.tensor([1.0, 0.5]))
+        tensor([[4., 4., 4.],
+                [2., 2., 2.]])
+    """
 
     activation_name = "srelu"
 
@@ -92,7 +104,13 @@ class ScaledSReLU(ScaledActivation):
 
 
 class ScaledSiTUGLU(ScaledActivation):
-    """``situglu(x) · scales``"""
+    """``situglu(x) · scales``
+
+    Examples:
+        >>> cg.ops.ScaledSiTUGLU()(torch.ones(2, 4), torch.tensor([1.0, 0.5]))  # with a scale for each row
+        tensor([[0.7158, 0.7158],
+                [0.3579, 0.3579]])
+    """
 
     activation_name = "situglu"
 
@@ -109,7 +127,13 @@ class ScaledSiTUGLU(ScaledActivation):
 
 
 class ScaledClampedQGeGLU(ScaledActivation):
-    """``clamped_swiglu(x) · scales``"""
+    """``clamped_swiglu(x) · scales``
+
+    Examples:
+        >>> cg.ops.ScaledClampedQGeGLU()(torch.ones(2, 4), torch.tensor([1.0, 0.5]))  # with a scale for each row
+        tensor([[1.6916, 1.6916],
+                [0.8458, 0.8458]])
+    """
 
     activation_name = "clamped_swiglu"
 

@@ -16,7 +16,12 @@ from ..op import BasicOperation, Gradients
 
 
 class Identity(BasicOperation):
-    """``y = x``"""
+    """``y = x``
+
+    Examples:
+        >>> cg.ops.Identity()(torch.ones(2))
+        tensor([1., 1.])
+    """
 
     def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
         return input_
@@ -26,7 +31,12 @@ class Identity(BasicOperation):
 
 
 class ConstantScale(Computation):
-    """``y = x · scale``"""
+    """``y = x · scale``
+
+    Examples:
+        >>> cg.ops.ConstantScale(0.5)(torch.ones(2))
+        tensor([0.5000, 0.5000])
+    """
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -43,7 +53,12 @@ class ConstantScale(Computation):
 
 
 class Dropout(Computation):
-    """In training, sets each element to zero with probability ``p`` and scales the others by 1 / (1 - p)."""
+    """In training, sets each element to zero with probability ``p`` and scales the others by 1 / (1 - p).
+
+    Examples:
+        >>> cg.ops.Dropout(0.5).eval()(torch.ones(2))
+        tensor([1., 1.])
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -73,7 +88,12 @@ class Dropout(Computation):
 
 
 class Reshape(Computation):
-    """``y = x.reshape(shape)``; one number of ``shape`` may be -1."""
+    """``y = x.reshape(shape)``; one number of ``shape`` may be -1.
+
+    Examples:
+        >>> cg.ops.Reshape((-1, 2))(torch.ones(4)).shape
+        torch.Size([2, 2])
+    """
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
