@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,8 @@ from crossgrain.cli.output import at_work, print_text
 from crossgrain.kernels import warmup
 from crossgrain.kernels.cpu import runtime
 
-NAMES = [command.run.__name__ for commands in COMMANDS.values() for command in commands]
+LISTED = [command for commands in COMMANDS.values() for command in commands]
+NAMES = [command.run.__name__ for command in LISTED]
 TINY = ("--size", "tiny", "--steps", "2")
 # Arguments of a run that takes seconds; what {out} and {run} are is in `place`. Export needs a model of transformers:
 # tests/cli/test_export.py runs it.
@@ -86,6 +88,21 @@ def test_the_help_fits_80_columns_and_has_an_example(name):
     assert max(map(len, shown.splitlines())) <= 80
     assert f" crossgrain {name}" in shown.partition("Examples:")[2]
     assert "--json" in shown and ESCAPE not in shown
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        example
+        for command in LISTED
+        for example in command.examples
+        if command.run.__name__ in ("explain", "formats", "plan") and "--import" not in example
+    ],
+)
+def test_examples_that_need_no_file_run(example):
+    _, *arguments = shlex.split(example)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
