@@ -24,7 +24,7 @@ from docs.tools.public_names import Name, public_names
 from ..common.logs import silent
 
 # Packages all of whose names have an example. Of others, some have none yet.
-COMPLETE = {"compat", "convert", "export", "files", "formats", "optim", "planning", "quantizers"}
+COMPLETE = {"compat", "convert", "export", "files", "formats", "gpt", "nn", "optim", "planning", "quantizers"}
 NAMES = {name.path: name for name in public_names() if not (name.is_data or isinstance(name.value, ModuleType))}
 DEPRECATED = {name for name, each in NAMES.items() if "it is deprecated" in each.summary}
 

@@ -12,7 +12,13 @@ _VALIDATION = 10  # one of so many bytes
 
 
 class Text(NamedTuple):
-    """The text as bytes, uint8 [n]. ``validation`` is the end of the text, which is not used for training."""
+    """The text as bytes, uint8 [n]. ``validation`` is the end of the text, which is not used for training.
+
+    Examples:
+        >>> text = cg.gpt.load_text()
+        >>> len(text.train) > len(text.validation)
+        True
+    """
 
     train: Tensor
     validation: Tensor
@@ -20,7 +26,13 @@ class Text(NamedTuple):
 
 @cache
 def load_text() -> Text:
-    """Return the text: half a megabyte of English and Python."""
+    """Return the text: half a megabyte of English and Python.
+
+    Examples:
+        >>> text = cg.gpt.load_text()
+        >>> text.train.dtype
+        torch.uint8
+    """
     from pydoc_data.topics import topics
 
     content = "\n".join(topics[name] for name in sorted(topics)).encode()

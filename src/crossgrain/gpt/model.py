@@ -13,7 +13,12 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The size of a `GPT`."""
+    """The size of a `GPT`.
+
+    Examples:
+        >>> cg.gpt.PRESETS["tiny"].model
+        GPTConfig(layers=2, width=64, heads=2, context=64)
+    """
 
     layers: int
     width: int
@@ -59,7 +64,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Byte-level GPT: takes bytes [batch, time], returns the logits of the next byte [batch, time, 256]."""
+    """Byte-level GPT: takes bytes [batch, time], returns the logits of the next byte [batch, time, 256].
+
+    Examples:
+        >>> model = cg.gpt.GPT(cg.gpt.GPTConfig(layers=1, width=32, heads=2, context=16))
+        >>> model(torch.zeros(1, 16, dtype=torch.int64)).shape
+        torch.Size([1, 16, 256])
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -28,7 +28,12 @@ _UNTIMED = 3  # steps in which kernels are compiled and caches fill
 
 @dataclass(frozen=True)
 class Preset:
-    """A size of model, and how it is trained."""
+    """A size of model, and how it is trained.
+
+    Examples:
+        >>> cg.gpt.PRESETS["tiny"].batch
+        16
+    """
 
     model: GPTConfig
     batch: int
@@ -48,7 +53,15 @@ PRESETS = {
 
 @dataclass
 class Run:
-    """The results of one training run. ``recipe`` is None for plain fp32."""
+    """The results of one training run. ``recipe`` is None for plain fp32.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> preset = replace(cg.gpt.PRESETS["tiny"], steps=2, batch=1, validations=1, validation_batch=1)
+        >>> run = cg.gpt.Trainer(preset, None, seed=0).train()
+        >>> run.recipe is None, [step for step, loss in run.validation]
+        (True, [2])
+    """
 
     recipe: str | None
     seed: int
@@ -82,6 +95,13 @@ class Trainer:
         model: the GPT.
         optimizer: its optimizer.
         run: the results so far.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> preset = replace(cg.gpt.PRESETS["tiny"], steps=2, batch=1, validations=1, validation_batch=1)
+        >>> run = cg.gpt.Trainer(preset, cg.GemmRecipe.load("mxfp8"), seed=0).train()
+        >>> len(run.losses)
+        2
     """
 
     def __init__(self, preset: Preset, recipe: Recipe | RecipeSchedule | None, seed: int) -> None:

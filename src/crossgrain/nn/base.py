@@ -62,6 +62,10 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         quantizers: ``{"scaling_fwd": [...], "scaling_bwd": [...]}`` of the recipe that was used last.
         fp8_meta: that recipe, and the states of its quantizers under the same names.
         bound_recipe: the recipe to use when no autocast is active; None for high precision.
+
+    Examples:
+        >>> isinstance(cg.Linear(32, 32, name="fc1"), cg.nn.QuantizedModule)
+        True
     """
 
     def __init__(self, name: str | None = None) -> None:

@@ -493,6 +493,10 @@ def can_reconstruct_wgrad_input_from_original(quantizer: Quantizer) -> bool:
 
     In a hybrid, a columnwise plane that is made from the original is independent of the rowwise plane. One that is made
     from the rowwise plane needs the same rowwise bytes again.
+
+    Examples:
+        >>> cg.nn.can_reconstruct_wgrad_input_from_original(cg.quantizer_for("mxfp8"))
+        True
     """
     if isinstance(quantizer, HybridQuantizer):
         row: Quantizer = quantizer.child(Direction.ROWWISE)

@@ -20,6 +20,14 @@ class OffloadStats(NamedTuple):
         shared: bytes of tensors that were not stored again because another operation had already saved them.
         kept: bytes of tensors that stayed in memory because they are too small or exceed the limit.
         used: bytes that the store occupies now.
+
+    Examples:
+        >>> context = cg.offload("host", min_bytes=0)
+        >>> with context:
+        ...     loss = (torch.ones(256, requires_grad=True) * 2).square().sum()
+        >>> loss.backward()
+        >>> context.stats.stored  # bytes
+        1024
     """
 
     stored: int
@@ -32,6 +40,14 @@ class Offload:
     """The context manager that `offload` returns.
 
     It can be entered again in every step, and inside itself. Several graphs may wait for their backward at a time.
+
+    Examples:
+        >>> context = cg.offload("host", min_bytes=0)
+        >>> with context:
+        ...     loss = (torch.ones(256, requires_grad=True) * 2).square().sum()
+        >>> loss.backward()
+        >>> context.stats.stored  # bytes
+        1024
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -97,10 +113,10 @@ def offload(
     Examples:
         >>> x = torch.ones(4, requires_grad=True)
         >>> with cg.offload("host", min_bytes=0):
-        ...     loss = x.square().sum()
+        ...     loss = (2 * x).square().sum()  # saves 2 * x, on the host
         >>> loss.backward()
         >>> x.grad
-        tensor([2., 2., 2., 2.])
+        tensor([8., 8., 8., 8.])
     """
     for name, value, least in (("min_bytes", min_bytes, 0), ("prefetch", prefetch, 0), ("pending", pending, 1)):
         if value < least:

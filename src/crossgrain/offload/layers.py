@@ -31,6 +31,10 @@ def start_offload(*tensors: Tensor, offload_base_tensor: bool = False) -> None:
 
     Raises:
         TypeError: an argument is not a tensor.
+
+    Examples:
+        >>> from crossgrain.compat import cpu_offload
+        >>> cpu_offload.start_offload(torch.ones(2))
     """
     for tensor in tensors:
         if not isinstance(tensor, (Tensor, QuantizedTensorStorage)):

@@ -66,6 +66,15 @@ class Inspector:
 
     Raises:
         ValueError: an argument is wrong.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with cg.lab.Inspector(model, every=1) as inspector:
+        ...     model(torch.randn(32, 32)).sum().backward()
+        ...     inspector.step()
+        >>> sorted({record["tensor"] for record in inspector.report().records})
+        ['grad_output', 'input', 'weight']
     """
 
     def __init__(

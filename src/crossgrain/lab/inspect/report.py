@@ -31,6 +31,16 @@ class Inspection:
         bad_step: the first bad step, if it is known already.
         runs: number of runs in the file.
         cut: the file ends within a line: the program was killed while it wrote.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with cg.lab.Inspector(model, every=1) as inspector:
+        ...     model(torch.randn(32, 32)).sum().backward()
+        ...     inspector.step()
+        >>> inspection = inspector.report()
+        >>> inspection.bad_step is None, len(inspection.looks)
+        (True, 1)
     """
 
     header: Mapping[str, Any] = field(default_factory=dict)
@@ -121,6 +131,17 @@ def read_inspection(path: str | os.PathLike[str]) -> Inspection:
     Raises:
         OSError: the file cannot be read.
         ValueError: it is not such a file.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     with cg.lab.Inspector(model, f"{root}/stats.jsonl", every=1) as inspector:
+        ...         model(torch.randn(32, 32)).sum().backward()
+        ...         inspector.step()
+        ...     len(cg.lab.read_inspection(f"{root}/stats.jsonl").looks)
+        1
     """
     found, runs, cut = Inspection(), 0, False
     lines = Path(path).read_text(encoding="utf-8").split("\n")

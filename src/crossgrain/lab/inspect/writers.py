@@ -56,6 +56,17 @@ class JsonlWriter:
 
     Args:
         path: the file.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     with cg.lab.Inspector(model, cg.lab.JsonlWriter(f"{root}/stats.jsonl"), every=1) as inspector:
+        ...         model(torch.randn(32, 32)).sum().backward()
+        ...         inspector.step()
+        ...     len(cg.lab.read_inspection(f"{root}/stats.jsonl").looks)
+        1
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
