@@ -42,7 +42,7 @@ def main() -> None:
     assert doctor["self_tests"]
     for test in doctor["self_tests"]:
         assert test["cases"] > 0 and not test["problems"], test
-        print(f"golden vectors, {test['backend']}: {test['cases']} of {test['of']} are compiled, and right")
+        print(f"golden vectors, {test['backend']}: {test['cases']} of {test['of']} were compared, and are right")
 
     client = HERE.parents[1] / "examples" / "typed_client.py"
     run(sys.executable, client)
