@@ -11,9 +11,9 @@ from typing import Any
 
 import typer
 
-from crossgrain.cli.app import COMMANDS, app
 from crossgrain.cli.checkup.variables import KNOWN
 from crossgrain.compat.environment import VARIABLES
+from crossgrain_command.app import COMMANDS, app
 
 from .public_names import GUIDES, INTEGRATIONS, PACKAGES, Name, public_names
 
@@ -100,10 +100,10 @@ def _data(name: Name) -> str:
 
 
 def _commands() -> Iterator[tuple[str, Any]]:
-    group: Any = typer.main.get_command(app)
-    yield "crossgrain", group
-    for name, command in group.commands.items():
-        yield f"crossgrain {name}", command
+    yield "crossgrain", typer.main.get_command(app)
+    for commands in COMMANDS.values():
+        for command in commands:
+            yield f"crossgrain {command.name}", command.load()
 
 
 def _command_line() -> str:
@@ -116,7 +116,7 @@ def _command_line() -> str:
         "itself is wrong, and with 130 if it was stopped by Ctrl-C. Results go to stdout, errors and progress to",
         "stderr.\n",
     ]
-    examples = {each.run.__name__: each.examples for group in COMMANDS.values() for each in group}
+    examples = {each.name: each.examples for group in COMMANDS.values() for each in group}
     for name, command in _commands():
         parts.append(f"## `{name}`\n")
         parts.append(" ".join((command.help or "").split("\n\n")[0].split()) + "\n")

@@ -1,5 +1,5 @@
 """``python -m crossgrain``: the command line."""
 
-from .cli import main
+from crossgrain_command import main
 
 main()

@@ -12,10 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 import crossgrain as cg
-from crossgrain.cli.app import COMMANDS, app
-from crossgrain.cli.mistakes import debugging, told_in_a_message
 from crossgrain.kernels import warmup
 from crossgrain.kernels.cpu import runtime
+from crossgrain_command.app import COMMANDS, app
+from crossgrain_command.mistakes import debugging, told_in_a_message
 
 NAMES = [fmt.name for fmt in cg.formats.formats()]
 
@@ -90,14 +90,42 @@ def test_python_m_crossgrain():
     assert "Usage: crossgrain" in result.stdout and "warmup" in result.stdout
 
 
+# For a shell, what completes a word is the program itself, with other environment variables.
+COMPLETING = {"_CROSSGRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "crossgrain ex", "COMP_CWORD": "1"}
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, shown",
+    [
+        (["--help"], {}, "Train the same small GPT"),
+        (["--version"], {}, f"crossgrain {cg.__version__}\n"),
+        ([], COMPLETING, "explain\nexport"),
+    ],
+    ids=["help", "version", "completion"],
+)
+def test_what_answers_at_once_does_not_import_torch(arguments, environment, shown):
+    code = f"""
+import sys
+from crossgrain_command import main
+sys.argv = ["crossgrain", *{arguments}]
+try:
+    main()
+finally:
+    print(*sorted({{"torch", "crossgrain"}} & sys.modules.keys()), file=sys.stderr)
+"""
+    environment = {**os.environ, "COLUMNS": "80", **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and shown in done.stdout, done.stderr
+    assert done.stderr == "\n"
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_how_to_install_it(missing, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("crossgrain.cli") or name.split(".")[0] == missing]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("crossgrain_command", missing)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.setattr(cg, "cli", None)  # importing it again sets it, and this puts it back
     with pytest.raises(SystemExit) as exit_:
-        importlib.import_module("crossgrain.cli").main()
+        importlib.import_module("crossgrain_command").main()
     assert exit_.value.code == f"The crossgrain command needs {missing}: pip install 'crossgrain[cli]'"
 
 
@@ -109,19 +137,18 @@ LISTED = [command for commands in COMMANDS.values() for command in commands]
 def test_the_help_has_all_commands_by_what_they_are_for():
     shown = run("--help")
     assert [title for title in COMMANDS if f"─ {title} ─" in shown] == list(COMMANDS)
-    assert {command.run.__name__ for command in LISTED} == set(typer.main.get_command(app).commands)
+    assert {command.name for command in LISTED} == set(typer.main.get_command(app).commands)
     assert all(len(line) <= 80 for line in shown.splitlines())
 
 
-@pytest.mark.parametrize("command", LISTED, ids=lambda command: command.run.__name__)
+@pytest.mark.parametrize("command", LISTED, ids=lambda command: command.name)
 def test_examples_of_a_command_name_it_and_its_options(command):
-    found = typer.main.get_command(app).commands[command.run.__name__]
-    options = {name for each in found.params for name in (*each.opts, *each.secondary_opts)}
-    shown = " ".join(run(command.run.__name__, "--help").split())
+    options = {name for each in command.load().params for name in (*each.opts, *each.secondary_opts)}
+    shown = " ".join(run(command.name, "--help").split())
     for example in command.examples:
         program, *words = shlex.split(example)
-        assert program == "crossgrain" and command.run.__name__ in words
-        own = words[words.index(command.run.__name__) + 1 :]
+        assert program == "crossgrain" and command.name in words
+        own = words[words.index(command.name) + 1 :]
         assert {word for word in own if word.startswith("--")} <= options
         assert " ".join(example.split()) in shown
 

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 import crossgrain
 from crossgrain.cli import doctor
-from crossgrain.cli.app import app
 from crossgrain.cli.checkup import backends, gpus, packages, processor, self_test, whole
 from crossgrain.cli.checkup.findings import Checkup, Gpu, Processor, SelfTest
 from crossgrain.cli.checkup.variables import KNOWN, set_variables
 from crossgrain.gemm.native import Gpu as GemmGpu
 from crossgrain.kernels import REFERENCE, choice
+from crossgrain_command.app import app
 
 from .self_test_archive import arrays
 

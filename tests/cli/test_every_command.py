@@ -9,13 +9,13 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import COMMANDS, app
 from crossgrain.cli.output import at_work, print_text
 from crossgrain.kernels import warmup
 from crossgrain.kernels.cpu import runtime
+from crossgrain_command.app import COMMANDS, app
 
 LISTED = [command for commands in COMMANDS.values() for command in commands]
-NAMES = [command.run.__name__ for command in LISTED]
+NAMES = [command.name for command in LISTED]
 TINY = ("--size", "tiny", "--steps", "2")
 # Arguments of a run that takes seconds; what {out} and {run} are is in `place`. Export needs a model of transformers:
 # tests/cli/test_export.py runs it.
@@ -96,7 +96,7 @@ def test_the_help_fits_80_columns_and_has_an_example(name):
         example
         for command in LISTED
         for example in command.examples
-        if command.run.__name__ in ("explain", "formats", "plan") and "--import" not in example
+        if command.name in ("explain", "formats", "plan") and "--import" not in example
     ],
 )
 def test_examples_that_need_no_file_run(example):

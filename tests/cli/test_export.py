@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import app
+from crossgrain_command.app import app
 
 
 def run(*arguments: str) -> tuple[int, str]:

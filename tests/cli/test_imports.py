@@ -6,8 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import app
 from crossgrain.formats import registry
+from crossgrain_command.app import app
 
 MODULE = """
 from crossgrain.formats import Format, ScaleLayout, TableElement, register_format
@@ -41,7 +41,7 @@ def test_formats_of_a_module_are_known_to_the_command(here):
 
 def test_an_installed_command_finds_modules_in_the_current_directory(here):
     """Python puts the directory of the script first, not this one."""
-    code = "from crossgrain.cli import main; main()"
+    code = "from crossgrain_command import main; main()"
     command = [sys.executable, "-P", "-c", code, "--import", "ramp_formats", "formats", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=here)
     assert result.returncode == 0 and '"mx_ramp"' in result.stdout, result.stderr

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import app
 from crossgrain.gpt import GPTConfig, Preset, training
+from crossgrain_command.app import app
 
 
 @pytest.fixture(autouse=True)

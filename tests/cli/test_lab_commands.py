@@ -6,9 +6,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import app
 from crossgrain.cli.recipes import labelled, split_recipes
 from crossgrain.gpt import GPTConfig, Preset, training
+from crossgrain_command.app import app
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import crossgrain as cg
-from crossgrain.cli.app import app
+from crossgrain_command.app import app
 
 MODEL = "layers=2, width=256, heads=4, mlp=512, vocab=1024, context=128"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import app
 from crossgrain.files import save_checkpoint
 from crossgrain.gpt import GPTConfig, Preset, training
+from crossgrain_command.app import app
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from crossgrain.cli.app import app
+from crossgrain_command.app import app
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import crossgrain as cg
-from crossgrain.cli.app import app
+from crossgrain_command.app import app
 
 from ..common.saved_models import assert_same_contents
 from ..common.tiny_models import tiny_llama

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("crossgrain", "crossgrain_command")
 # setuptools changes sys.argv, so it is read once.
 BUILD = "import sys; from setuptools import build_meta as b; o = sys.argv[1]; print(b.build_sdist(o), b.build_wheel(o))"
 
@@ -56,7 +57,8 @@ def test_everything_of_the_package_is_in_both(built):
     sdist, wheel = map(names_in, built)
     here = {
         path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src" / "crossgrain").rglob("*")
+        for package in PACKAGES
+        for path in (ROOT / "src" / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert here <= wheel and {f"src/{name}" for name in here} <= sdist
@@ -65,7 +67,7 @@ def test_everything_of_the_package_is_in_both(built):
 
 def test_nothing_else_is_in_them(built):
     sdist, wheel = map(names_in, built)
-    assert {name.partition("/")[0] for name in wheel} == {"crossgrain", "crossgrain-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in wheel} == {*PACKAGES, "crossgrain-0.1.0.dist-info"}
     assert not {name for name in sdist if name.startswith("tests")}
     assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "constraints/core.txt"} <= sdist
 

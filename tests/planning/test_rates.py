@@ -4,9 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 import crossgrain as cg
-from crossgrain.cli.app import app
 from crossgrain.formats import E4M3, Element, Format, ScaleLayout, registry
 from crossgrain.planning.devices import DEVICES, Device, device_of, known_kinds
+from crossgrain_command.app import app
 
 MODEL = "layers=2, width=256, heads=4, mlp=512, vocab=1024, context=128"
 

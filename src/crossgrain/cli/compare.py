@@ -44,10 +44,6 @@ def compare(
     out: Out = Path("out"),
     as_json: AsJson = False,
 ) -> None:
-    """Train the same small GPT with several recipes and in fp32, and compare loss, time and memory.
-
-    Ctrl-C stops it and keeps the finished runs.
-    """
     preset, chosen = preset_of(size, steps), labelled_schedules(split_recipes(recipes))
     with mistakes_are_shown():  # before anything is trained
         for recipe in chosen.values():

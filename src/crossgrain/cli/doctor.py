@@ -16,10 +16,6 @@ _INDENT = 12
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine can do: versions, CPU, GPUs, kernels, settings; and compare golden vectors.
-
-    Ends with 0 if all is well, and with 1 if something is broken.
-    """
     with at_work("comparing kernels with golden vectors"):
         found = check_up()
     if as_json:

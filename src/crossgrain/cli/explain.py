@@ -41,7 +41,6 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which format each GEMM reads, layer by layer, and which part of the recipe decides it; for each phase."""
     loaded = load_schedule(recipe)
     if model is not None and hf is not None:
         raise typer.BadParameter("--model and --hf exclude each other")

@@ -47,10 +47,6 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the directory of an earlier export.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Hugging Face model, trained with a recipe, for an inference engine.
-
-    The codes and scales are those that the layers multiply, byte for byte.
-    """
     if dtype is not None and dtype not in _DTYPES:
         raise fail(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}", code=2)
     with mistakes_are_shown():

@@ -21,7 +21,6 @@ _SCALES = {
 
 
 def formats(as_json: AsJson = False) -> None:
-    """List all registered formats: their elements, blocks and scales."""
     rows = [describe(fmt) for fmt in registered_formats()]
     if as_json:
         print_json(rows)

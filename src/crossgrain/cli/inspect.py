@@ -46,12 +46,6 @@ def inspect(
     show_all: All = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the errors of all tensors in each direction, and the first bad step, of a run with an Inspector.
-
-    Without a file, a small GPT is trained and looked at. Columns: the GEMM that reads the plane, the layer, x, W or dy,
-    its format, its signal-to-noise ratio in dB, its bias (the part of the error that does not average out over steps,
-    relative), the share of numbers that became zero, and the share that was cut off. "!" marks NaNs and infinities.
-    """
     of_training = {
         "--recipe": recipe,
         "--size": size,

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from .mistakes import debugging
+from crossgrain_command.mistakes import debugging
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

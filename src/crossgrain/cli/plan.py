@@ -69,10 +69,6 @@ def plan(
     ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate the memory, communication and time of a training step on GPUs that need not be there.
-
-    Sizes are exact, times follow from published peak rates. All assumptions are printed.
-    """
     first, _, second = (part.strip() for part in moments.partition(","))
     recipes = labelled(split_recipes(recipe))
     with mistakes_are_shown():

@@ -61,11 +61,6 @@ def replay(
     loss: Loss = None,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat a step bit for bit, then with operands in high precision, and say which operand makes the difference.
-
-    For training programs of yours: crossgrain replay run/checkpoints --step-from train:step. Ctrl-C stops it and prints
-    what is known.
-    """
     state: Mapping[str, Any] | None = None
     with mistakes_are_shown():
         if step_from is not None:

@@ -52,11 +52,6 @@ def search(
     out: Out = Path("out"),
     as_json: AsJson = False,
 ) -> None:
-    """Find a recipe: measure each GEMM of each layer, search, verify the recipe by paired training, and write a report.
-
-    With --from it is for your model: crossgrain search --from train:start --saving 0.8. Otherwise for the small GPT,
-    which is trained in fp32 first, and whose GEMMs are priced as if it were 4096 wide.
-    """
     if saving is not None and max_gap is not None:
         raise fail("give --saving or --max-gap, not both", code=2)
     target: dict[str, Any] = {"saving": 0.8 if saving is None else saving}

@@ -34,11 +34,6 @@ def sensitivity(
     out: Out = Path("out/sensitivity.json"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure what each format costs at each GEMM of each layer, at one checkpoint.
-
-    With --from it measures your model: crossgrain sensitivity --from train:start. Otherwise the small GPT is trained in
-    fp32 first. Ctrl-C stops it and keeps what is there; the next call goes on.
-    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, mistakes_are_shown():
         if origin is None:

@@ -31,10 +31,6 @@ def train(
     save_every: SaveEvery = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small byte-level GPT with a recipe, and print its validation loss.
-
-    Ctrl-C stops it and prints the results so far.
-    """
     preset, loaded = preset_of(size, steps), load_schedule(recipe)
     every = save_every or max(1, preset.steps // 10)
     if save_every is not None and save is None:

@@ -28,11 +28,6 @@ def warmup(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile CPU kernels and store them in the cache on disk: all of them, or those that recipes need.
-
-    All take about a minute and a half the first time, those of a recipe some seconds. What the cache has already is not
-    compiled again. Example: crossgrain warmup --recipe mxfp8-fwd-nvfp4-bwd
-    """
     wanted = [load_schedule(text) for text in recipe or ()]
     with withheld() as warned:
         usable = get_backend("cpu") == "cpu"
