@@ -30,6 +30,15 @@ def gather_by_pass(model: nn.Module, enabled: bool = True) -> None:
         ValueError: no module of the model is sharded.
         RuntimeError: parameters are gathered at the moment.
         NotImplementedError: FSDP2 of the installed torch is not as crossgrain knows it.
+
+    Examples:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+        >>> with cg.quantized_model_init(recipe="mxfp8"):
+        ...     model = torch.nn.Sequential(cg.Linear(32, 32))
+        >>> cg.distributed.gather_by_pass(fully_shard(model))  # after fully_shard
+        >>> torch.distributed.destroy_process_group()
     """
     if not announce_gathers(model, _gathering_for if enabled else None):
         raise ValueError(f"gather_by_pass: no module of this {type(model).__name__} is sharded; call fully_shard first")

@@ -37,6 +37,17 @@ def count_gathered_bytes(model: nn.Module) -> GatheredBytes:
 
     Returns:
         An object whose ``sizes`` and ``total`` grow with every gather.
+
+    Examples:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+        >>> model = fully_shard(torch.nn.Linear(32, 32, bias=False))
+        >>> count = cg.distributed.count_gathered_bytes(model)
+        >>> _ = model(torch.randn(4, 32))
+        >>> count.total  # nothing, because one rank has all; with two ranks 4096
+        0
+        >>> torch.distributed.destroy_process_group()
     """
     count = GatheredBytes()
     for module in model.modules():

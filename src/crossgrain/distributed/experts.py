@@ -47,7 +47,15 @@ _counts: list[ExchangedBytes] = []
 
 @contextmanager
 def count_exchanged_bytes() -> Iterator[ExchangedBytes]:
-    """Context manager that counts the bytes that arrive on this rank, in forward and backward, also from itself."""
+    """Context manager that counts the bytes that arrive on this rank, in forward and backward, also from itself.
+
+    Examples:
+        >>> exchange = cg.distributed.TokenExchange([3, 1])
+        >>> with cg.distributed.count_exchanged_bytes() as count:
+        ...     arrived = exchange.dispatch(torch.randn(4, 32), cg.quantizer_for("mxfp8"))
+        >>> count.total  # 32 codes and a scale for each of 4 rows
+        132
+    """
     count = ExchangedBytes()
     _counts.append(count)
     try:
@@ -67,6 +75,13 @@ def all_to_all_rows(rows: Tensor, sent: Sequence[int], got: Sequence[int], group
 
     Returns:
         The rows that arrived, ordered by the rank they come from.
+
+    Examples:
+        >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> cg.distributed.all_to_all_rows(rows, sent=[3], got=[3])  # one rank sends to itself
+        tensor([[1.],
+                [2.],
+                [3.]])
     """
     out: Tensor = _AllToAll.apply(rows, list(sent), list(got), group)
     return out
@@ -109,6 +124,15 @@ class TokenExchange:
 
     Raises:
         ValueError: ``counts`` cannot be divided among the ranks, or has a negative number.
+
+    Examples:
+        >>> experts = cg.GroupedLinear(2, 32, 32)
+        >>> exchange = cg.distributed.TokenExchange([3, 1])  # 3 tokens for the first expert, 1 for the second
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     arrived = exchange.dispatch(torch.randn(4, 32))
+        ...     out = exchange.combine(experts(arrived, exchange.sizes))
+        >>> out.shape
+        torch.Size([4, 32])
     """
 
     def __init__(self, counts: Tensor | Sequence[int], group: Any = None) -> None:

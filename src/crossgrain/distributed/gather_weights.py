@@ -23,7 +23,7 @@ from .weight_shard import WeightLayout, WeightShard
 
 @dataclass(frozen=True)
 class GatherReport:
-    """What `gather_quantized` did with each weight. ``print`` it to read it.
+    """The result of `gather_quantized`: how each weight will travel. ``print`` it to read it.
 
     Attributes:
         quantized: weights that will travel quantized, with their formats in each direction.
@@ -55,6 +55,17 @@ def gather_quantized(model: nn.Module, recipe: Recipe | str | os.PathLike[str] |
     Raises:
         RuntimeError: a weight is sharded already.
         NotImplementedError: a weight cannot be gathered in the format of its recipe; then nothing has changed.
+
+    Examples:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> print(cg.distributed.gather_quantized(model))  # before fully_shard
+        0.weight: rowwise mxfp8 / columnwise mxfp8
+        >>> _ = fully_shard(model)(torch.randn(32, 32))
+        >>> torch.distributed.destroy_process_group()
     """
     report = GatherReport()
     owners = _owners(model)

@@ -29,12 +29,22 @@ __all__ = [
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """The number of ranks of ``group``; 1 if torch.distributed is not initialized."""
+    """The number of ranks of ``group``; 1 if torch.distributed is not initialized.
+
+    Examples:
+        >>> cg.distributed.get_distributed_world_size()  # without torchrun
+        1
+    """
     return group_size(group)
 
 
 def get_distributed_rank(group: Any = None) -> int:
-    """The index of this process in ``group``; 0 if torch.distributed is not initialized."""
+    """The index of this process in ``group``; 0 if torch.distributed is not initialized.
+
+    Examples:
+        >>> cg.distributed.get_distributed_rank()  # without torchrun
+        0
+    """
     return group_rank(group)
 
 
@@ -75,6 +85,12 @@ def gather_along_first_dim(
 
     Returns:
         The gathered tensor, and a handle or None.
+
+    Examples:
+        >>> rows, quantizer = torch.randn(32, 32), cg.quantizer_for("mxfp8")
+        >>> gathered, _ = cg.distributed.gather_along_first_dim(rows, None, quantizer=quantizer)
+        >>> gathered.shape  # with two ranks 64 rows
+        torch.Size([32, 32])
     """
     if external_coalescing:
         raise NotImplementedError(
@@ -109,6 +125,11 @@ def reduce_scatter_along_first_dim(
         tp_group: the group of ranks.
         async_op: return a handle as well; the operation is complete when this function returns all the same.
         output: write the result here.
+
+    Examples:
+        >>> rows, handle = cg.distributed.reduce_scatter_along_first_dim(torch.ones(4, 2), None)
+        >>> rows.shape  # with two ranks 2 rows
+        torch.Size([4, 2])
     """
     result = inp if group_size(tp_group) == 1 else scattered_sum(inp, tp_group, "reduce_scatter_along_first_dim")
     return (result if output is None else output.copy_(result)), _handle(async_op)
@@ -118,6 +139,11 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tupl
     """Sum ``inp`` over the ranks, in place, and return it, and a handle or None.
 
     With ``async_op`` a handle is returned, but the operation is complete when this function returns.
+
+    Examples:
+        >>> total, handle = cg.distributed.allreduce(torch.ones(2))
+        >>> total  # with two ranks 2 and 2
+        tensor([1., 1.])
     """
     if group_size(tp_group) > 1:
         communicate(dist.all_reduce, inp, group=tp_group)
@@ -138,6 +164,12 @@ def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> N
 
     Raises:
         RuntimeError: layers are sequence parallel, but FSDP2 has removed all marks.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), cg.Linear(32, 32))
+        >>> cg.distributed.mark_sequence_parallel(model[0])
+        >>> model(torch.randn(8, 32)).sum().backward()
+        >>> cg.distributed.reduce_sequence_parallel_gradients(model)  # after backward, before optimizer.step()
     """
     marked = sequence_parallel_parameters(model)
     if not marked and _lost_marks(model):

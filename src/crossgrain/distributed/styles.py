@@ -143,6 +143,18 @@ class ColwiseParallel(_LinearStyle):
 
     Args:
         sequence_parallel: each rank has only its part of the rows of the input, which the layer gathers.
+
+    Examples:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+
+        >>> model = torch.nn.Sequential(cg.Linear(32, 128), torch.nn.GELU(), cg.Linear(128, 32))
+        >>> plan = {"0": cg.distributed.ColwiseParallel(), "2": cg.distributed.RowwiseParallel()}
+        >>> _ = parallelize_module(model, mesh, plan)
+        >>> model[0].out_features  # of this rank; with two ranks 64
+        128
+        >>> torch.distributed.destroy_process_group()
     """
 
     _mode = "column"
@@ -155,6 +167,16 @@ class RowwiseParallel(_LinearStyle):
 
     Args:
         sequence_parallel: each rank gets only its part of the rows of the output.
+
+    Examples:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+
+        >>> layer = parallelize_module(cg.Linear(128, 32), mesh, cg.distributed.RowwiseParallel())
+        >>> layer.in_features  # of this rank; with two ranks 64
+        128
+        >>> torch.distributed.destroy_process_group()
     """
 
     _mode = "row"

@@ -140,6 +140,13 @@ def compare(
         seeds: the seeds; each gives every recipe the same initial weights and the same data.
         on_step: called after each step with the label, the seed and the run so far.
         tolerance: the largest gap that would be accepted, in nats per byte. With it there are verdicts.
+
+    Examples:
+        >>> size = cg.gpt.GPTConfig(layers=1, width=32, heads=1, context=32)
+        >>> preset = cg.gpt.Preset(size, batch=2, steps=2, learning_rate=1e-3, validations=1, validation_batch=1)
+        >>> result = cg.lab.compare(preset, {"mxfp8": cg.GemmRecipe.load("mxfp8")}, seeds=[0])
+        >>> [row.label for row in result.rows()]
+        ['fp32', 'mxfp8']
     """
     result = Comparison(preset, recipes, seeds, tolerance)
     try:

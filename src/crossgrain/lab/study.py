@@ -73,8 +73,6 @@ def study(
 ) -> Study:
     """Find a recipe for a model: measure all sites, search, train with the result, and write a report.
 
-    >>> found = study(Start(model, batches, loss_fn, optimizer, branch), target={"saving": 0.8}, out="out")
-
     Files in ``out`` are written part by part: an interrupted study goes on where it was, if it is called again.
 
     Args:
@@ -98,6 +96,19 @@ def study(
         KeyboardInterrupt: it was stopped by Ctrl-C; the files have what is finished.
         ValueError: something cannot be measured, or the target cannot be reached; see `sensitivity` and `search`.
         BranchError: a run of the branch went wrong; see `verify`.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> start = cg.lab.Start(model, batches, loss_fn)  # with a loop of yours, the recipe is also verified
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     result = cg.lab.study(start, candidates=["nvfp4"], target={"saving": 0.8}, scale=128, out=root)
+        >>> sorted(result.files)
+        ['numbers', 'report', 'sensitivity']
     """
     device_of(device)  # what is wrong is said before anything has taken time
     plain = GemmRecipe.load(base)

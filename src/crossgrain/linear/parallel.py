@@ -187,6 +187,12 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         is_parallel: whether it is a part of a larger parameter.
         dim: the dimension along which that was divided.
         stride: stride of the partition.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(32, 32))
+        >>> cg.distributed.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+        >>> weight.partition_dim
+        0
     """
     found: Any = tensor
     found.tensor_model_parallel, found.partition_dim, found.partition_stride = is_parallel, dim, stride
@@ -205,6 +211,12 @@ def mark_sequence_parallel(module: nn.Module, *names: str, marked: bool = True) 
         module: the module.
         *names: names of its parameters; by default all of them.
         marked: False removes the mark.
+
+    Examples:
+        >>> norm = torch.nn.LayerNorm(32)
+        >>> cg.distributed.mark_sequence_parallel(norm)
+        >>> norm.weight.sequence_parallel
+        True
     """
     noted = vars(module).setdefault(_SUMMED, {})
     for name in names or [name for name, _ in module.named_parameters(recurse=False)]:

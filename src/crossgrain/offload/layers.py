@@ -55,6 +55,16 @@ class OffloadableLayerState:
         offload_stream: accepted and ignored.
         retain_pinned_cpu_buffers: keep host buffers and reuse them.
         min_bytes: smaller tensors always stay in memory.
+
+    Examples:
+        >>> from crossgrain.compat.cpu_offload import OffloadableLayerState
+        >>> state, activation = OffloadableLayerState(min_bytes=0), torch.ones(2)
+        >>> number = state.push_tensor(activation)
+        >>> state.start_offload()
+        >>> state.release_activation_forward_gpu_memory()
+        >>> state.start_reload()
+        >>> state.pop_tensor(number)
+        tensor([1., 1.])
     """
 
     def __init__(

@@ -20,6 +20,12 @@ class OperationContext:
         input_requires_grad: whether the gradient of its input is needed.
         grad_input_quantizer: quantizer for the gradient of its input, which the operation before can use; None to pass
             the gradient on unquantized.
+
+    Examples:
+        >>> ctx = cg.ops.OperationContext()  # what `op_forward` and `op_backward` get
+        >>> ctx.save_for_backward(torch.ones(2))
+        >>> ctx.saved_tensors
+        (tensor([1., 1.]),)
     """
 
     def __init__(self) -> None:

@@ -36,6 +36,11 @@ class OperationFuser:
 
     Args:
         ops: the operations, in the order of forward.
+
+    Examples:
+        >>> fuser = cg.ops.OperationFuser([cg.ops.ReLU(), cg.ops.ConstantScale(2.0)])
+        >>> fuser(torch.tensor([-1.0, 3.0]))
+        tensor([0., 6.])
     """
 
     forward_backward_fusion_functions: ClassVar[list[FusionFunction]] = []
@@ -343,6 +348,18 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
     Args:
         op_fusion_func: ``fn(ops, *, recipe) -> ops``, which replaces neighbouring operations by fused ones.
         prepend: apply it before all registered fusions instead of after them.
+
+    Examples:
+        >>> class Both(cg.ops.FusedOperation):
+        ...     def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        ...         first, second = self.basic_ops
+        ...         return input_ * (first.scale * second.scale), [(), ()]  # no extra outputs
+        >>> def fuse(ops, *, recipe):
+        ...     scales = len(ops) == 2 and all(isinstance(op, cg.ops.ConstantScale) for op in ops)
+        ...     return [Both(ops)] if scales else ops
+        >>> cg.ops.register_forward_fusion(fuse)
+        >>> cg.ops.Sequential(cg.ops.ConstantScale(2.0), cg.ops.ConstantScale(3.0))(torch.ones(1))
+        tensor([6.])
     """
     _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
 
@@ -351,6 +368,20 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
     """Register a fusion for backward passes; see `register_forward_fusion`.
 
     The function gets the operations in the order of forward here too.
+
+    Examples:
+        >>> class Both(cg.ops.FusedOperation):
+        ...     def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
+        ...         first, second = self.basic_ops
+        ...         return grad_output * (first.scale * second.scale), [[], []], [(), ()]
+        >>> def fuse(ops, *, recipe):
+        ...     scales = len(ops) == 2 and all(isinstance(op, cg.ops.ConstantScale) for op in ops)
+        ...     return [Both(ops)] if scales else ops
+        >>> cg.ops.register_backward_fusion(fuse)
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> cg.ops.Sequential(cg.ops.ConstantScale(2.0), cg.ops.ConstantScale(3.0))(x).backward()
+        >>> x.grad
+        tensor([6.])
     """
     _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
 
@@ -359,6 +390,24 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
     """Register a fusion for both passes; see `register_forward_fusion`.
 
     Its fused operations must define both passes. These fusions are applied before all others.
+
+    Examples:
+        >>> class Both(cg.ops.FusedOperation):
+        ...     def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        ...         first, second = self.basic_ops
+        ...         basic_op_ctxs[0].factor = first.scale * second.scale
+        ...         return input_ * basic_op_ctxs[0].factor, [(), ()]
+        ...
+        ...     def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
+        ...         return grad_output * basic_op_ctxs[0].factor, [[], []], [(), ()]
+        >>> def fuse(ops, *, recipe):
+        ...     scales = len(ops) == 2 and all(isinstance(op, cg.ops.ConstantScale) for op in ops)
+        ...     return [Both(ops)] if scales else ops
+        >>> cg.ops.register_forward_backward_fusion(fuse)
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> cg.ops.Sequential(cg.ops.ConstantScale(2.0), cg.ops.ConstantScale(3.0))(x).backward()
+        >>> x.grad
+        tensor([6.])
     """
     _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
 

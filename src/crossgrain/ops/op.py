@@ -42,7 +42,13 @@ BackwardResult = tuple[Tensor | None, list[Gradients], list[Gradients]]
 
 
 class FusibleOperation(nn.Module):
-    """Base class of all operations that can be part of a sequence which runs as one autograd function."""
+    """Base class of all operations that can be part of a sequence which runs as one autograd function.
+
+    Examples:
+        >>> linear = cg.ops.Linear(32, 64)
+        >>> isinstance(linear, cg.ops.FusibleOperation), [type(op).__name__ for op in linear.as_basic_ops()]
+        (True, ['BasicLinear', 'Bias'])
+    """
 
     @property
     def is_fused_op(self) -> bool:
@@ -113,6 +119,18 @@ class BasicOperation(QuantizedModule, FusibleOperation):
 
     A subclass defines `op_forward` and `op_backward`. If it has extra inputs or outputs, it defines `fuser_forward` and
     `fuser_backward` instead.
+
+    Examples:
+        >>> class Square(cg.ops.BasicOperation):
+        ...     def op_forward(self, ctx, input_, **kwargs):
+        ...         ctx.save_for_backward(input_)
+        ...         return input_ * input_
+        ...
+        ...     def op_backward(self, ctx, grad_output):
+        ...         (x,) = ctx.saved_tensors
+        ...         return 2 * x * grad_output, []  # the gradients of the input and of the parameters
+        >>> cg.ops.Sequential(Square(), cg.ops.ReLU())(torch.tensor([3.0]))
+        tensor([9.])
     """
 
     num_extra_inputs: int = 0
@@ -294,7 +312,16 @@ class BasicOperation(QuantizedModule, FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """Base class of operations that do the work of several basic operations, in forward, in backward or in both."""
+    """Base class of operations that do the work of several basic operations, in forward, in backward or in both.
+
+    Examples:
+        >>> class Both(cg.ops.FusedOperation):  # `register_forward_fusion` puts it in the place of two scales
+        ...     def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        ...         first, second = self.basic_ops
+        ...         return input_ * (first.scale * second.scale), [(), ()]  # no extra outputs
+        >>> Both([cg.ops.ConstantScale(2.0), cg.ops.ConstantScale(3.0)]).is_fused_op
+        True
+    """
 
     basic_ops: Sequence[BasicOperation]
 

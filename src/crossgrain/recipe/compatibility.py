@@ -37,6 +37,10 @@ def check_weight_matches_recipe(weight_quantizer: Quantizer | None, recipe: Reci
 
     Raises:
         RuntimeError: the weight is in the format of another recipe class.
+
+    Examples:
+        >>> quantizer = cg.quantizer_for("mxfp8")
+        >>> cg.recipe.check_weight_matches_recipe(quantizer, cg.recipe.MXFP8BlockScaling(), "fc1.weight")
     """
     if weight_quantizer is None or recipe.custom():
         return
@@ -58,6 +62,10 @@ def warn_of_another_recipe(before: Recipe | None, now: Recipe, name: str) -> Non
         before: the recipe that the module used last; None if there was none.
         now: the recipe that it will use.
         name: name of the module, for the message.
+
+    Examples:
+        >>> recipe = cg.recipe.MXFP8BlockScaling()
+        >>> cg.recipe.warn_of_another_recipe(recipe, recipe, "fc1")  # nothing is said: it is the same one
     """
     if before is None or isinstance(now, type(before)) or isinstance(before, type(now)):
         return

@@ -52,6 +52,13 @@ class PrecisionContext:
         nonfinite: the policy about NaNs and infinities of layers whose recipe does not say one; None for `settings`.
         depth: number of nested autocasts.
         task: id of the backward pass in which the autocast was entered; -1 outside of backward.
+
+    Examples:
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     context = cg.recipe.active()
+        ...     y = cg.Linear(32, 32)(torch.randn(32, 32))
+        >>> context.enabled, context.depth
+        (True, 1)
     """
 
     enabled: bool = False
@@ -71,7 +78,12 @@ _active: ContextVar[PrecisionContext] = ContextVar("crossgrain_precision", defau
 
 
 def active() -> PrecisionContext:
-    """The active context. In a recomputation it is the context of the first pass, not that around ``backward()``."""
+    """The active context. In a recomputation it is the context of the first pass, not that around ``backward()``.
+
+    Examples:
+        >>> cg.recipe.active().enabled
+        False
+    """
     context, task = _active.get(), torch._C._current_graph_task_id()
     if task in (-1, context.task):
         return context
@@ -80,7 +92,12 @@ def active() -> PrecisionContext:
 
 
 def this_pass() -> Pass:
-    """The pass of the activation checkpoints, if any, that the running code is part of."""
+    """The pass of the activation checkpoints, if any, that the running code is part of.
+
+    Examples:
+        >>> cg.recipe.this_pass().recomputes
+        False
+    """
     return find_pass(active())
 
 
@@ -90,7 +107,12 @@ def activate(context: PrecisionContext) -> None:
 
 
 def active_recipe() -> Recipe:
-    """The active recipe, or the default recipe if there is none."""
+    """The active recipe, or the default recipe if there is none.
+
+    Examples:
+        >>> type(cg.recipe.active_recipe())  # outside of all contexts
+        <class 'crossgrain.recipe.blockwise.MXFP8BlockScaling'>
+    """
     recipe = active().recipe
     return get_default_recipe() if recipe is None else recipe
 
@@ -103,6 +125,15 @@ def forward_step(state: RecipeState) -> AbstractContextManager[None]:
 
     Raises:
         RuntimeError: delayed scaling runs in backward, but not in a checkpoint that recorded its first pass.
+
+    Examples:
+        >>> state = cg.recipe.RecipeState.create(cg.recipe.DelayedScaling(), mode="forward", num_quantizers=2)
+
+        >>> quantize_input, quantize_weight = state.make_quantizers()
+        >>> with cg.recipe.forward_step(state):
+        ...     x = quantize_input(torch.tensor([7.0]))
+        >>> state.scale[0]  # the largest power of two by which 7 is not above 448
+        tensor(64.)
     """
     this = this_pass()
     step = within(this) if state.delayed is None else _delayed_step(state, state.delayed, this)
@@ -133,7 +164,15 @@ def _delayed_step(state: RecipeState, delayed: DelayedScalingRecipeState, this: 
 
 @contextmanager
 def forward_part(state: RecipeState) -> Iterator[None]:
-    """A context manager inside `forward_step`, for a part of the forward that has its own activation checkpoint."""
+    """A context manager inside `forward_step`, for a part of the forward that has its own activation checkpoint.
+
+    Examples:
+        >>> state = cg.recipe.RecipeState.create(cg.recipe.DelayedScaling(), mode="forward", num_quantizers=1)
+
+        >>> (quantize_input,) = state.make_quantizers()
+        >>> with cg.recipe.forward_step(state), cg.recipe.forward_part(state):
+        ...     x = quantize_input(torch.tensor([7.0]))
+    """
     this, delayed = this_pass(), state.delayed
     if delayed is None:
         with within(this):
@@ -148,7 +187,15 @@ def forward_part(state: RecipeState) -> Iterator[None]:
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """A context manager: all forward passes inside are one step of delayed scaling, or part of the step around them."""
+    """A context manager: all forward passes inside are one step of delayed scaling, or part of the step around them.
+
+    Examples:
+        >>> layer = cg.Linear(32, 32)
+        >>> with cg.recipe.one_step():  # both calls are one entry of the amax histories
+        ...     for _ in range(2):
+        ...         with cg.autocast(recipe=cg.recipe.DelayedScaling()):
+        ...             y = layer(torch.randn(32, 32))
+    """
     context = active()
     if context.step is not None or this_pass().recomputes:
         yield
@@ -176,7 +223,16 @@ def _finish(step: Step, *, always: bool = False) -> None:
 
 
 def backward_note(state: RecipeState) -> Callable[[], None]:
-    """Return a function that backward calls before it quantizes: ``state`` is updated when backward is complete."""
+    """Return a function that backward calls before it quantizes: ``state`` is updated when backward is complete.
+
+    Examples:
+        >>> state = cg.recipe.RecipeState.create(cg.recipe.DelayedScaling(), mode="backward", num_quantizers=1)
+
+        >>> note = cg.recipe.backward_note(state)  # in forward
+        >>> y = torch.ones(1, requires_grad=True) * 2
+        >>> _ = y.register_hook(lambda gradient: note())  # in backward
+        >>> y.backward()
+    """
     group, step = active().group, _join_backward_step(this_pass())
 
     def note() -> None:

@@ -22,6 +22,13 @@ class CustomRecipeState(RecipeState, kind="custom"):
     """Quantizers from ``recipe.qfactory(role)``.
 
     All requests, also those inside hybrid quantizers, share one delayed-scaling state, with one column for each.
+
+    Examples:
+        >>> recipe = cg.recipe.CustomRecipe(qfactory=lambda role: cg.quantizer_for("mxfp8"))
+        >>> roles = [cg.QuantizerRole(tensor_type="input")]
+        >>> state = cg.recipe.RecipeState.create(recipe, mode="forward", roles=roles)
+        >>> [type(each).__name__ for each in state.make_quantizers()]
+        ['MXFP8Quantizer']
     """
 
     _inherited: DelayedScalingRecipeState | None = None

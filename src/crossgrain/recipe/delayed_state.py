@@ -26,6 +26,12 @@ class DelayedScalingRecipeState(RecipeState, kind="delayed"):
     """Scales and amax histories, with one column for every quantizer.
 
     A quantizer writes the amax of its tensor to row 0 of the history; `end_step` updates history and scale from it.
+
+    Examples:
+        >>> recipe = cg.recipe.DelayedScaling(amax_history_len=4)
+        >>> state = cg.recipe.RecipeState.create(recipe, mode="forward", num_quantizers=2)
+        >>> state.amax_history.shape
+        torch.Size([4, 2])
     """
 
     recipe: DelayedScaling

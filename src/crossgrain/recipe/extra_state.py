@@ -37,7 +37,15 @@ assert _HEAD.size % 4 == 0
 
 
 def extra_state_of(forward: RecipeState | None, backward: RecipeState | None) -> Tensor:
-    """The scales and histories of both passes as a tensor of bytes, which is empty if the recipe keeps none."""
+    """The scales and histories of both passes as a tensor of bytes, which is empty if the recipe keeps none.
+
+    Examples:
+        >>> recipe = cg.recipe.DelayedScaling(amax_history_len=4)
+        >>> state = cg.recipe.RecipeState.create(recipe, mode="forward", num_quantizers=2)
+
+        >>> cg.recipe.extra_state_of(state, None).dtype
+        torch.uint8
+    """
     extra: dict[str, Any] = {}
     for mode, state in _delayed(forward, backward).items():
         extra[f"{mode}.scale"] = state.scale.detach()
@@ -59,6 +67,14 @@ def read_extra_state(extra: Any, name: str = "module") -> dict[str, Any]:
     Raises:
         TypeError: it is neither a tensor of bytes nor a dict, or has a value of a wrong type.
         ValueError: it is cut off, or a field is missing, unknown or wrong.
+
+    Examples:
+        >>> recipe = cg.recipe.DelayedScaling(amax_history_len=4)
+        >>> state = cg.recipe.RecipeState.create(recipe, mode="forward", num_quantizers=2)
+
+        >>> fields = cg.recipe.read_extra_state(cg.recipe.extra_state_of(state, None))
+        >>> fields["forward.amax_history"].shape
+        torch.Size([4, 2])
     """
     if is_empty(extra):
         return {}
@@ -130,6 +146,12 @@ def check_extra_state(extra: Any, name: str = "module") -> None:
     Raises:
         TypeError: see `read_extra_state`.
         ValueError: see `read_extra_state`.
+
+    Examples:
+        >>> cg.recipe.check_extra_state(None)  # a module without histories
+        >>> cg.recipe.check_extra_state({"version": 7}, "fc1")
+        Traceback (most recent call last):
+        ValueError: fc1: the extra state has version 7, but only version 1 can be read
     """
     read_extra_state(extra, name)
 
@@ -170,6 +192,13 @@ def load_extra_state(
     Raises:
         TypeError: see `check_extra_state`.
         ValueError: see `check_extra_state`; or the extra state is for other tensors or another FP8 type.
+
+    Examples:
+        >>> recipe = cg.recipe.DelayedScaling(amax_history_len=4)
+        >>> state = cg.recipe.RecipeState.create(recipe, mode="forward", num_quantizers=2)
+
+        >>> saved = cg.recipe.extra_state_of(state, None)
+        >>> cg.recipe.load_extra_state(saved, state, None)
     """
     extra = read_extra_state(extra, name)
     states = _delayed(forward, backward)

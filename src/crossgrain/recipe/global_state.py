@@ -73,7 +73,15 @@ def refuse_graphs(graph: bool) -> None:
 
 
 class FP8GlobalStateManager(BufferNames):
-    """Transformer Engine's class methods to ask for the active context. The state itself is in `recipe.context`."""
+    """Transformer Engine's class methods to ask for the active context. The state itself is in `recipe.context`.
+
+    Examples:
+        >>> with cg.autocast(recipe="mxfp8"):
+        ...     enabled = cg.recipe.FP8GlobalStateManager.is_fp8_enabled()
+        ...     y = cg.Linear(32, 32)(torch.randn(32, 32))
+        >>> enabled
+        True
+    """
 
     quantization_state = QuantizationState()
 

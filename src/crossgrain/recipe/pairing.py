@@ -24,6 +24,13 @@ def check_pairs(
 
     Raises:
         ValueError: two operands have scales of different kinds, or only one of them is rotated.
+
+    Examples:
+        >>> pair = {"input": cg.quantizer_for("mxfp8"), "weight": cg.quantizer_for("nvfp4")}
+        >>> cg.recipe.check_pairs(pair, allow_mixed=True)
+        >>> cg.recipe.check_pairs(pair, layer="fc1")
+        Traceback (most recent call last):
+        ValueError: ...
     """
     if allow_mixed:
         return

@@ -33,7 +33,12 @@ class FP8Format(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a GEMM accumulates. It has no effect here: every GEMM accumulates in fp32."""
+    """How a GEMM accumulates. It has no effect here: every GEMM accumulates in fp32.
+
+    Examples:
+        >>> cg.recipe.Float8CurrentScaling().fp8_gemm_fprop
+        MMParams(use_split_accumulator=False)
+    """
 
     use_split_accumulator: bool = True
 
@@ -52,6 +57,10 @@ class QParams:
         random_hadamard_transform: rotate columnwise data.
         stochastic_rounding: round stochastically instead of to the nearest number.
         fp4_2d_quantization: one scale per 16x16 tile instead of per 1x16 block.
+
+    Examples:
+        >>> cg.recipe.NVFP4BlockScaling().fp4_quant_bwd_grad.stochastic_rounding
+        True
     """
 
     power_2_scale: bool = False

@@ -88,6 +88,11 @@ class PhaseRule:
         steps: when they hold.
         matcher: for which layers. None is for all layers, and leaves the rules of single layers stronger.
         settings: pairs of keys and values, see `layer_formats`.
+
+    Examples:
+        >>> schedule = cg.RecipeSchedule.load("nvfp4; last 10 % of steps: mxfp8")
+        >>> schedule.rules[0].pattern
+        'last 10 % of steps'
     """
 
     steps: Steps

@@ -58,6 +58,12 @@ class RecipeState:
 
     Raises:
         ValueError: ``mode`` is wrong, or there are not as many roles as quantizers.
+
+    Examples:
+        >>> state = cg.recipe.RecipeState.create(cg.recipe.MXFP8BlockScaling(), mode="forward", num_quantizers=2)
+        >>> quantize_input, quantize_weight = state.make_quantizers()
+        >>> type(quantize_input(torch.randn(32, 32)))
+        <class 'crossgrain.quantizers.mxfp8.MXFP8Tensor'>
     """
 
     _class_of: ClassVar[dict[str, type[RecipeState]]] = {}
@@ -178,7 +184,12 @@ def _is_gradient(tensor_type: str) -> bool:
 
 
 class Float8CurrentScalingRecipeState(RecipeState, kind="float8_current_scaling"):
-    """The state of `Float8CurrentScaling`."""
+    """The state of `Float8CurrentScaling`.
+
+    Examples:
+        >>> type(cg.recipe.RecipeState.create(cg.recipe.Float8CurrentScaling(), mode="forward"))
+        <class 'crossgrain.recipe.state.Float8CurrentScalingRecipeState'>
+    """
 
     recipe: Float8CurrentScaling
 
@@ -205,7 +216,12 @@ class Float8CurrentScalingRecipeState(RecipeState, kind="float8_current_scaling"
 
 
 class MXFP8BlockScalingRecipeState(RecipeState, kind="mxfp8"):
-    """The state of `MXFP8BlockScaling`."""
+    """The state of `MXFP8BlockScaling`.
+
+    Examples:
+        >>> type(cg.recipe.RecipeState.create(cg.recipe.MXFP8BlockScaling(), mode="forward"))
+        <class 'crossgrain.recipe.state.MXFP8BlockScalingRecipeState'>
+    """
 
     recipe: MXFP8BlockScaling
 
@@ -220,7 +236,12 @@ class MXFP8BlockScalingRecipeState(RecipeState, kind="mxfp8"):
 
 
 class Float8BlockScalingRecipeState(RecipeState, kind="float8_block_scaling"):
-    """The state of `Float8BlockScaling`."""
+    """The state of `Float8BlockScaling`.
+
+    Examples:
+        >>> type(cg.recipe.RecipeState.create(cg.recipe.Float8BlockScaling(), mode="forward"))
+        <class 'crossgrain.recipe.state.Float8BlockScalingRecipeState'>
+    """
 
     recipe: Float8BlockScaling
 
@@ -243,7 +264,12 @@ class Float8BlockScalingRecipeState(RecipeState, kind="float8_block_scaling"):
 
 
 class NVFP4BlockScalingRecipeState(RecipeState, kind="nvfp4"):
-    """The state of `NVFP4BlockScaling`."""
+    """The state of `NVFP4BlockScaling`.
+
+    Examples:
+        >>> type(cg.recipe.RecipeState.create(cg.recipe.NVFP4BlockScaling(), mode="forward"))
+        <class 'crossgrain.recipe.state.NVFP4BlockScalingRecipeState'>
+    """
 
     recipe: NVFP4BlockScaling
 

@@ -104,7 +104,11 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | Support:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Raise RuntimeError if a recipe is not available. Of a custom recipe only FP8 is checked, not its quantizers."""
+    """Raise RuntimeError if a recipe is not available. Of a custom recipe only FP8 is checked, not its quantizers.
+
+    Examples:
+        >>> cg.recipe.check_recipe_support(cg.recipe.MXFP8BlockScaling())  # available
+    """
     if recipe.mxfp8():
         supported, reason = check_mxfp8_support()
     elif recipe.nvfp4():
@@ -152,7 +156,12 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
-    """The FP8 type of forward tensors, or with ``fprop_tensor=False`` of backward tensors."""
+    """The FP8 type of forward tensors, or with ``fprop_tensor=False`` of backward tensors.
+
+    Examples:
+        >>> cg.recipe.get_fp8_te_dtype(cg.recipe.DelayedScaling()).name  # E4M3 in forward, E5M2 in backward
+        'kFloat8E4M3'
+    """
     fmt: Any = fp8_recipe.fp8_format  # type: ignore[attr-defined]
     if fmt is FP8Format.E4M3 or (fmt is FP8Format.HYBRID and fprop_tensor):
         return DType.kFloat8E4M3
@@ -180,7 +189,12 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
 
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
-    """The FP4 type of a recipe, which is always E2M1."""
+    """The FP4 type of a recipe, which is always E2M1.
+
+    Examples:
+        >>> cg.recipe.get_fp4_te_dtype(cg.recipe.NVFP4BlockScaling()).name
+        'kFloat4E2M1'
+    """
     fmt: Any = fp4_recipe.fp4_format  # type: ignore[attr-defined]
     if fmt is not FP8Format.E2M1:
         raise ValueError(f"fp4_format must be FP8Format.E2M1, got {fmt!r}")

@@ -99,6 +99,15 @@ class TensorBoardWriter:
 
     Raises:
         ImportError: tensorboard is not installed.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     with cg.lab.Inspector(model, cg.lab.TensorBoardWriter(root), every=1) as inspector:
+        ...         model(torch.randn(32, 32)).sum().backward()
+        ...         inspector.step()
     """
 
     def __init__(self, to: str | os.PathLike[str] | Any) -> None:
@@ -136,6 +145,13 @@ class WandbWriter:
     Raises:
         ImportError: wandb is not installed.
         RuntimeError: there is no run.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> _ = cg.convert(model, "mxfp8")
+        >>> with cg.lab.Inspector(model, cg.lab.WandbWriter(wandb.init()), every=1) as inspector:  # doctest: +SKIP
+        ...     model(torch.randn(32, 32)).sum().backward()
+        ...     inspector.step()
     """
 
     def __init__(self, run: Any = None, *, log_steps: bool = True) -> None:

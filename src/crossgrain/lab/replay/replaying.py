@@ -40,9 +40,6 @@ def replay(
 ) -> Replay:
     """Find out which operand of which GEMM makes a step differ from high precision.
 
-    >>> load_checkpoint("run/checkpoints", model=model, optimizer=optimizer)
-    >>> print(replay(model, [batch], lambda model, batch: model(**batch).loss, optimizer=optimizer))
-
     The step is run twice as it is, which must give the same bits; once with all operands in high precision; and then
     with some operands in high precision, and everything else as it was: the same seeds of stochastic rounding, the same
     scales of delayed scaling, the same dropout. At the end the model, its gradients, the optimizer and all random
@@ -72,6 +69,18 @@ def replay(
         ReplayError: the step is not the same when it is repeated.
         ValueError: nothing is quantized in this step; the loss is not a number that depends on the parameters; or an
             option is wrong.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> _ = cg.convert(model, "nvfp4")
+        >>> result = cg.lab.replay(model, batches[:1], loss_fn, runs=8)
+        >>> print(result)  # with more runs it names the operands
+        The step was repeated bit for bit.
+        ...
     """
     if measure not in ("auto", *MEASURES):
         raise ValueError(f"measure must be auto, {', '.join(MEASURES)}, got {measure!r}")

@@ -32,8 +32,6 @@ def write_report(
 ) -> None:
     """Write one HTML file that shows what was measured, searched and verified. It loads nothing from anywhere.
 
-    >>> lab.write_report("report.html", s, frontier=lab.frontier(s), verification=result)
-
     Args:
         path: the file, which is whole or not there.
         sensitivity: what each format costs at each site.
@@ -47,6 +45,17 @@ def write_report(
 
     Raises:
         ValueError: a recipe or a distribution is about layers or candidates that were not measured.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> s = cg.lab.sensitivity(model, batches, loss_fn, candidates=["nvfp4"])
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     cg.lab.write_report(f"{root}/report.html", s, frontier=cg.lab.frontier(s, points=3, scale=128))
     """
     data = report_data(sensitivity, frontier, found, verification, distributions, title)
     page = Template(_asset("template.html")).substitute(

@@ -26,8 +26,6 @@ def search(
 ) -> Found:
     """Choose a candidate, or the base, for each GEMM of each layer.
 
-    >>> print(search(s, saving=0.8, device="b200", tokens=16384, rules=["lm_head: hp"]))
-
     The choice is the best one, not only a good one: effects and costs of sites are added, and the knapsack is solved
     exactly. Harm is the predicted gap in nats. What is not priced in nats decides only between choices with the same
     nats: of dgrad and wgrad without calibration, squared bias and noise.
@@ -55,6 +53,16 @@ def search(
 
     Raises:
         ValueError: there is not exactly one target, it cannot be reached, no site can move, or an argument is wrong.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> s = cg.lab.sensitivity(model, batches, loss_fn, candidates=["nvfp4"])
+        >>> found = cg.lab.search(s, saving=0.8, device="b200", tokens=16384, rules=["2: mxfp8"])
+        >>> _ = cg.convert(model, found.recipe)
     """
     finder = Finder(s, Costs(s, device, tokens, scale, dtype), rules, together)
     given = {"saving": saving, "max_gap": max_gap, "bytes": bytes}
@@ -95,6 +103,17 @@ def frontier(
 
     Raises:
         ValueError: see `search`; or ``points`` is below 2.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> s = cg.lab.sensitivity(model, batches, loss_fn, candidates=["nvfp4"])
+        >>> points = cg.lab.frontier(s, points=3, scale=128)
+        >>> points[-1].saving
+        1.0
     """
     if points < 2:
         raise ValueError(f"a frontier needs at least 2 points, got {points}")

@@ -44,6 +44,25 @@ def calibrate(
 
     Raises:
         ValueError: the candidate was not measured, quantizes no backward GEMM, or a run diverged.
+
+    Examples:
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> def branch(recipe, seed):  # a loop of yours, from your checkpoint
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        ...     if recipe is not None:  # None is high precision
+        ...         cg.convert(model, recipe)
+        ...     while True:
+        ...         loss = loss_fn(model, batches[seed])
+        ...         loss.backward()
+        ...         yield loss.item()
+        >>> s = cg.lab.sensitivity(torch.nn.Sequential(torch.nn.Linear(32, 32)), batches, loss_fn, candidates=["nvfp4"])
+        >>> runs = cg.lab.calibrate(s, branch, seeds=2, steps=4)
+        >>> list(s.calibration)  # the only layer has no dgrad
+        ['wgrad']
     """
     label = list(s.candidates)[-1] if candidate is None else candidate
     if label not in s.candidates:

@@ -44,9 +44,6 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure which GEMM of which layer can be in which format, at the model's current weights.
 
-    >>> s = sensitivity(model, batches, lambda model, batch: model(**batch).loss, candidates=["nvfp4(rht, sr)"])
-    >>> print(s)
-
     The model runs in high precision, is not trained, and is afterwards as it was before. Ctrl-C ends the measurement
     and returns what is there.
 
@@ -76,6 +73,16 @@ def sensitivity(
     Raises:
         ValueError: the model has no linear layer, there are fewer than two batches, a loss is not a finite number, a
             candidate cannot be measured, or ``path`` has results of something else.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        >>> batches = [(torch.randn(32, 32), torch.randint(32, (32,))) for _ in range(2)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> s = cg.lab.sensitivity(model, batches, loss_fn, candidates=["nvfp4"])
+        >>> list(s.layers), list(s.candidates)  # ``print(s)`` shows what each of them costs
+        (['0', '2'], ['mxfp8', 'nvfp4'])
     """
     base_candidate = base_of(base)
     chosen = [base_candidate, *_others([candidates] if isinstance(candidates, str) else candidates, base_candidate)]

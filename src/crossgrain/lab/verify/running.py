@@ -50,16 +50,6 @@ def verify(
 ) -> Verification:
     """Train with each recipe and in high precision, on the same seeds and data, and test the gaps.
 
-    >>> def branch(recipe, seed):                                # a loop of yours, from your checkpoint
-    ...     model, optimizer = load_checkpoint()
-    ...     if recipe is not None:                               # None is high precision
-    ...         crossgrain.convert(model, recipe)
-    ...     for batch in batches(torch.Generator().manual_seed(seed)):
-    ...         loss = model(batch)
-    ...         ...
-    ...         yield loss.item()
-    >>> print(lab.verify(branch, [found.recipe, "nvfp4", "mxfp8"], seeds=3, steps=60, tolerance=0.005))
-
     Each run has its own random numbers: torch's default generator begins with those of the seed, for every recipe
     alike; stochastic rounding does not draw from it (`crossgrain.draws_by_layer`). So data and dropout stay paired,
     also if the branch takes them from the default generator.
@@ -89,6 +79,24 @@ def verify(
         BranchError: the branch raised, ended before ``steps`` losses, or yielded what is not a number. The runs that
             were finished are in its attribute ``verification``, and in the file.
         ValueError: a recipe or a number is wrong, or the file is that of another set-up.
+
+    Examples:
+        >>> def branch(recipe, seed):  # a loop of yours, from your checkpoint
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        ...     if recipe is not None:  # None is high precision
+        ...         cg.convert(model, recipe)
+        ...     optimizer, data = torch.optim.AdamW(model.parameters()), torch.Generator().manual_seed(seed)
+        ...     while True:
+        ...         x = torch.randn(32, 32, generator=data)
+        ...         loss = (model(x) - x).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         yield loss.item()
+        >>> result = cg.lab.verify(branch, ["nvfp4", "mxfp8"], seeds=2, steps=4, tolerance=0.005)
+        >>> [row.label for row in result.rows()]  # ``print(result)`` says what they show
+        ['high precision', 'nvfp4', 'mxfp8']
     """
     result, work = _set_up(recipes, seeds, steps, baseline, tolerance, last, control, path)
     try:

@@ -48,7 +48,12 @@ class _Collective(Computation):
 
 
 class AllGather(_Collective):
-    """Gathers the rows of all ranks, in the order of ranks."""
+    """Gathers the rows of all ranks, in the order of ranks.
+
+    Examples:
+        >>> cg.ops.Sequential(cg.ops.GELU(), cg.ops.AllGather())(torch.ones(4, 32)).shape  # with two ranks 8 rows
+        torch.Size([4, 32])
+    """
 
     def _run(self, x: Tensor) -> Tensor:
         return gathered_rows(x, self.process_group)
@@ -58,7 +63,12 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """Sums over the ranks; each rank keeps its part of the rows."""
+    """Sums over the ranks; each rank keeps its part of the rows.
+
+    Examples:
+        >>> cg.ops.Sequential(cg.ops.GELU(), cg.ops.ReduceScatter())(torch.ones(4, 32)).shape  # with two ranks 2 rows
+        torch.Size([4, 32])
+    """
 
     def _run(self, x: Tensor) -> Tensor:
         return scattered_sum(x, self.process_group, self.layer)
@@ -73,6 +83,10 @@ class AllReduce(_Collective):
     Args:
         process_group: the ranks.
         reduce_in_backward: accepted; as in Transformer Engine, backward never reduces.
+
+    Examples:
+        >>> cg.ops.AllReduce()(torch.ones(2))  # with two ranks 2 and 2
+        tensor([1., 1.])
     """
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
