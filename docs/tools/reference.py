@@ -106,15 +106,32 @@ def _commands() -> Iterator[tuple[str, Any]]:
             yield f"crossgrain {command.name}", command.load()
 
 
+def _overview() -> Iterator[str]:
+    """A table of all commands by what they are for."""
+    yield "| for | commands |"
+    yield "|---|---|"
+    for purpose, commands in COMMANDS.items():
+        yield f"| {purpose} | {', '.join(f'[`{each.name}`](#crossgrain-{each.name})' for each in commands)} |"
+    yield ""
+
+
 def _command_line() -> str:
     parts = [
         "# The command line\n",
-        "`pip install 'crossgrain[cli]'` brings the `crossgrain` command; `python -m crossgrain` is the same. Every",
-        "command has `--help`. Options stand after the name of the command, but for those of `crossgrain` itself.",
-        "`crossgrain --install-completion` completes commands and options in your shell.\n",
-        "A command ends with 0 if all is well, with 1 if something failed or the answer is no, with 2 if the command",
-        "itself is wrong, and with 130 if it was stopped by Ctrl-C. Results go to stdout, errors and progress to",
-        "stderr.\n",
+        "`pip install 'crossgrain[cli]'` installs the program `crossgrain`; `python -m crossgrain` is the same.\n",
+        *_overview(),
+        "The *small GPT* is a model that comes with crossgrain. It learns Python's documentation, which comes with",
+        "Python, so these commands need neither a model nor data of yours.\n",
+        "Options of a command stand after its name: `crossgrain train --recipe mxfp8`. Options of `crossgrain` itself",
+        "stand before it: `crossgrain --debug train --recipe mxfp8`. Every command has `--help`, and `--json` for",
+        "programs. `crossgrain --install-completion` teaches your shell to complete commands and options.\n",
+        "Results go to stdout, errors and progress to stderr. The exit code says how a command ended:\n",
+        "| exit code | |",
+        "|---|---|",
+        "| 0 | all is well |",
+        "| 1 | something failed, or the answer is no: `doctor` has found a fault |",
+        "| 2 | the command is wrong: an option, a recipe, a file that is not there |",
+        "| 130 | Ctrl-C stopped it |\n",
     ]
     examples = {each.name: each.examples for group in COMMANDS.values() for each in group}
     for name, command in _commands():
