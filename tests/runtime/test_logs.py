@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,13 @@ def test_traced_code_can_warn_without_breaking_its_graph():
         assert torch.equal(twice(x), x * 2)
         assert torch.equal(twice(x), x * 2)
     assert len(records) == 1 and records[0].pathname == __file__
+
+
+@pytest.mark.parametrize("module", ["crossgrain", "crossgrain.nn.linear", "crossgrain_command.app"])
+def test_a_warning_that_our_code_causes_fails_a_test(module):
+    """By the filter in pyproject.toml."""
+    with pytest.raises(UserWarning, match="from torch"):
+        warnings.warn_explicit("from torch", UserWarning, "linear.py", 1, module)
 
 
 def test_python_warnings_are_for_deprecated_names_and_what_transformer_engine_warns_of():
