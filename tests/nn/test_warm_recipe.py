@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import crossgrain as cg
-from crossgrain.kernels.cpu import runtime
+from crossgrain.kernels.cpu import decoders, runtime
 from crossgrain.nn.warm_recipe import warm_up_for
 
 RULES = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr); *.down: fp8; last 10 % of steps: hp"
@@ -15,6 +15,7 @@ def compiled(monkeypatch):
     """What is compiled, as in a process that has compiled nothing."""
     monkeypatch.setattr(runtime, "_compiled", {})
     monkeypatch.setattr(runtime, "_addresses", {})
+    monkeypatch.setattr(decoders, "_decoders", {})  # they keep kernels for shapes that other tests have used
     return runtime._compiled
 
 
