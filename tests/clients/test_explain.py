@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def run(*arguments, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["explain", *map(str, arguments)])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["explain", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return result.output
 
