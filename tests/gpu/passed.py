@@ -19,7 +19,12 @@ SOURCES = (
     "src/crossgrain/kernels/triton",
     "src/crossgrain/kernels/reference",
 )
-FILES = ("src/crossgrain/kernels/*.py", "src/crossgrain/runtime/random_numbers.py", "tests/common/encodings.py")
+FILES = (
+    "src/crossgrain/kernels/*.py",
+    "src/crossgrain/runtime/host_and_device.py",
+    "src/crossgrain/runtime/random_numbers.py",
+    "tests/common/encodings.py",
+)
 TESTS = ("tests/gpu/ptx", "tests/gpu/offline", "tests/gpu/gates", "tests/gpu/kernels")
 RECORDED = ("tests/gpu/gates/", "tests/gpu/kernels/test_emulated")
 """Where recorded tests lie: those that compile kernels for GPUs, which take nearly all of the time."""
