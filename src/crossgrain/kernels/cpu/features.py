@@ -38,7 +38,7 @@ _NEEDED_TO_ASK = {"avx512vnni": "avx512bw"}  # LLVM ends the process at an instr
 def compiled_for(*features: str) -> bool:
     """Whether kernels may use all of these features, by their names in LLVM: ``compiled_for("avx512f")``."""
     name, named = (getattr(config, each, None) for each in ("CPU_NAME", "CPU_FEATURES"))
-    if name is None and named is None and config.ENABLE_AVX:
+    if name is None and named is None and getattr(config, "ENABLE_AVX", True):
         found = binding.get_host_cpu_features()
         return all(found.get(feature, False) for feature in features)
     cpus = [
