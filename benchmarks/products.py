@@ -1,4 +1,7 @@
-"""The GEMM of two quantized operands, decoding included, relative to torch's fp32 GEMM of the same shape."""
+"""The GEMM of two quantized operands, decoding included, relative to torch's fp32 GEMM of the same shape.
+
+"mxfp8 by panels" decodes a panel of the second operand right before it is multiplied. It is slower: no GEMM does so.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import crossgrain as cg
 from crossgrain.gemm import gemm
+from crossgrain.kernels import decode_operand, workspace
+from crossgrain.planes import Plane
 
-from .timing import least_times
+from .timing import Job, least_times
 
 Shape = tuple[int, int, int]  # rows, columns, summed
 
 SHAPES: tuple[Shape, ...] = ((2048, 2048, 2048), (512, 1024, 1024), (128, 512, 512))
 FORMATS = ("fp8", "fp8_block", "mxfp8", "nvfp4", "mxfp4")
+BY_PANELS, PANEL = "mxfp8 by panels", 256
 
 
 @dataclass(frozen=True)
@@ -29,18 +36,35 @@ class Timing:
 
 def run(shapes: Sequence[Shape], only: str, repeats: int) -> list[Timing]:
     found = []
-    names = [name for name in FORMATS if only.lower() in name]
+    names = [name for name in (*FORMATS, BY_PANELS) if only.lower() in name]
     for rows, columns, inner in shapes:
         a, b, out = torch.randn(rows, inner), torch.randn(columns, inner), torch.empty(rows, columns)
-        jobs = [partial(torch.mm, a, b.t(), out=out)]
+        jobs: list[Job] = [partial(torch.mm, a, b.t(), out=out)]
         for name in names:
-            left, right = (cg.quantize(x, name, columnwise=False).plane(cg.ROWWISE) for x in (a, b))
-            assert left is not None and right is not None
-            jobs.append(partial(gemm, "fprop", left, right, out=out))
+            if name == BY_PANELS:
+                jobs.append(partial(_multiply_by_panels, _plane(a, "mxfp8"), _panels(b, "mxfp8"), out))
+            else:
+                jobs.append(partial(gemm, "fprop", _plane(a, name), _plane(b, name), out=out))
         plain, *times = least_times(jobs, repeats)
         shape = (rows, columns, inner)
         found += [Timing(name, shape, time * 1e3, time / plain) for name, time in zip(names, times, strict=True)]
     return found
+
+
+def _plane(x: Tensor, name: str) -> Plane:
+    plane = cg.quantize(x, name, columnwise=False).plane(cg.ROWWISE)
+    assert plane is not None
+    return plane
+
+
+def _panels(x: Tensor, name: str) -> list[Plane]:
+    return [_plane(rows, name) for rows in x.split(PANEL)]
+
+
+def _multiply_by_panels(left: Plane, panels: Sequence[Plane], out: Tensor) -> None:
+    decoded = decode_operand(left, workspace("gemm.left", left.shape[0] * left.shape[1]))
+    for panel, part in zip(panels, out.split(PANEL, dim=1), strict=True):
+        gemm("fprop", decoded, panel, out=part, allow_mixed=True)
 
 
 def rows(timings: Sequence[Timing]) -> list[list[str]]:

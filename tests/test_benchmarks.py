@@ -83,7 +83,7 @@ def test_groups(quick):
 def test_products(quick):
     printed, report = quick("products")
     rows = {(timing["format"], tuple(timing["shape"])) for timing in report["products"]}
-    assert rows == {(name, shape) for name in products.FORMATS for shape in QUICK_SHAPES}
+    assert rows == {(name, shape) for name in (*products.FORMATS, products.BY_PANELS) for shape in QUICK_SHAPES}
     assert all(timing["ratio"] > 0 for timing in report["products"]) and "nvfp4" in printed
 
 

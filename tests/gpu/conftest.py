@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .passed import Passed, state
+from .passed import Passed, name_of, state
 
 _PASSED = pytest.StashKey[Passed]()
 
@@ -27,13 +27,18 @@ class _Resuming:
     def __init__(self, passed: Passed, config: pytest.Config) -> None:
         self._passed = passed
         self._is_worker = hasattr(config, "workerinput")  # of pytest-xdist: who has started it hears of all results
+        self._failed: set[str] = set()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        known = [item for item in items if item.nodeid.split("@")[0] in self._passed]
+        known = [item for item in items if name_of(item.nodeid) in self._passed]
         if known:
             config.hook.pytest_deselected(items=known)
-            items[:] = [item for item in items if item.nodeid.split("@")[0] not in self._passed]
+            items[:] = [item for item in items if name_of(item.nodeid) not in self._passed]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed and not self._is_worker:
-            self._passed.add(report.nodeid.split("@")[0])
+        """A test has passed at its end: fixtures have something to assert as well."""
+        name = name_of(report.nodeid)
+        if not report.passed:  # or skipped
+            self._failed.add(name)
+        elif report.when == "teardown" and name not in self._failed and not self._is_worker:
+            self._passed.add(name)

@@ -1,7 +1,8 @@
 """Which emulated tests have passed, so that a run of hours can be interrupted and go on: ``--resume FOLDER``.
 
-The folder has a file for each version of Triton. Its first line names the state of all that these tests depend on:
-kernels, reference, formats, emulator and cases, without comments and docstrings. Another state begins a new file.
+The folder has a file for each version of Triton, with the state of all that these tests depend on in its name: kernels,
+reference, formats, planes, emulator and cases, without comments and docstrings. Another state begins a new file, so
+that a run which began before a change cannot record what passed then as if it had passed now.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("src/crossgrain/formats", "src/crossgrain/kernels/triton", "src/crossgrain/kernels/reference")
+SOURCES = (
+    "src/crossgrain/formats",
+    "src/crossgrain/planes",
+    "src/crossgrain/kernels/triton",
+    "src/crossgrain/kernels/reference",
+)
+FILES = (
+    "src/crossgrain/kernels/*.py",
+    "src/crossgrain/runtime/host_and_device.py",
+    "src/crossgrain/runtime/random_numbers.py",
+    "tests/common/encodings.py",
+)
 TESTS = ("tests/gpu/ptx", "tests/gpu/offline", "tests/gpu/gates", "tests/gpu/kernels")
 RECORDED = ("tests/gpu/gates/", "tests/gpu/kernels/test_emulated")
 """Where recorded tests lie: those that compile kernels for GPUs, which take nearly all of the time."""
@@ -29,6 +41,8 @@ def state(root: Path = ROOT) -> str:
 def _files(root: Path) -> Iterator[Path]:
     for folder in SOURCES:
         yield from sorted((root / folder).rglob("*.py"))
+    for pattern in FILES:
+        yield from sorted(root.glob(pattern))
     for folder in TESTS:  # the tests of the emulator itself, and of the code of the host, change nothing
         unlike = "test_emulated*.py" if folder.endswith("kernels") else "test_gates.py"
         files = sorted((root / folder).glob("*.py"))
@@ -50,6 +64,12 @@ def _code(text: str) -> str:
     return ast.dump(tree)
 
 
+def name_of(nodeid: str) -> str:
+    """The name of a test, without the group that pytest-xdist adds: ``test_a[x@y]@group`` is ``test_a[x@y]``."""
+    before, bracket, after = nodeid.rpartition("]")
+    return before + bracket + after.split("@")[0]
+
+
 class Passed:
     """The tests of a file that have passed in this state.
 
@@ -60,14 +80,13 @@ class Passed:
     """
 
     def __init__(self, folder: Path, triton: str, now: str) -> None:
-        self._file = folder / f"triton-{triton}.txt"
-        title = f"passed with Triton {triton} in state {now}"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        if not lines or lines[0] != title:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(title + "\n")
-            lines = []
-        self._names = set(lines[1:])
+        self._file = folder / f"triton-{triton}-{now}.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in folder.glob(f"triton-{triton}-*.txt"):
+            if other != self._file:
+                other.unlink(missing_ok=True)  # the workers of a run do this at the same time
+        text = self._file.read_text() if self._file.exists() else ""
+        self._names = set(text.split("\n")[:-1])  # without a line that was not written to its end
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

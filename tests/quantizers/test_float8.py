@@ -5,6 +5,7 @@ import torch
 
 import crossgrain as cg
 from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain.kernels.choice import using_backend
 
 from ..common.quantizers import E4M3, E5M2, assert_same_bytes
 
@@ -182,6 +183,17 @@ def test_delayed_scaling_uses_the_given_scale_and_accumulates_amax():
     assert quantizer.copy().scale is scale
     q.quantize_(torch.tensor([[10.0, 0.0]]))
     assert amax == 10.0
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0])
+def test_a_scale_that_makes_nans_makes_them_in_the_transposed_copy_too(scale, backend, transposing):
+    quantizer = cg.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), E4M3)
+    row = torch.tensor([float("inf"), 1.0, 0.0])
+    with using_backend(backend):
+        q = quantizer(row.expand(40, 3))
+    assert torch.equal(q._data == 127, (row * scale).isnan().expand(40, 3))
+    assert torch.equal(q._transpose, q._data.t())
 
 
 def test_delayed_scaling_may_view_into_a_history():

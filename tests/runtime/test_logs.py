@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -172,3 +173,37 @@ def test_python_warnings_are_for_deprecated_names_and_what_transformer_engine_wa
         "recipe/compatibility.py",  # "Recipe type changed"
         "recipe/context.py",  # deprecated names
     }
+
+
+FORKED = """
+import os, signal, threading
+from crossgrain.runtime import logs
+held, done = threading.Event(), threading.Event()
+def hold():
+    with logs._lock:
+        held.set()
+        done.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    logs.warn("crossgrain.nn", "told in the child")
+    os._exit(0)
+done.set()
+thread.join()
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+def test_a_process_that_forks_while_a_thread_warns():
+    ended = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    assert ended.returncode == 0 and "crossgrain: told in the child" in ended.stderr, ended.stderr
+
+
+def test_a_signal_may_warn_while_its_thread_does():
+    with logs._lock, logged() as records:  # a thread that would wait for itself
+        logs.warn(NAME, "from a handler")
+    assert texts(records) == ["crossgrain: from a handler"]

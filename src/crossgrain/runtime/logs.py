@@ -11,6 +11,7 @@ Deprecated names are the exception. They are for programmers, who look for a `De
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -24,8 +25,17 @@ from .torch_patches.compiler_marks import constant_in_graphs
 MOST_REMEMBERED = 1000
 
 _told: OrderedDict[Hashable, None] = OrderedDict()
-_lock = threading.Lock()  # the autograd engine has threads of its own
+_lock = threading.RLock()  # the autograd engine has threads of its own; handlers of signals run inside of one
 _withheld: ContextVar[list[str] | None] = ContextVar("withheld", default=None)
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)  # whoever held it is not in the child, which would wait for ever
 
 
 @constant_in_graphs  # the compiler cannot trace calls of loggers: it calls this while it traces

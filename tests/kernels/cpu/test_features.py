@@ -24,6 +24,12 @@ def configure(monkeypatch, name, features):
     ("haswell", "-fma", True, False, False),
     ("haswell", "-avx2", False, True, False),
     ("icelake-server", "+avx512f,+avx512vnni", True, True, True),
+    ("icelake-server", "", True, True, True),
+    ("icelake-server", "+avx512f,+avx512vnni,-avx512f", True, True, False),
+    ("icelake-server", "+avx512f,+avx512vnni,-avx2", False, True, False),
+    ("generic", "+avx2,+fma,-avx2", False, True, False),
+    ("skylake-avx512", "", True, True, False),
+    ("a CPU that LLVM does not know", None, False, False, False),
 ])  # fmt: skip
 def test_a_cpu_that_is_configured(name, features, avx2, fma, avx512, monkeypatch):
     configure(monkeypatch, name, features)
@@ -42,3 +48,10 @@ def test_this_cpu(monkeypatch):
 def test_features_without_a_name_belong_to_this_cpu(monkeypatch):
     configure(monkeypatch, None, "-avx2,-avx512f")
     assert not compiled_for("avx2") and not compiled_for("avx512f")
+
+
+@on_x86
+def test_numba_may_be_told_to_use_no_avx(monkeypatch):
+    configure(monkeypatch, None, None)
+    monkeypatch.setattr(config, "ENABLE_AVX", 0)
+    assert not compiled_for("avx512f") and not compiled_for("avx512bw") and not compiled_for("avx512vnni")

@@ -244,6 +244,7 @@ def whole(
     """Rows of tiles ``first:last``, with one ``factor`` for the tensor."""
     size, best = input_size(dtype), 0
     codes = scratch + CODES
+    finite = abs(factor) < np.inf  # or it makes NaNs of numbers; and a factor of 0 makes them of infinities
     for tile_row in range(first, last):
         top = tile_row * SIDE
         high = min(SIDE, height - top)
@@ -252,7 +253,7 @@ def whole(
             wide = min(SIDE, width - left)
             here = x + top * x_stride + left * size
             bits = _cast(here, x_stride, codes, high, wide, factor, dtype, element, NO)
-            if bits > INFINITY_BITS:
+            if bits >= INFINITY_BITS or not finite:
                 _cast(here, x_stride, codes, high, wide, factor, dtype, element, YES)
             best = max(best, bits)
             _store_both(
