@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,7 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (file for file in files if not file.match("test_*.py") or file.match(unlike))
 
 
+@cache
 def _code(text: str) -> str:
     """The program without comments, docstrings and places."""
     tree = ast.parse(text)

@@ -107,36 +107,46 @@ def test_information_is_hidden_until_it_is_asked_for(caplog):
     assert caplog.records[0].name == "crossgrain.convert.model"
 
 
-def told_on_stderr(setup: str) -> str:
-    code = f"""
-import logging
+SETUPS = {
+    "not configured": ("", "crossgrain: fc1: beware\n"),
+    "all off": ("logging.getLogger('crossgrain').setLevel('ERROR')", ""),
+    "a room off": ("logging.getLogger('crossgrain.recipe').setLevel('ERROR')", ""),
+    "another room off": ("logging.getLogger('crossgrain.nn').setLevel('ERROR')", "crossgrain: fc1: beware\n"),
+    "configured": (
+        "logging.basicConfig(level='INFO')",
+        "WARNING:crossgrain.recipe.place:crossgrain: fc1: beware\n"
+        "INFO:crossgrain.recipe.place:crossgrain: by the way\n",
+    ),
+}
+# The first process imports everything, and each setup has a child of it, in which nothing was logged yet.
+PROGRAM = """
+import logging, os, sys
 import crossgrain as cg
 from crossgrain.runtime.logs import inform, warn
-{setup}
-for _ in range(2):
-    warn("crossgrain.recipe.place", "fc1: beware")
-inform("crossgrain.recipe.place", "by the way")
+
+for file, setup in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    if os.fork() == 0:
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
+        exec(setup)
+        for _ in range(2):
+            warn("crossgrain.recipe.place", "fc1: beware")
+        inform("crossgrain.recipe.place", "by the way")
+        os._exit(0)
+    assert os.wait()[1] == 0, setup
 """
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
 
 
-@pytest.mark.parametrize(
-    "setup, expected",
-    [
-        ("", "crossgrain: fc1: beware\n"),
-        ("logging.getLogger('crossgrain').setLevel('ERROR')", ""),
-        ("logging.getLogger('crossgrain.recipe').setLevel('ERROR')", ""),
-        ("logging.getLogger('crossgrain.nn').setLevel('ERROR')", "crossgrain: fc1: beware\n"),
-        (
-            "logging.basicConfig(level='INFO')",
-            "WARNING:crossgrain.recipe.place:crossgrain: fc1: beware\n"
-            "INFO:crossgrain.recipe.place:crossgrain: by the way\n",
-        ),
-    ],
-    ids=["not configured", "all off", "a room off", "another room off", "configured"],
-)
-def test_stderr(setup, expected):
-    assert told_on_stderr(setup) == expected
+@pytest.fixture(scope="module")
+def told_on_stderr(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stderr")
+    arguments = [text for name, (setup, _) in SETUPS.items() for text in (str(folder / name), setup)]
+    subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True)
+    return {name: (folder / name).read_text() for name in SETUPS}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_stderr(name, told_on_stderr):
+    assert told_on_stderr[name] == SETUPS[name][1]
 
 
 def test_traced_code_can_warn_without_breaking_its_graph():
