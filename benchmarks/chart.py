@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SLOW = 5.0  # kernels that take more copies than this are the reference, and would squeeze the others
-SHADES = {"crossgrain": ("#8c2f1b", "#c8553d", "#e8a598"), "torchao": ("#3f3f3f", "#7d7d7d", "#b9b9b9")}
+SHADES = {"crossgrain": ("#6b2414", "#c8553d", "#e8a598", "#f6dcd5"), "torchao": ("#3f3f3f", "#7d7d7d", "#b9b9b9", "#dedede")}
 AMAX, ENCODE, DECODE = "#efc7bd", "#c8553d", "#3b6fb6"
 ROW_HEIGHT, MARGINS = 0.36, 1.1  # inches
 
@@ -59,7 +59,7 @@ def _draw_layers(axes: Axes, names: Sequence[tuple[str, str]], layers: Sequence[
         axes.annotate(f"{t.ratio:.2f}", (t.ratio, y), (3, 0), textcoords="offset points", fontsize=7, va="center")
     for index, shape in enumerate(shapes):
         label = "{} tokens, {} to {} features".format(*shape)
-        axes.barh(1, 0, color=SHADES["crossgrain"][index % 3], label=label)
+        axes.barh(1, 0, color=SHADES["crossgrain"][index % len(SHADES["crossgrain"])], label=label)
     if any(t.library == "torchao" for t in layers):
         axes.barh(1, 0, color=SHADES["torchao"][1], label="torchao (emulated), the same sizes")
     labels = [name if library == "crossgrain" else f"{library}: {name}" for library, name in names]
