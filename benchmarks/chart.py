@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SLOW = 5.0  # kernels that take more copies than this are the reference, and would squeeze the others
-SHADES = {"crossgrain": ("#6b2414", "#c8553d", "#e8a598", "#f6dcd5"), "torchao": ("#3f3f3f", "#7d7d7d", "#b9b9b9", "#dedede")}
+SHADES = {
+    "crossgrain": ("#6b2414", "#c8553d", "#e8a598", "#f6dcd5"),
+    "torchao": ("#3f3f3f", "#7d7d7d", "#b9b9b9", "#dedede"),
+}
 AMAX, ENCODE, DECODE = "#efc7bd", "#c8553d", "#3b6fb6"
 ROW_HEIGHT, MARGINS = 0.36, 1.1  # inches
 
