@@ -9,8 +9,6 @@ import pytest
 
 from .passed import Passed, name_of, state
 
-_PASSED = pytest.StashKey[Passed]()
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--resume", type=Path, metavar="FOLDER", help="where emulated tests that passed are recorded")
@@ -19,8 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--resume", None)  # if the whole suite runs, this file is read after the command line
     if folder is not None:
-        config.stash[_PASSED] = Passed(folder, version("triton"), state())
-        config.pluginmanager.register(_Resuming(config.stash[_PASSED], config))
+        config.pluginmanager.register(_Resuming(Passed(folder, version("triton"), state()), config))
 
 
 class _Resuming:

@@ -4,7 +4,7 @@ A code times its block scale is exact in fp32 (and nearly always in bf16). The r
 tensor (per-tensor FP8, NVFP4) or for each row, multiplies the result, as in hardware. Operands with the same rotation
 are multiplied without undoing it, because the product is the same.
 
-This module has the GEMMs of the CPU; those of all other devices are in `on_gpu`. If the CPU has dot products of bytes,
+This module has the GEMMs of the CPU; those of all other devices are in `on_gpu`. If the CPU multiplies bytes (AVX2),
 two NVFP4 operands are multiplied without decoding, in half the time of an fp32 GEMM. All other operands are decoded: to
 bf16 if bf16 GEMMs are fast on this CPU and the numbers are exact in bf16, otherwise to fp32. On a CPU without bf16
 units a bf16 GEMM is many times slower than an fp32 GEMM.

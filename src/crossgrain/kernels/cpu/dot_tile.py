@@ -72,7 +72,7 @@ class _Emitter:
         return broadcast(self.builder, value, LANES)
 
     def call(self, name: str, result: Any, *operands: Any) -> Any:
-        """An instruction of the CPU, or of LLVM; operands are taken for the types that it wants."""
+        """Call an instruction of the CPU, or of LLVM, by the name that LLVM has for it."""
         function = ir.FunctionType(result, [each.type for each in operands])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, function, name), operands)
 

@@ -25,7 +25,7 @@ _CACHE_BYTES = 3 << 18  # part of the cache of a core that is used for rows whic
 
 
 def can_multiply(a: Plane, b: Plane) -> bool:
-    """Whether two NVFP4 planes can be multiplied: same rotation, suitable layout, a CPU with dot products of bytes."""
+    """Whether two NVFP4 planes can be multiplied: same rotation, suitable layout, a CPU that multiplies bytes."""
     return a.format.rotation == b.format.rotation and _is_packable(a) and _is_packable(b) and has_byte_dot_products()
 
 
