@@ -121,7 +121,7 @@ def gemm(
     elif out is not None and out_dtype == torch.float32:
         total = out
     else:
-        total = _fp32_memory("gemm.out", rows, columns, left_plane.data, keep=out_dtype == torch.float32)
+        total = fp32_memory("gemm.out", rows, columns, left_plane.data, keep=out_dtype == torch.float32)
     given = total is out  # kernels do not write to it: torch checks what it is, and tells autograd
     if few and _multiply_few(planes, total, bias, alpha, add, aside=given):
         pass
@@ -204,7 +204,7 @@ def _operand(plane: Plane, name: str, unrotated: bool) -> _Operand:
 def _plain_operand(plane: Plane, name: str) -> Tensor:
     numbers = plane.data.detach().reshape(plane.shape)
     if numbers.dtype != torch.float32:
-        memory = _fp32_memory(name, *plane.shape, numbers, keep=False)
+        memory = fp32_memory(name, *plane.shape, numbers, keep=False)
         numbers = memory.copy_(numbers)
     return numbers if plane.direction is ROWWISE else numbers.t()
 
@@ -309,7 +309,7 @@ def _multiply_codes(
 def _product_memory(total: Tensor, aside: bool) -> Tensor:
     """Memory for the product: ``total`` itself, or other memory with ``aside``."""
     rows, columns = total.shape
-    return _fp32_memory("gemm.product", rows, columns, total, keep=False) if aside else total
+    return fp32_memory("gemm.product", rows, columns, total, keep=False) if aside else total
 
 
 def _finish(product: Tensor, factor: float, total: Tensor, bias: Tensor | None, beta: float | None) -> None:
@@ -353,7 +353,7 @@ def _fp32(factor: float | Tensor, like: Tensor) -> Tensor:
     return torch.as_tensor(factor, dtype=torch.float32, device=like.device)  # whatever the default device is
 
 
-def _fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:
+def fp32_memory(name: str, rows: int, columns: int, like: Tensor, *, keep: bool) -> Tensor:
     """Memory for an fp32 matrix: new if the caller will ``keep`` it, otherwise a workspace that is reused."""
     count = rows * columns
     memory = None if keep else kernels.workspace(name, count)

@@ -6,14 +6,14 @@ the type of the device. Every backend must give exactly the bytes of the referen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..formats.encoding import Encoding
 from ..planes import Plane, shape_problem
-from .backend import Backend, Plan, Plans, Seen
+from .backend import Backend, HalfStep, Make, Plan, Plans, ProductOf, Seen, StepPlan, StepPlans
 from .choice import REFERENCE, backend_for, get_backend, serving, set_backend
 from .global_scale import GlobalScale, global_scale, has_global_scale, under_scale_one
 from .layout import check_is_matrix, unswizzle_scales
@@ -27,9 +27,14 @@ __all__ = [
     "Backend",
     "GlobalScale",
     "GroupedTarget",
+    "HalfStep",
+    "Make",
     "Plan",
     "Plans",
+    "ProductOf",
     "Seen",
+    "StepPlan",
+    "StepPlans",
     "Target",
     "Within",
     "amax",
@@ -53,6 +58,7 @@ __all__ = [
     "multiply_few",
     "plan",
     "set_backend",
+    "step_plan",
     "swizzle_scales",
     "tensor_scale",
     "transposed_plane",
@@ -149,6 +155,40 @@ def plan(x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], know
     if _SMALLEST * 2.0 == 0.0:
         _refuse_flush_to_zero()
     return _backend(x).plan(x, planes, encodings, known)
+
+
+_MOST_STEP_PLANS = 16
+
+
+def step_plan(
+    x: Tensor, key: tuple[object, ...], known: StepPlans, what: Callable[[], HalfStep], keep: object
+) -> StepPlan | None:
+    """A plan for forward or backward of a layer, from a cache; None if there is none.
+
+    ``plan.start(matrices, kept, given, seeds, totals)`` fills in what is different in each call: the matrices, new
+    planes to keep of them, planes that exist already, a seed for each matrix (None without stochastic rounding), and
+    fp32 memory for each product. The caller holds all of these to the end. What comes back runs the products in their
+    order: ``product(number)`` returns the two fp32 operands to multiply, [rows, inner] and [inner, columns]; or an
+    empty tuple if the product itself is in its total; or None if there is a NaN or an infinity, or if the numbers need
+    `measure` and `encode` for another reason. Then nothing that was written counts. ``end()`` gives memory back.
+
+    Args:
+        x: a matrix of the layer.
+        key: everything that the plan depends on.
+        known: plans of the same kind, to which a new plan is added.
+        what: what to do; it is called if the plan is not known.
+        keep: objects whose addresses are in ``key``.
+    """
+    if _SMALLEST * 2.0 == 0.0:
+        _refuse_flush_to_zero()
+    backend = _backend(x)
+    key = (backend.name, *key)
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_STEP_PLANS:
+            known.clear()
+        found = known[key] = backend.step_plan(what()), keep
+    return found[0]
 
 
 def encode_groups(x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,67 @@ Plans = dict[torch.dtype, Plan | None]
 """Plans by the dtype of the matrix; None if there is none for it."""
 
 
+class Make(NamedTuple):
+    """A matrix that half a step of a layer encodes, for `kernels.step_plan`.
+
+    Attributes:
+        matrix: an example.
+        planes: examples of the planes that are made of it.
+        encodings: how their bytes are chosen.
+        kept: whether each of them is read later, and so has tensors.
+        derives: whether the second plane is made of the decoded first one, not of the matrix.
+    """
+
+    matrix: Tensor
+    planes: Sequence[Plane]
+    encodings: Sequence[Encoding]
+    kept: Sequence[bool]
+    derives: bool = False
+
+
+class ProductOf(NamedTuple):
+    """The two operands of a product, by their numbers: planes that are made come first, then given ones."""
+
+    left: int
+    right: int
+
+
+class HalfStep(NamedTuple):
+    """What forward or backward of a layer does: matrices to encode, planes that exist already, and products.
+
+    All tensors are examples: a plan is for others of the same shapes, dtypes and strides.
+    """
+
+    makes: Sequence[Make]
+    given: Sequence[Plane]
+    products: Sequence[ProductOf]
+
+
+class Running(Protocol):
+    """Half a step that has begun; see `kernels.step_plan`."""
+
+    def product(self, number: int) -> tuple[Tensor, ...] | None: ...
+    def end(self) -> None: ...
+
+
+class StepPlan(Protocol):
+    """How forward or backward of layers of one shape runs; see `kernels.step_plan`."""
+
+    def suits(self, matrices: Sequence[Tensor], given: Sequence[Plane]) -> bool: ...
+    def start(
+        self,
+        matrices: Sequence[Tensor],
+        kept: Sequence[Plane],
+        given: Sequence[Plane],
+        seeds: Sequence[int | None],
+        totals: Sequence[Tensor],
+    ) -> Running: ...
+
+
+StepPlans = dict[tuple[object, ...], tuple[StepPlan | None, object]]
+"""Plans of half steps by what they depend on, each with what must live as long; None if there is no plan."""
+
+
 class Backend(Protocol):
     """The interface of backends; see the functions of the same names in `kernels`.
 
@@ -41,6 +102,7 @@ class Backend(Protocol):
     def measure(self, x: Tensor, targets: Sequence[Target]) -> list[Tensor | None]: ...
     def encode(self, x: Tensor, targets: Sequence[Target], seed: int | None) -> Seen: ...
     def plan(self, x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], known: Plans) -> Plan | None: ...
+    def step_plan(self, what: HalfStep) -> StepPlan | None: ...
     def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]: ...
     def encode_groups(self, x: Tensor, targets: Sequence[GroupedTarget], seeds: Sequence[int] | None) -> Seen: ...
     def mark(self, x: Tensor, plane: Plane, seen: Seen) -> None: ...

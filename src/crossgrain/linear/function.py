@@ -8,7 +8,8 @@ Forward makes the rowwise planes of x and W for fprop, and their columnwise plan
 latter. Backward makes both planes of dy. The quantizers determine the formats. A plane that no GEMM reads is not made.
 
 Other modules contain how operands are made (`operands`), padding to whole blocks (`padding`), layers that ranks share
-(`parallel`, `sequence_parallel`) and where dW goes (`weight_gradient`).
+(`parallel`, `sequence_parallel`) and where dW goes (`weight_gradient`). The usual case has a faster way to the same
+bits, which is tried first (`planned`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from ..runtime.failures import telling_others
 from . import observer, raised  # their functions are looked up when a layer runs
 from .call import LinearCall, Needs, check_dtypes, check_input, check_takes_gradient
 from .operands import gradient_operands, input_operands, saved_input, saved_weight, weight_operands
-from .padding import padded_vector
+from .padding import Sizes, padded_vector
+from .planned import NOT_PLANNED, forward_by_plan, gradients_by_plan
 from .probe import probed_gradient
-from .saved_planes import Operand, Restored, Saved, restored, save
+from .saved_planes import KeptInput, Operand, Restored, Saved, restored, save
 from .weight_gradient import check_has_main_grad, delivered_weight_gradient
 
 
@@ -37,8 +39,32 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     check_dtypes(weight, call)
     sizes, padded = call.sizes(x, weight, backward=needs.dx or needs.dw)
     parallel = call.parallel
-    sums = parallel is not None and parallel.sums_output  # the bias is added once, to the sum over ranks
+    planned = forward_by_plan(x, weight, bias, call, needs, sizes, padded)
+    if planned.found is not None:
+        y, x_kept, w_kept = planned.found
+    else:
+        with planned.same_seeds:
+            y, x_kept, w_kept = _fprop(x, weight, bias, call, needs, sizes, padded)
 
+    if ctx is not None:
+        save(ctx, Saved(x_kept, w_kept, x, weight, bias, sizes, padded), call, needs)
+    if padded != sizes:
+        y = y[: sizes.m, : sizes.n].contiguous()
+    if call.probe is not None:
+        y = call.probe.result("fprop", y)
+    shape: tuple[int, ...] = (*x.shape[:-1], sizes.n)
+    if parallel is not None:
+        y, shape = parallel.output(y, bias, x.shape, call.dtype, call.layer)
+    # Not a view, so that in-place operations on the output are allowed, as for any layer.
+    y = torch.ops.aten._unsafe_view(y, shape)
+    return y if call.output is None else call.output(y)
+
+
+def _fprop(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs, sizes: Sizes, padded: Sizes
+) -> tuple[Tensor, KeptInput | None, Operand | None]:
+    """Make the operands and multiply them. Returns y with its padding, and what to save of x and W."""
+    sums = call.parallel is not None and call.parallel.sums_output  # the bias is added once, to the sum over ranks
     x_rows, x_kept = input_operands(x, call, needs, sizes, padded)
     w_rows, w_kept = weight_operands(weight, call, needs, padded)
     if raised.chooser is not None:
@@ -55,77 +81,79 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
         bias=None if sums else bias if padded is sizes else padded_vector(bias, padded.n),
         allow_mixed=call.allow_mixed,
     )
-
-    if ctx is not None:
-        save(ctx, Saved(x_kept, w_kept, x, weight, bias, sizes, padded), call, needs)
-    if padded != sizes:
-        y = y[: sizes.m, : sizes.n].contiguous()
-    if call.probe is not None:
-        y = call.probe.result("fprop", y)
-    shape: tuple[int, ...] = (*x.shape[:-1], sizes.n)
-    if parallel is not None:
-        y, shape = parallel.output(y, bias, x.shape, call.dtype, call.layer)
-    # Not a view, so that in-place operations on the output are allowed, as for any layer.
-    y = torch.ops.aten._unsafe_view(y, shape)
-    return y if call.output is None else call.output(y)
+    return y, x_kept, w_kept
 
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute dx, dW and db. Those that are not needed are None."""
-    call, needs, sizes, padded = ctx.call, ctx.needs, ctx.sizes, ctx.padded
+    call, needs = ctx.call, ctx.needs
     dx = dw = db = None
+    planned = NOT_PLANNED
     if needs.dx or needs.dw:
         saved = restored(ctx)
         check_has_main_grad(ctx)
         if call.on_backward is not None:
             call.on_backward()
-    dy_made = gradient_operands(dy, ctx)
-    if raised.chooser is not None:
-        dy_made = raised.in_backward(dy_made, ctx)
-    dy_rows, dy_columns, plain = dy_made
-    if observer.observers and (needs.dx or needs.dw):
-        _tell_observers(ctx, saved, plain)
-    if call.probe is not None and (needs.dx or needs.dw):
-        call.probe.backward(plain, dy_rows, dy_columns)
+        planned = gradients_by_plan(dy, saved, ctx)
+    if planned.found is not None:
+        dx, dw, plain = planned.found
+    else:
+        with planned.same_seeds:
+            dy_made = gradient_operands(dy, ctx)
+        if raised.chooser is not None:
+            dy_made = raised.in_backward(dy_made, ctx)
+        dy_rows, dy_columns, plain = dy_made
+        if observer.observers and (needs.dx or needs.dw):
+            _tell_observers(ctx, saved, plain)
+        if call.probe is not None and (needs.dx or needs.dw):
+            call.probe.backward(plain, dy_rows, dy_columns)
     if needs.db:
         db = plain.sum(0, dtype=torch.float64 if plain.dtype == torch.float64 else torch.float32).to(ctx.bias_dtype)
-
     if needs.dx:
-        w = saved_weight(saved.w, ctx)
-        dtype = wide_dtype(call.dtype) if call.wide_gradient else call.dtype
-        scale = call.gradient_scale
-        dx = gemm("dgrad", dy_rows, w, out_dtype=dtype, alpha=scale, allow_mixed=call.allow_mixed)
-        dx = dx[: sizes.m, : sizes.k]
-        if call.probe is not None:
-            dx = call.probe.result("dgrad", dx)
-        if call.parallel is not None and call.parallel.sums_input_gradient:
-            dx = call.parallel.sum(dx, call.layer)
-        dx = dx.reshape(ctx.x_shape)
-        dx = dx if call.wide_gradient else dx.to(ctx.x_dtype)
+        dx = _dgrad(dy_rows, saved, ctx) if dx is None else dx.reshape(ctx.x_shape).to(ctx.x_dtype)
         dx = dx if call.grad_input is None else call.grad_input(dx)
-
-    if needs.dw:
-
-        def wgrad(dtype: torch.dtype, out: Tensor | None) -> Tensor:
-            """Compute dW in ``dtype``, or add it to ``out``."""
-            x = saved_input(saved.x, ctx)
-            if raised.chooser is not None:
-                x = raised.input_made_again(x, saved.x, ctx)
-            made = gemm(
-                "wgrad",
-                dy_columns,
-                x,
-                out_dtype=dtype,
-                out=out,
-                accumulate=out is not None,
-                alpha=call.gradient_scale,
-                allow_mixed=call.allow_mixed,
-            )
-            return made if padded == sizes else made[: sizes.n, : sizes.k]
-
-        compute = wgrad if call.probe is None else probed_gradient(wgrad, call.probe)
-        dw = delivered_weight_gradient(compute, (dy_columns, saved.x.operand), ctx)
+    if needs.dw and planned.found is None:
+        dw = _wgrad(dy_columns, saved, ctx)
     return dx, dw, db
+
+
+def _dgrad(dy_rows: Operand, saved: Restored, ctx: Any) -> Tensor:
+    call, sizes = ctx.call, ctx.sizes
+    dtype = wide_dtype(call.dtype) if call.wide_gradient else call.dtype
+    w = saved_weight(saved.w, ctx)
+    dx = gemm("dgrad", dy_rows, w, out_dtype=dtype, alpha=call.gradient_scale, allow_mixed=call.allow_mixed)
+    dx = dx[: sizes.m, : sizes.k]
+    if call.probe is not None:
+        dx = call.probe.result("dgrad", dx)
+    if call.parallel is not None and call.parallel.sums_input_gradient:
+        dx = call.parallel.sum(dx, call.layer)
+    dx = dx.reshape(ctx.x_shape)
+    return dx if call.wide_gradient else dx.to(ctx.x_dtype)
+
+
+def _wgrad(dy_columns: Operand, saved: Restored, ctx: Any) -> Tensor | None:
+    """Return dW; None if it does not go through autograd."""
+    call, sizes, padded = ctx.call, ctx.sizes, ctx.padded
+
+    def wgrad(dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """Compute dW in ``dtype``, or add it to ``out``."""
+        x = saved_input(saved.x, ctx)
+        if raised.chooser is not None:
+            x = raised.input_made_again(x, saved.x, ctx)
+        made = gemm(
+            "wgrad",
+            dy_columns,
+            x,
+            out_dtype=dtype,
+            out=out,
+            accumulate=out is not None,
+            alpha=call.gradient_scale,
+            allow_mixed=call.allow_mixed,
+        )
+        return made if padded == sizes else made[: sizes.n, : sizes.k]
+
+    compute = wgrad if call.probe is None else probed_gradient(wgrad, call.probe)
+    return delivered_weight_gradient(compute, (dy_columns, saved.x.operand), ctx)
 
 
 def _tell_observers(ctx: Any, saved: Restored, dy: Tensor) -> None:

@@ -91,12 +91,14 @@ class Quantizer(AmaxReduction, DataFree):
     makes_columns_late: bool = False  # and only when they are read
 
     makes_planes: ClassVar[bool]  # False for quantizers of users, whose `quantize_impl` may return something else
+    _may_be_planned: ClassVar[bool]  # False for quantizers of users, whose `make_planes` may do anything
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         hooks = (cls.quantize, cls.quantize_impl, cls.make_quantized)
         own = all(hook.__module__.startswith(f"{__package__}.") for hook in hooks)
         cls.makes_planes = own and not cls.custom
+        cls._may_be_planned = cls.make_planes.__module__.startswith(f"{__package__}.")
         order = [vars(each) for each in cls.__mro__]
         gives, says = (next(i for i, own in enumerate(order) if name in own) for name in ("_given", "gives_scales"))
         if gives < says:  # what is said belongs to another `_given`
@@ -120,8 +122,8 @@ class Quantizer(AmaxReduction, DataFree):
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name in ("quantize", "quantize_impl"):  # of this object alone: it may do anything
-            object.__setattr__(self, "makes_planes", False)
+        if name in ("quantize", "quantize_impl", "make_planes"):  # of this object alone: it may do anything
+            object.__setattr__(self, "_may_be_planned" if name == "make_planes" else "makes_planes", False)
         if name not in _NO_OPTIONS:
             object.__setattr__(self, "_memo", {})
 
@@ -259,6 +261,25 @@ class Quantizer(AmaxReduction, DataFree):
         if rowwise and columnwise:  # one buffer serves both
             return PlanePair(plane, plane.read(COLUMNWISE))
         return PlanePair(plane, None) if rowwise else PlanePair(None, plane.read(COLUMNWISE))
+
+    def layout_for_step(self, matrix: Tensor) -> Layout | None:
+        """Both planes of a matrix, for a plan of a whole layer; None if `make_planes` does more than to write them.
+
+        Scales that are given, agreed on with ranks, or recorded, and planes of users, are not for such plans.
+        """
+        layout = self._layout(matrix, True, True) if self._only_writes() else None
+        return layout if layout is not None and len(layout.specs) == 2 else None
+
+    def _layout_of_one(self, matrix: Tensor, direction: Direction) -> Layout | None:
+        """`layout_for_step` of one direction."""
+        if not self._only_writes():
+            return None
+        layout = self._layout(matrix, direction is ROWWISE, direction is COLUMNWISE)
+        return layout if layout.specs[0].direction is direction else None  # a buffer for both is a rowwise plane
+
+    def _only_writes(self) -> bool:
+        more = self.with_amax_reduction or self.part is not None or self.gives_scales or self._observes
+        return self.makes_planes and self._may_be_planned and not more
 
     def _planes_of_storage(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> PlaneSource:
         """The result of a user's quantizer."""

@@ -29,7 +29,7 @@ from .identity import IdentityQuantizer
 from .noop_flag import is_set, undone_if_set
 from .nvfp4 import NVFP4Quantizer
 from .request import QuantizerRequest
-from .writing import Job, as_matrix, make_planes, write_planes
+from .writing import Job, Layout, as_matrix, make_planes, write_planes
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
@@ -236,6 +236,17 @@ class HybridQuantizer(Quantizer):
             rows = made.rowwise if derives else None
             self._show_to_what_is_left_out(matrix if rows is None else _decoded(rows, matrix.dtype), wanted)
         return made
+
+    def layout_for_step(self, matrix: Tensor) -> Layout | None:
+        row, column = self.rowwise_quantizer, self.columnwise_quantizer
+        plain = self.makes_planes and self._may_be_planned and not self.makes_columns_late
+        if not (plain and isinstance(row, Quantizer) and isinstance(column, Quantizer)):
+            return None
+        rows = row._layout_of_one(matrix, ROWWISE)
+        columns = None if rows is None else column._layout_of_one(matrix, COLUMNWISE)
+        if rows is None or columns is None:
+            return None
+        return rows.beside(columns, derives=self.columnwise_source != "original")
 
     def _derived_planes(self, matrix: Tensor, row: Quantizer, column: Quantizer, rowwise: bool) -> PlanePair:
         """The columnwise plane of the decoded rowwise plane. Both are checked before either is made."""

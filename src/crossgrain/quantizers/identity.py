@@ -209,6 +209,9 @@ class IdentityQuantizer(Quantizer):
     def _check_matrix(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> None:
         self._as_plain(matrix)
 
+    def _only_writes(self) -> bool:
+        return False  # it keeps the matrix
+
     def make_planes(self, matrix: Tensor, *, rowwise: bool, columnwise: bool) -> PlaneSource:
         if not self.makes_planes:
             return self._planes_of_storage(matrix, rowwise, columnwise)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..formats.encoding import Encoding
-from ..kernels import Seen, Target
+from ..kernels import Make, Seen, Target
 from ..planes import Direction, Plane, matrix_shape
 from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype, stored_by_columns
 from ..runtime.gpu_capability import multiplies_mxfp8
@@ -75,35 +75,45 @@ class Layout:
 
     Args:
         wanted: for each quantizer its class and the specs of its planes.
+        derives: the second plane is made of the decoded first one. Only plans of whole layers make it so.
 
     Attributes:
         specs: the specs of all planes.
         counts: how many of them belong to each quantizer.
         serves: the directions that each plane serves.
+        stochastic: whether a plane is rounded stochastically.
+        step_plans: how layers run whose input, or whose gradient, has this layout.
     """
 
-    def __init__(self, wanted: Sequence[tuple[type[Quantizer], Sequence[PlaneSpec]]]) -> None:
+    def __init__(self, wanted: Sequence[tuple[type[Quantizer], Sequence[PlaneSpec]]], *, derives: bool = False) -> None:
         self._wanted = wanted
+        self._derives = derives
         self.specs = [spec for _, specs in wanted for spec in specs]
         self.counts = [len(specs) for _, specs in wanted]
         self._encodings = [spec.encoding for spec in self.specs]
         self.serves = [spec.serves for spec in self.specs]
-        self._stochastic = any(spec.encoding.stochastic for spec in self.specs)
+        self.stochastic = any(spec.encoding.stochastic for spec in self.specs)
         self._observes = any(quantizer._observes for quantizer, _ in wanted)
         self._shares_scale = [  # with the plane before
             at > 0 and quantizer._tensor_class._shares_scale for quantizer, specs in wanted for at in range(len(specs))
         ]
         self._plans: kernels.Plans = {}
-        self._pairs: dict[int, tuple[Layout, Layout]] = {}
+        self._pairs: dict[tuple[int, bool], tuple[Layout, Layout]] = {}
+        self.step_plans: kernels.StepPlans = {}
 
-    def beside(self, other: Layout) -> Layout:
-        """The layout of the planes of both, which are made together."""
-        found = self._pairs.get(id(other))
+    def beside(self, other: Layout, *, derives: bool = False) -> Layout:
+        """The layout of the planes of both, which are made together; or those of ``other`` of the decoded first one."""
+        key = id(other), derives
+        found = self._pairs.get(key)
         if found is None:
             if len(self._pairs) >= _MOST_PAIRS:
                 self._pairs.clear()
-            found = self._pairs[id(other)] = other, Layout([*self._wanted, *other._wanted])
+            found = self._pairs[key] = other, Layout([*self._wanted, *other._wanted], derives=derives)
         return found[1]
+
+    def for_step(self, matrix: Tensor, kept: Sequence[bool]) -> Make:
+        """What a plan of a layer has to make of matrices like ``matrix``."""
+        return Make(matrix, self.empty(matrix.device), self._encodings, kept, self._derives)
 
     def empty(self, device: torch.device) -> list[Plane]:
         """Allocate the planes."""
@@ -120,7 +130,7 @@ class Layout:
         plan = kernels.plan(matrix, planes, self._encodings, self._plans)
         if plan is None:
             return False
-        seed = draw_seed(quantizers[0].subject) if self._stochastic else None
+        seed = draw_seed(quantizers[0].subject) if self.stochastic else None
         amaxes: list[Tensor] | None = [] if self._observes else None
         seen: Seen = plan.run(matrix, planes, seed, amaxes)
         amax, written = amaxes[0] if amaxes else None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -242,6 +243,23 @@ class DrawRecord:
 _record: DrawRecord | None = None  # not a context variable, see above
 
 
+class _Again(threading.local):
+    seeds: list[int] | tuple[()] = ()
+
+
+_again = _Again()
+
+
+@contextmanager
+def seeds_again(seeds: Sequence[int]) -> Iterator[None]:
+    """A context manager: `draw_seed` returns these seeds in this thread, which it has drawn before, then others."""
+    outer, _again.seeds = _again.seeds, list(seeds)
+    try:
+        yield
+    finally:
+        _again.seeds = outer
+
+
 def draw_seed(subject: object = "") -> int:
     """A seed of 64 random bits: from torch's default generator, from `draws_by_layer`, or from a `DrawRecord`.
 
@@ -251,6 +269,8 @@ def draw_seed(subject: object = "") -> int:
         subject: what is rounded, such as "fc1, input"; `draws_by_layer` and `DrawRecord` use it.
     """
     draws, record = _by_layer, _record
+    if _again.seeds:
+        return _again.seeds.pop(0)
     if draws is not None:
         return same_value(_drawn_seed, lambda: draws.next(str(subject)))
     drawn = same_seed(_drawn_seed)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...formats.encoding import Encoding
 from ...planes import ROWWISE, Plane
 from ...planes.groups import PlaneGroups
-from ..backend import Plan, Plans, Seen
+from ..backend import HalfStep, Plan, Plans, Seen, StepPlan
 from ..reference import ReferenceBackend
 from ..target import GroupedTarget, Target
 from . import fingerprint, measure, products, runtime, turned
@@ -29,6 +29,7 @@ from .places import GroupsAsOne, Ints, as_one, starts
 from .plans import plan_for
 from .programs import REFUSED
 from .runtime import Arguments, PartOfGroups, kernel, run_groups, run_ranges
+from .step_plans import step_plan_for
 from .support import (
     Seed,
     all_have_memory,
@@ -167,6 +168,9 @@ class CpuBackend(ReferenceBackend):
         if x.dtype not in known:
             known[x.dtype] = plan_for(x, [Target(*each) for each in zip(planes, encodings, strict=True)])
         return known[x.dtype]
+
+    def step_plan(self, what: HalfStep) -> StepPlan | None:
+        return step_plan_for(what)
 
     def _run(self, x: Tensor, source: Tensor, steps: list[Step], targets: Sequence[Target], seed: Seed) -> int:
         """Run kernels. What one refuses is encoded by the reference. Returns the bits of the largest magnitude."""

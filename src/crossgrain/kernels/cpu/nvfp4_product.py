@@ -6,6 +6,8 @@ comes of them is dropped. Every number is summed in the same order, wherever its
 
 from __future__ import annotations
 
+import numpy as np
+
 from .compiling import inner, kernel
 from .dot_tile import (
     LEFT_BLOCK_BYTES,
@@ -72,6 +74,7 @@ def pack_left(codes, codes_stride, scales, scales_stride, table, out, first, las
                     store(panel + 16 * place, splat(0, 4, "i32"))
                     store_i32(starts, 0)
                     store_i32(starts + 4 * TILE_ROWS, 0)
+    return np.int64(0)
 
 
 @kernel
@@ -90,6 +93,7 @@ def pack_right(codes, codes_stride, scales, scales_stride, table, out, first, la
                 else:
                     store_apart(at, 4 * TILE_COLUMNS, splat(0, 4, "i32"))
                     store_i32(at + RIGHT_CODES_BYTES, 0)
+    return np.int64(0)
 
 
 @kernel
@@ -102,6 +106,7 @@ def multiply(left, right, out, out_stride, first, last, rows, columns, blocks, g
         for tile in range(first, last):
             for top in range(start, min(start + group, rows), TILE_ROWS):
                 _multiply_one(left, right, out, out_stride, tile, top, rows, columns, blocks, factor, scratch)
+    return np.int64(0)
 
 
 @inner

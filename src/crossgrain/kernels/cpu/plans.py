@@ -146,28 +146,53 @@ def _new_memory(size: int) -> Tensor:
 
 def plan_for(x: Tensor, targets: Sequence[Target]) -> Plan | None:
     """A plan for matrices like ``x`` and new planes like those of ``targets``; None if kernels cannot do everything."""
+    table = Table()
+    written = lines_to_write(table, x, targets)
+    return None if written is None else Plan(x, targets, table, written.lines, written.measured)
+
+
+class LinesToWrite(NamedTuple):
+    """The calls of kernels that measure and encode a matrix.
+
+    Attributes:
+        lines: all of them, in their order.
+        measured: the one that measures the amax of the matrix; None if there is none.
+    """
+
+    lines: list[Line]
+    measured: Line | None
+
+
+def lines_to_write(table: Table, x: Tensor, targets: Sequence[Target], first: int = 0) -> LinesToWrite | None:
+    """Add to ``table`` what measures ``x`` and encodes it to new planes; None if kernels cannot do everything.
+
+    Args:
+        table: the table of a program.
+        x: a matrix like those that the program gets.
+        targets: new planes for it.
+        first: the number of the first plane, by which its addresses are `Given`; the others follow.
+    """
     if x.dtype not in (torch.float32, torch.bfloat16) or x.numel() == 0 or not all(map(_is_plain, targets)):
         return None
     steps, left = chosen_work(x.dtype, targets)
     measures: dict[int | None, Line] = {}  # by the rotation before which the amax is taken
-    table = Table()
     for number, target in enumerate(targets):
         rotation = target.encoding.format.rotation
         if not target.encoding.needs_amax or rotation in measures:
             continue
-        line = _measure(table, x, number, target)
+        line = _measure(table, x, first + number, target)
         if line is None:
             return None
         measures[rotation] = line
     if left:
         return None
     scales = {number: _Scales(table, target) for number, target in enumerate(targets) if target.encoding.needs_amax}
-    encodes = [_encode(table, x, targets, scales, step) for step in steps]
+    encodes = [_encode(table, x, targets, scales, step, first) for step in steps]
     computes = [
-        each.line(table, number, measures[targets[number].encoding.format.rotation].result)
+        each.line(table, first + number, measures[targets[number].encoding.format.rotation].result)
         for number, each in scales.items()
     ]
-    return Plan(x, targets, table, [*measures.values(), *computes, *encodes], measures.get(None))
+    return LinesToWrite([*measures.values(), *computes, *encodes], measures.get(None))
 
 
 def _is_plain(target: Target) -> bool:
@@ -225,7 +250,9 @@ class _Scales:
         return table.line(programs.two_level_scales, arguments)
 
 
-def _encode(table: Table, x: Tensor, targets: Sequence[Target], scales: dict[int, _Scales], step: Step) -> Line:
+def _encode(
+    table: Table, x: Tensor, targets: Sequence[Target], scales: dict[int, _Scales], step: Step, first: int
+) -> Line:
     """The line that encodes some of the targets."""
     begin, arguments = len(table.words), list(step.work.arguments)
     for place, slot in enumerate(arguments):
@@ -234,7 +261,7 @@ def _encode(table: Table, x: Tensor, targets: Sequence[Target], scales: dict[int
         number = step.at[slot.target]
         assert number is not None
         if slot.kind in _GIVEN:
-            arguments[place] = Given(slot.kind, number)
+            arguments[place] = Given(slot.kind, first + number)
         elif slot.kind in Place._fields:
             arguments[place] = getattr(place_of(targets[number], x), slot.kind)
         elif slot.kind == "factor":

@@ -65,8 +65,7 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
     left = _packed(nvfp4_product.pack_left, a, TILE_ROWS, LEFT_BLOCK_BYTES, "gemm.a", tag)
     right = _packed(nvfp4_product.pack_right, b, TILE_COLUMNS, RIGHT_BLOCK_BYTES, "gemm.b", tag)
 
-    group = max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
-
+    group = rows_together(blocks)
     entry = _entries.get((nvfp4_product.multiply, tag.name)) or _entry(nvfp4_product.multiply, _MULTIPLY_NUMBERS, tag)
 
     def work(first: int, last: int) -> None:
@@ -83,6 +82,11 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
         run_ranges(work, steps, numbers)
 
 
+def rows_together(blocks: int) -> int:
+    """How many rows of the left operand are multiplied by all columns, one group of rows after the other."""
+    return max(1, _CACHE_BYTES // (blocks * LEFT_BLOCK_BYTES)) * TILE_ROWS
+
+
 def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: str, tag: Tag) -> Tensor:
     """An operand, packed into panels in a workspace."""
     rows, inner = plane.operand_shape
@@ -97,7 +101,7 @@ def _packed(pack: object, plane: Plane, tile_rows: int, block_bytes: int, name: 
 
     def work(first: int, last: int) -> None:
         entry(
-            plane.data.data_ptr(), inner // 2, scales.data_ptr(), scales.stride(0), _scale_values().data_ptr(),
+            plane.data.data_ptr(), inner // 2, scales.data_ptr(), scales.stride(0), scale_values().data_ptr(),
             panels.data_ptr(), first, last, rows, blocks, tag,
         )  # fmt: skip
 
@@ -117,7 +121,7 @@ def _entry(dispatcher: object, numbers: tuple[int | float, ...], tag: Tag) -> Ca
 
 
 @lru_cache
-def _scale_values() -> Tensor:
+def scale_values() -> Tensor:
     """Half of the value of each of the 256 block scales, because panels have twice the numbers, as integers."""
     with torch.inference_mode(False):
         codes = torch.arange(256, dtype=torch.uint8, device="cpu")

@@ -93,3 +93,27 @@ def tensor_factor(bits, factor, other_factor, scale, target, epsilon, power_of_t
     store_i32(other_factor, bits_of(number))
     store_i32(scale, bits_of(np.float32(1.0 / np.float64(number))))
     return np.int64(0)
+
+
+@kernel
+def joint_factor(left_amax, right_amax, factor, left_bound, right_bound, tag):
+    """Write the factor of a product of two operands of two-level formats: both their global scales.
+
+    Args:
+        left_amax: where the amax of the left operand is.
+        right_amax: where that of the right operand is.
+        factor: where to write the factor, fp32.
+        left_bound: the largest number of the format of the left operand.
+        right_bound: that of the right operand.
+        tag: any tag.
+
+    Returns:
+        0, or 1 if the factor is not a number of fp32.
+    """
+    left = np.float64(load_f32(left_amax)) * (1.0 / np.float64(left_bound))
+    right = np.float64(load_f32(right_amax)) * (1.0 / np.float64(right_bound))
+    both = left * right
+    if not abs(both) <= np.float64(float_of(_LARGEST_BITS)):
+        return np.int64(1)
+    store_i32(factor, bits_of(np.float32(both)))
+    return np.int64(0)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...formats.encoding import Encoding
 from ...planes import Plane
 from ...planes.groups import PlaneGroups
-from ..backend import Plan, Plans, Seen
+from ..backend import HalfStep, Plan, Plans, Seen, StepPlan
 from ..global_scale import GlobalScale, under_scale_one
 from ..layout import swizzle_scales
 from ..target import GroupedTarget, Target
@@ -36,6 +36,9 @@ class ReferenceBackend:
         return _has_nonfinite(x)
 
     def plan(self, x: Tensor, planes: Sequence[Plane], encodings: Sequence[Encoding], known: Plans) -> Plan | None:
+        return None
+
+    def step_plan(self, what: HalfStep) -> StepPlan | None:
         return None
 
     def measure_groups(self, x: Tensor, targets: Sequence[GroupedTarget]) -> list[Tensor | None]:

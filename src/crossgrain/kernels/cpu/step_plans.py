@@ -1,0 +1,397 @@
+"""`StepPlan`: forward or backward of a linear layer as one program: it encodes matrices and prepares their products.
+
+A program (see `programs`) has a part for each product. The first part also encodes all matrices. The end of a part is
+the product itself, if both operands are NVFP4 and this CPU multiplies their codes; otherwise both operands are decoded
+to fp32 in workspaces, and the caller multiplies them. Planes that nobody reads later have no tensors: they are in
+memory that the thread uses again for the next layer.
+
+It gives the bytes of `plans`, `decoders` and `products`, of which it is made, with one call of compiled code for each
+product instead of one for each plane.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...planes import ROWWISE, Plane
+from ..backend import HalfStep, Make, ProductOf
+from ..reference.random_bits import stream_keys
+from ..target import Target
+from ..workspaces import workspace
+from . import nvfp4_product, products, programs, runtime
+from .decoders import decoder
+from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
+from .elements import INFINITY_BITS
+from .plans import lines_to_write
+from .runtime import kernel, thread_count
+from .support import is_plain_memory, tag_of_plane, yes_or_no
+from .tables import Beyond, Given, Inside, Line, Table
+from .tags import F32
+from .work import SCRATCH
+
+_MOST_SCRATCH = 1 << 24  # bytes that a thread keeps for planes that have no tensors
+_STREAM_FROM = 1 << 20  # see `backend`
+
+_SIDES = ("gemm.a", "gemm.b")  # the workspaces of the left and the right operand
+
+
+class _View(NamedTuple):
+    """How torch multiplies an operand in a workspace: the left one as it is, the right one transposed."""
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+
+
+class _Part(NamedTuple):
+    """What leads to one product: a range of lines, and the operands; None if lines compute the product itself."""
+
+    first: int
+    last: int
+    views: tuple[_View, _View] | None
+
+
+class _Buffers(NamedTuple):
+    """What is expected of the buffers of a plane that exists already."""
+
+    data: torch.Size
+    scale: torch.Size
+    scale_strides: tuple[int, ...]
+    amaxes: int
+
+    def suit(self, plane: Plane) -> bool:
+        data, scale, amax = plane.data, plane.scale, plane.amax
+        return (
+            type(data) is Tensor
+            and data.shape == self.data
+            and data.dtype == torch.uint8
+            and data.is_contiguous()
+            and data.data_ptr() != 0
+            and type(scale) is Tensor
+            and scale.shape == self.scale
+            and scale.stride() == self.scale_strides
+            and scale.data_ptr() != 0
+            and (amax.numel() if type(amax) is Tensor and amax.dtype == torch.float32 else 0) == self.amaxes
+            and not plane.stale
+        )
+
+
+class StepPlan:
+    """Forward or backward of layers of one shape; see `kernels.step_plan`.
+
+    Args:
+        makes: the matrices that are encoded, with examples of their planes.
+        given: examples of planes that exist already.
+        table: the words of the program.
+        lines: its lines.
+        parts: its parts.
+        panels: the size of each workspace in fp32 numbers.
+    """
+
+    def __init__(
+        self,
+        makes: Sequence[Make],
+        given: Sequence[Plane],
+        table: Table,
+        lines: Sequence[Line],
+        parts: Sequence[_Part],
+        panels: Sequence[int],
+    ) -> None:
+        finished = table.finished(lines)
+        self._words, self._inside = finished.words, finished.inside
+        self._scratch, self.scratch_bytes = finished.scratch, finished.scratch_bytes
+        self._parts, self._panels = parts, panels
+        self._makes = makes  # kept alive: kernels are found by the addresses of encodings
+        self._largest = max(make.matrix.numel() for make in makes)
+        self._streams = self._largest >= _STREAM_FROM
+        self._given = [
+            _Buffers(plane.data.shape, plane.scale.shape, plane.scale.stride(), _count(plane.amax))  # type: ignore[union-attr]
+            for plane in given
+        ]
+        at, planes = finished.given, [plane for make in makes for plane in make.planes]
+        made, kept = _numbers_of(makes), [kept for make in makes for kept in make.kept]
+        sources = [make.derives and number > 0 for make in makes for number in range(len(make.planes))]
+
+        def words(kind: str, numbers: Sequence[int]) -> list[int]:
+            return [word for number in numbers for word in at.get(Given(kind, number), ())]
+
+        # In the order in which `start` finds the addresses.
+        self._fills = [words("x", [number for number in numbers if not sources[number]]) for numbers in made]
+        tensors = [number for number, stays in enumerate(kept) if stays]
+        tensors += range(len(planes), len(planes) + len(given))
+        for number in tensors:
+            self._fills += [words(kind, [number]) for kind in ("codes", "scales", "amax")]
+        self._fills += [words("operand", [side]) for side in range(2)]
+        self._fills[-1] += words("x", [number for number, derived in enumerate(sources) if derived])
+        self._fills += [words("out", [number]) for number in range(len(parts))]
+        self._keys = [
+            (make, planes[number].direction, words("key0", [number]), words("key1", [number]))
+            for make, numbers in enumerate(made)
+            for number in numbers
+            if words("key0", [number])
+        ]
+        self._program = kernel(programs.program, 0, 0, 0, F32)
+
+    def suits(self, matrices: Sequence[Tensor], given: Sequence[Plane]) -> bool:
+        """Whether these tensors have memory in the layout of the plan, and one thread does the work."""
+        for matrix in matrices:
+            if not is_plain_memory(matrix):
+                return False
+        for plane, needed in zip(given, self._given, strict=True):
+            if not needed.suit(plane):
+                return False
+        return self._largest < 2 * runtime.ELEMENTS_PER_THREAD or thread_count(self._largest) == 1
+
+    def start(
+        self,
+        matrices: Sequence[Tensor],
+        kept: Sequence[Plane],
+        given: Sequence[Plane],
+        seeds: Sequence[int | None],
+        totals: Sequence[Tensor],
+    ) -> Running:
+        """Fill in addresses. See `kernels.step_plan`."""
+        left, right = (workspace(name, size) for name, size in zip(_SIDES, self._panels, strict=True))
+        assert left is not None and right is not None  # they are not larger than the matrices
+        memory = _lent.take(self.scratch_bytes)
+        addresses = [matrix.data_ptr() for matrix in matrices]
+        for planes in (kept, given):
+            for plane in planes:
+                amax = plane.amax
+                addresses += (plane.data.data_ptr(), plane.scale.data_ptr(), 0 if amax is None else amax.data_ptr())  # type: ignore[union-attr]
+        addresses += (left.data_ptr(), right.data_ptr())
+        for total in totals:
+            addresses.append(total.data_ptr())
+        table = self._words[:]
+        for words, address in zip(self._fills, addresses, strict=True):
+            for at in words:
+                table[at] = address
+        for make, direction, key0, key1 in self._keys:
+            keys = stream_keys(seeds[make], direction)  # type: ignore[arg-type]
+            for at in key0:
+                table[at] = keys[0]
+            for at in key1:
+                table[at] = keys[1]
+        base, scratch = table.buffer_info()[0], memory.data_ptr()
+        for at, distance in self._inside:
+            table[at] = base + distance
+        for at, distance in self._scratch:
+            table[at] = scratch + distance
+        return Running(self, table, memory, (left, right))
+
+
+class Running:
+    """Half a step that has begun. Whoever has begun it holds the tensors whose addresses it has.
+
+    Args:
+        plan: its plan.
+        table: the words, with addresses.
+        memory: what `_lent` has lent.
+        sides: the workspaces.
+    """
+
+    __slots__ = ("_memory", "_plan", "_sides", "_table")
+
+    def __init__(self, plan: StepPlan, table: array[int], memory: Tensor, sides: tuple[Tensor, Tensor]) -> None:
+        self._plan, self._table, self._memory, self._sides = plan, table, memory, sides
+
+    def product(self, number: int) -> tuple[Tensor, ...] | None:
+        """Run a part. See `kernels.step_plan`."""
+        first, last, views = self._plan._parts[number]
+        bits = self._plan._program(self._table.buffer_info()[0], first, last, F32)
+        if not 0 <= bits < INFINITY_BITS:
+            return None
+        if views is None:
+            return ()
+        left, right = views
+        return self._sides[0].as_strided(*left), self._sides[1].as_strided(*right)
+
+    def end(self) -> None:
+        """Give memory back for the next layer."""
+        _lent.memory = self._memory
+
+
+class _Lent(threading.local):
+    """Memory for planes that are not kept. It is not here while it is used: a signal's handler may run a layer, too."""
+
+    memory: Tensor | None = None
+
+    def take(self, size: int) -> Tensor:
+        memory, self.memory = self.memory, None
+        if memory is None or memory.numel() < size:
+            with torch.inference_mode(False):
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return memory
+
+
+_lent = _Lent()
+
+
+def free_lent() -> None:
+    """Free the memory of this thread."""
+    _lent.memory = None
+
+
+# ---- making plans ----------------------------------------------------------------------------------------
+
+
+def step_plan_for(what: HalfStep) -> StepPlan | None:
+    """A plan for forward or backward of a layer; None if kernels cannot do everything."""
+    makes, given, wanted = what
+    if not wanted:
+        return None
+    table, lines, parts = Table(), _Lines(), list[_Part]()
+    planes = [*(plane for make in makes for plane in make.planes), *given]
+    panels = [0, 0]
+    decoded: dict[int, int] = {}  # planes that are in a workspace already
+    for make, numbers in zip(makes, _numbers_of(makes), strict=True):
+        added = _written(table, make, numbers[0], wanted[0], panels)
+        if added is None:
+            return None
+        lines += added
+        if make.derives:
+            decoded[numbers[0]] = 1
+    for number, pair in enumerate(wanted):
+        first = 0 if number == 0 else len(lines)
+        sides = planes[pair.left], planes[pair.right]
+        if sides[0].format.scale_rule == sides[1].format.scale_rule == "two_level":
+            added, views = _multiplied(table, number, pair, sides, panels), None
+        else:
+            added, views = _decoded(table, pair, sides, panels, decoded if number == 0 else {}), _views(sides)
+        if added is None:
+            return None
+        lines += added
+        parts.append(_Part(first, len(lines), views))
+    for number, stays in enumerate([kept for make in makes for kept in make.kept]):
+        if not stays:
+            _put_aside(table, number, planes[number])
+    plan = StepPlan(makes, given, table, lines, parts, panels)
+    return None if plan.scratch_bytes > _MOST_SCRATCH else plan
+
+
+_Lines = list[Line]
+
+
+def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: list[int]) -> list[Line] | None:
+    """What encodes a matrix. With ``derives``, its second plane is encoded from the first one, after decoding."""
+    targets = [Target(*each) for each in zip(make.planes, make.encodings, strict=True)]
+    if not make.derives:
+        found = lines_to_write(table, make.matrix, targets, first)
+        return None if found is None else found.lines
+    if make.matrix.dtype != torch.float32 or first != wanted.right:  # the decoded rows are its right operand
+        return None
+    rows = lines_to_write(table, make.matrix, targets[:1], first)
+    decodes = _decoding(table, make.planes[0], first, 1, panels)
+    columns = lines_to_write(table, make.matrix, targets[1:], first + 1)
+    if rows is None or decodes is None or columns is None:
+        return None
+    return [*rows.lines, decodes, *columns.lines]
+
+
+def _decoded(
+    table: Table, pair: ProductOf, sides: Sequence[Plane], panels: list[int], done: dict[int, int]
+) -> list[Line] | None:
+    """What decodes the operands of a product."""
+    found = [
+        _decoding(table, plane, number, side, panels)
+        for side, (number, plane) in enumerate(zip(pair, sides, strict=True))
+        if done.get(number) != side
+    ]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _decoding(table: Table, plane: Plane, number: int, side: int, panels: list[int]) -> Line | None:
+    """What decodes a plane to a workspace. Formats whose scale is not all in the operand are left to `gemm`."""
+    fmt, how = plane.format, decoder(plane, torch.float32)
+    if how is None or how.flat or fmt.block is None or fmt.global_amax is not None or fmt.rotation is not None:
+        return None
+    height, width = how.shape
+    past_caches = height * width >= _STREAM_FROM and width * 4 % 64 == 0  # workspaces begin at a cache line
+    panels[side] = max(panels[side], height * width)
+    arguments = how.arguments(_addresses(number), Given("operand", side), 0, how.steps)  # type: ignore[arg-type]
+    return table.line(how.kernel, (*arguments, *how.tags, yes_or_no(past_caches)))
+
+
+def _addresses(number: int) -> Any:
+    """In the place of a plane: its addresses are known when the program runs."""
+
+    def at(kind: str) -> Any:
+        return SimpleNamespace(data_ptr=lambda: Given(kind, number))
+
+    return SimpleNamespace(data=at("codes"), scale=at("scales"), amax=at("amax"))
+
+
+def _views(sides: Sequence[Plane]) -> tuple[_View, _View]:
+    (left_shape, left_strides), (right_shape, right_strides) = (_operand_view(plane) for plane in sides)
+    return _View(left_shape, left_strides), _View(right_shape[::-1], right_strides[::-1])
+
+
+def _operand_view(plane: Plane) -> _View:
+    rows, inner = plane.operand_shape
+    stored_by_rows = plane.direction is ROWWISE or plane.transposed
+    return _View((rows, inner), (inner, 1) if stored_by_rows else (1, rows))
+
+
+def _multiplied(
+    table: Table, number: int, pair: ProductOf, sides: Sequence[Plane], panels: list[int]
+) -> list[Line] | None:
+    """What multiplies the codes of two operands, as `products.multiply` does."""
+    left, right = sides
+    if not products.can_multiply(left, right) or any(plane.format.global_amax != "tensor" for plane in sides):
+        return None
+    (rows, inner), columns = left.operand_shape, right.operand_shape[0]
+    blocks, tag = inner // 16, tag_of_plane(left)
+    kinds = (
+        (nvfp4_product.pack_left, TILE_ROWS, LEFT_BLOCK_BYTES),
+        (nvfp4_product.pack_right, TILE_COLUMNS, RIGHT_BLOCK_BYTES),
+    )
+    packs = []
+    for side, ((pack, tile, size), at, plane) in enumerate(zip(kinds, pair, sides, strict=True)):
+        height = plane.operand_shape[0]
+        tiles = -(-height // tile)
+        panels[side] = max(panels[side], -(-tiles * blocks * size // 4))
+        assert plane.scale is not None
+        arguments: tuple[Any, ...] = (
+            Given("codes", at), inner // 2, Given("scales", at), plane.scale.stride(0),
+            products.scale_values().data_ptr(), Given("operand", side), 0, tiles, height, blocks, tag,
+        )  # fmt: skip
+        packs.append(table.line(pack, arguments))
+    arguments = (
+        Given("operand", 0), Given("operand", 1), Given("out", number), columns * 4, 0, -(-columns // TILE_COLUMNS),
+        rows, columns, blocks, products.rows_together(blocks), 0.0, SCRATCH, tag,
+    )  # fmt: skip
+    multiply = table.line(nvfp4_product.multiply, arguments, scratch=TILE_ROWS * TILE_COLUMNS * 4)
+    factor = Inside(multiply.arguments + arguments.index(0.0, 9))
+    bounds = [float(plane.format.element.max * plane.format.scale_bound) for plane in sides]  # type: ignore[union-attr]
+    amaxes = [Given("amax", at) for at in pair]
+    joint = table.line(programs.joint_factor, (*amaxes, factor, *bounds, F32), limit=0)
+    return [joint, *packs, multiply]
+
+
+def _put_aside(table: Table, number: int, plane: Plane) -> None:
+    """Give a plane that nobody keeps its place in scratch memory."""
+    buffers = {"codes": plane.data, "scales": plane.scale, "amax": plane.amax}
+    places: dict[Given, Beyond] = {}
+    for kind, buffer in buffers.items():
+        if buffer is not None:
+            places[Given(kind, number)] = table.beyond(-(-buffer.numel() * buffer.element_size() // 4))
+    table.words = [places.get(word, word) if isinstance(word, Given) else word for word in table.words]
+
+
+def _numbers_of(makes: Sequence[Make]) -> list[range]:
+    """The numbers of the planes of each matrix."""
+    found, next_one = [], 0
+    for make in makes:
+        found.append(range(next_one, next_one + len(make.planes)))
+        next_one += len(make.planes)
+    return found
+
+
+def _count(amax: Tensor | None) -> int:
+    return 0 if amax is None else amax.numel()

@@ -1,0 +1,178 @@
+"""A step of a plain linear layer by two plans: one for forward, one for backward (see `kernels.step_plan`).
+
+Small layers spend most of their time in Python. A plan encodes all operands of forward or of backward and prepares the
+products, in one or two calls of compiled code. It gives the bits of the usual way in `function`, and is for the usual
+case only: one process, nobody looks on, all three GEMMs run, whole blocks, finite numbers. In any other case nothing is
+found, and the usual way is taken. If that turns out after seeds were drawn, because there is a NaN or an infinity, the
+usual way draws the same ones.
+
+What forward saves does not depend on the way, so either half can be planned without the other.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import kernels
+from ..gemm.planned import may_be_planned, multiplied_by_plan, suits_plan
+from ..kernels import HalfStep, ProductOf
+from ..planes import COLUMNWISE, Plane
+from ..quantizers import observer as plane_observer
+from ..quantizers.base import Quantizer
+from ..quantizers.writing import Layout
+from ..runtime.random_numbers import draw_seed, seeds_again
+from . import observer, raised
+from .call import LinearCall, Needs
+from .padding import Sizes
+from .saved_planes import KeptInput, Restored
+
+_ROWS_GO, _NOTHING_STAYS = (False, True), (False, False)
+
+
+class PlannedForward(NamedTuple):
+    """The result of forward [M, N], and the columnwise planes of x and W to save."""
+
+    y: Tensor
+    x: KeptInput
+    w: Plane
+
+
+class PlannedGradients(NamedTuple):
+    """dx [M, K], dW [N, K], and dy as a matrix."""
+
+    dx: Tensor
+    dw: Tensor
+    dy: Tensor
+
+
+class Attempt(NamedTuple):
+    """What came of a plan.
+
+    Attributes:
+        found: the results; None if there are none.
+        same_seeds: a context in which the usual way draws the seeds that the plan has drawn.
+    """
+
+    found: Any
+    same_seeds: AbstractContextManager[None]
+
+
+NOT_PLANNED = Attempt(None, nullcontext())
+"""No plan was tried."""
+
+
+def forward_by_plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, needs: Needs, sizes: Sizes, padded: Sizes
+) -> Attempt:
+    """Try to compute y by a plan. What is found is a `PlannedForward`."""
+    if (
+        not (needs.dx and needs.dw)
+        or padded is not sizes
+        or call.quantized_weight is not None
+        or call.quantized_input is not None
+        or call.keep_input
+        or call.wide_output
+        or call.scale != 1.0
+        or not _is_usual(call)
+    ):
+        return NOT_PLANNED
+    matrix, w = x.detach().reshape(sizes.m, sizes.k), weight.detach()
+    matrix = matrix if matrix.dtype is call.dtype else matrix.to(call.dtype)
+    if type(matrix) is not Tensor or type(w) is not Tensor or matrix.requires_grad or not matrix.is_cpu or not w.is_cpu:
+        return NOT_PLANNED
+    x_quantizer, w_quantizer = call.input, call.weight
+    x_layout = None if x_quantizer is None else x_quantizer.layout_for_step(matrix)
+    w_layout = None if x_layout is None or w_quantizer is None else w_quantizer.layout_for_step(w)
+    if x_layout is None or w_layout is None:
+        return NOT_PLANNED
+    key = "forward", id(w_layout), matrix.dtype, w.dtype
+
+    def what() -> HalfStep:
+        x_made, w_made = x_layout.for_step(matrix, _ROWS_GO), w_layout.for_step(w, _ROWS_GO)
+        suits = suits_plan("fprop", x_made.planes[0], w_made.planes[0])
+        return HalfStep((x_made, w_made), (), (ProductOf(0, 2),) if suits else ())
+
+    plan = kernels.step_plan(matrix, key, x_layout.step_plans, what, w_layout)
+    matrices = matrix, w
+    if plan is None or not plan.suits(matrices, ()):
+        return NOT_PLANNED
+    seeds = _seed(x_layout, x_quantizer), _seed(w_layout, w_quantizer)
+    kept = [layout.specs[1].empty(matrix.device) for layout in (x_layout, w_layout)]
+    results = ((sizes.m, sizes.n, call.dtype),)
+    made = multiplied_by_plan(plan, matrices, kept, (), seeds, results, None if bias is None else bias.detach())
+    if made is None:
+        return _to_repeat(seeds)
+    return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seeds)
+
+
+def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
+    """Try to compute dx and dW by a plan. What is found are `PlannedGradients`.
+
+    Args:
+        dy: the gradient of the output.
+        saved: the planes that forward has saved.
+        ctx: the ``ctx`` of the linear function.
+    """
+    call, needs, sizes = ctx.call, ctx.needs, ctx.sizes
+    x, w = saved.x.operand, saved.w
+    if (
+        not (needs.dx and needs.dw)
+        or ctx.padded is not sizes
+        or saved.x.is_part
+        or call.quantized_gradient is not None
+        or call.accumulate_main_grad
+        or call.wgrad_queue is not None
+        or call.wide_gradient
+        or call.gradient_scale != 1.0
+        or not _is_usual(call)
+        or not (isinstance(x, Plane) and x.direction is COLUMNWISE)
+        or not (isinstance(w, Plane) and w.direction is COLUMNWISE)
+        or observer.observers
+        or type(dy) is not Tensor
+    ):
+        return NOT_PLANNED
+    matrix = dy.detach().reshape(sizes.m, sizes.n)
+    matrix = matrix if matrix.dtype is call.dtype else matrix.to(call.dtype)
+    layout = call.grad_output.layout_for_step(matrix) if matrix.is_cpu else None
+    if layout is None:
+        return NOT_PLANNED
+    key = "backward", sizes.k, matrix.dtype, id(x.format), x.transposed, id(w.format), w.transposed
+
+    def what() -> HalfStep:
+        made = layout.for_step(matrix, _NOTHING_STAYS)
+        suits = suits_plan("dgrad", made.planes[0], w) and suits_plan("wgrad", made.planes[1], x)
+        return HalfStep((made,), (w, x), (ProductOf(0, 2), ProductOf(1, 3)) if suits else ())
+
+    plan = kernels.step_plan(matrix, key, layout.step_plans, what, (x.format, w.format))
+    if plan is None or not plan.suits((matrix,), (w, x)):
+        return NOT_PLANNED
+    seeds = (_seed(layout, call.grad_output),)
+    results = (sizes.m, sizes.k, call.dtype), (sizes.n, sizes.k, ctx.weight.dtype)
+    made = multiplied_by_plan(plan, (matrix,), (), (w, x), seeds, results)
+    if made is None:
+        return _to_repeat(seeds)
+    return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seeds)
+
+
+def _is_usual(call: LinearCall) -> bool:
+    """Whether nobody looks on, and backward reads quantized operands of this process."""
+    return (
+        call.parallel is None
+        and call.probe is None
+        and call.backward_override is None
+        and not call.allow_mixed
+        and raised.chooser is None
+        and not plane_observer.observers
+        and may_be_planned()
+    )
+
+
+def _seed(layout: Layout, quantizer: Quantizer | None) -> int | None:
+    return draw_seed(quantizer.subject) if layout.stochastic and quantizer is not None else None
+
+
+def _to_repeat(seeds: tuple[int | None, ...]) -> Attempt:
+    return Attempt(None, seeds_again([seed for seed in seeds if seed is not None]))
