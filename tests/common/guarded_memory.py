@@ -98,9 +98,11 @@ WRITTEN: dict[str, set[str]] = {
     "nvfp4_product.pack_right": {"out"},
     "nvfp4_rows.block_rows": _NVFP4_ROWS,
     "nvfp4_rows.tile_rows": _NVFP4_ROWS,
+    "programs.joint_factor": {"factor"},
     "programs.program": set(),  # its table is no guarded buffer; see `_lines`
     "programs.tensor_factor": {"factor", "other_factor", "scale"},
     "programs.two_level_scales": {"amax", "encode", "decode", "each_amax"},
+    "programs.zeros": {"out"},
     "rows.cast": {"codes"},
     "rows.encode_rows": _NVFP4_ROWS,
     "rows.run": _NVFP4_ROWS,
@@ -184,7 +186,7 @@ class Guard:
             decoders._Tables(),
             workspaces._Buffers(),
         )
-        products._scale_values.cache_clear()
+        products.scale_values.cache_clear()
         decoders._decoders.clear()  # which have kernels without a guard, as have products
         products._entries.clear()
         support.ONE = support.numbers(1.0)
@@ -225,8 +227,8 @@ class Guard:
         places.Numbers.__init__ = lambda numbers, memory, sizes=None: make_numbers(
             numbers, self.copy(torch.as_tensor(memory, dtype=torch.float32)), sizes
         )
-        make_scale_values = products._scale_values.__wrapped__
-        products._scale_values = lru_cache(lambda: self.copy(make_scale_values()))
+        make_scale_values = products.scale_values.__wrapped__
+        products.scale_values = lru_cache(lambda: self.copy(make_scale_values()))
         backend._STREAM_FROM = 1  # small results are written past the caches too, if they are aligned
         runtime.ELEMENTS_PER_THREAD = 256
 

@@ -32,7 +32,7 @@ def may_be_planned() -> bool:
 
 
 def suits_plan(which: str, a: Plane, b: Plane) -> bool:
-    """Whether a plan may compute a GEMM: its operands fit, and there are more rows than those that `gemm` sums apart."""
+    """Whether a plan may compute a GEMM: its operands fit, and there are more rows than `gemm` has another way for."""
     (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
     try:
         check_operands(which, [(a_name, a_direction, a.format), (b_name, b_direction, b.format)])

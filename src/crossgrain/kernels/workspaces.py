@@ -17,6 +17,7 @@ LIMIT_BYTES = 1 << 30  # larger operands are allocated for each GEMM: keeping th
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}
+        self.bytes: Tensor | None = None  # of `lend`
 
 
 _buffers = _Buffers()
@@ -34,6 +35,25 @@ def workspace(name: str, elements: int) -> Tensor | None:
     return buffer
 
 
+def lend(size: int) -> Tensor:
+    """At least ``size`` bytes on the CPU, until `give_back`.
+
+    Nobody else gets them meanwhile: the handler of a signal, which may run a layer in the same thread, gets others.
+    Memory that is not given back, because of an exception, is freed with its tensor.
+    """
+    memory, _buffers.bytes = _buffers.bytes, None
+    if memory is None or memory.numel() < size:
+        with torch.inference_mode(False):
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    return memory
+
+
+def give_back(memory: Tensor) -> None:
+    """Give back what `lend` has lent, for the next who asks."""
+    _buffers.bytes = memory
+
+
 def free_workspaces() -> None:
     """Free the buffers of this thread."""
     _buffers.by_name.clear()
+    _buffers.bytes = None

@@ -55,8 +55,9 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     shape: tuple[int, ...] = (*x.shape[:-1], sizes.n)
     if parallel is not None:
         y, shape = parallel.output(y, bias, x.shape, call.dtype, call.layer)
-    # Not a view, so that in-place operations on the output are allowed, as for any layer.
-    y = torch.ops.aten._unsafe_view(y, shape)
+    if y.shape != shape or y._is_view():
+        # Not a view, so that in-place operations on the output are allowed, as for any layer.
+        y = torch.ops.aten._unsafe_view(y, shape)
     return y if call.output is None else call.output(y)
 
 

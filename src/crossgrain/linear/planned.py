@@ -100,7 +100,8 @@ def forward_by_plan(
     if plan is None or not plan.suits(matrices, ()):
         return NOT_PLANNED
     seeds = _seed(x_layout, x_quantizer), _seed(w_layout, w_quantizer)
-    kept = [layout.specs[1].empty(matrix.device) for layout in (x_layout, w_layout)]
+    device = matrix.device
+    kept = x_layout.specs[1].empty(device, zeroed=False), w_layout.specs[1].empty(device, zeroed=False)
     results = ((sizes.m, sizes.n, call.dtype),)
     made = multiplied_by_plan(plan, matrices, kept, (), seeds, results, None if bias is None else bias.detach())
     if made is None:

@@ -15,7 +15,8 @@ from ..recipe.schedule import RecipeSchedule
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 
-_SMALL, _LARGE = 256, 1024  # results of the large layer are written past the caches, by other kernels
+# Scales of the small layer have padding. Results of the large one are written past the caches, by other kernels.
+_SMALL, _LARGE = 160, 1024
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

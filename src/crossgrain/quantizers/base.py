@@ -267,17 +267,28 @@ class Quantizer(AmaxReduction, DataFree):
 
         Scales that are given, agreed on with ranks, or recorded, and planes of users, are not for such plans.
         """
-        layout = self._layout(matrix, True, True) if self._only_writes() else None
-        return layout if layout is not None and len(layout.specs) == 2 else None
+        return self._layout_for_step(matrix, None)
 
-    def _layout_of_one(self, matrix: Tensor, direction: Direction) -> Layout | None:
-        """`layout_for_step` of one direction."""
-        if not self._only_writes():
-            return None
-        layout = self._layout(matrix, direction is ROWWISE, direction is COLUMNWISE)
-        return layout if layout.specs[0].direction is direction else None  # a buffer for both is a rowwise plane
+    def _layout_for_step(self, matrix: Tensor, only: Direction | None) -> Layout | None:
+        """`layout_for_step` for both directions, or for one. Computed once for each shape."""
+        key = "step", only, matrix.shape, matrix.dtype, settings.non_tn_fp8_gemm, settings.compute_capability
+        memo = self._memo  # see `encoding`
+        if key not in memo:
+            layout = None
+            if self._only_writes():
+                layout = self._layout(matrix, only is not COLUMNWISE, only is not ROWWISE)
+                wanted = (ROWWISE, COLUMNWISE) if only is None else (only,)
+                if tuple(spec.direction for spec in layout.specs) != wanted:  # there may be one buffer for both
+                    layout = None
+            if len(memo) >= _MOST_LAYOUTS:
+                memo.clear()
+            memo[key] = layout
+            return layout
+        found: Layout | None = memo[key]
+        return found
 
     def _only_writes(self) -> bool:
+        """Whether `make_planes` writes planes and does nothing else. All that it depends on are options."""
         more = self.with_amax_reduction or self.part is not None or self.gives_scales or self._observes
         return self.makes_planes and self._may_be_planned and not more
 

@@ -242,8 +242,8 @@ class HybridQuantizer(Quantizer):
         plain = self.makes_planes and self._may_be_planned and not self.makes_columns_late
         if not (plain and isinstance(row, Quantizer) and isinstance(column, Quantizer)):
             return None
-        rows = row._layout_of_one(matrix, ROWWISE)
-        columns = None if rows is None else column._layout_of_one(matrix, COLUMNWISE)
+        rows = row._layout_for_step(matrix, ROWWISE)
+        columns = None if rows is None else column._layout_for_step(matrix, COLUMNWISE)
         if rows is None or columns is None:
             return None
         return rows.beside(columns, derives=self.columnwise_source != "original")

@@ -39,14 +39,20 @@ class PlaneSpec(NamedTuple):
     scale_dtype: torch.dtype
     serves: tuple[Direction, ...]  # the directions in which GEMMs read it
 
-    def empty(self, device: torch.device, scale: Tensor | None = None) -> Plane:
-        """Allocate the plane. ``scale`` is a scale buffer that it shares with another plane; None for a new one."""
+    def empty(self, device: torch.device, scale: Tensor | None = None, *, zeroed: bool = True) -> Plane:
+        """Allocate the plane.
+
+        Args:
+            device: where.
+            scale: a scale buffer that it shares with another plane; None for a new one.
+            zeroed: write zeros to a new scale buffer that has padding. Without, whoever writes the plane has to do it.
+        """
         sizes = self.sizes
         # With strides, torch allocates in half of the time.
         data = torch.empty_strided(sizes.data, sizes.data_strides, dtype=torch.uint8, device=device)
         if sizes.cuts_rows and device.type != "cpu" and multiplies_mxfp8(device):
             data = stored_by_columns(data)
-        if scale is None and sizes.pads:
+        if scale is None and sizes.pads and zeroed:
             scale = torch.zeros(sizes.scale, dtype=self.scale_dtype, device=device)
         elif scale is None:
             scale = torch.empty_strided(sizes.scale, sizes.scale_strides, dtype=self.scale_dtype, device=device)

@@ -1,4 +1,4 @@
-"""Kernels touch only the buffers of their call: every format, direction, option, pair, group, decode and product."""
+"""Kernels touch only the buffers of their call: all formats, directions, options, pairs, groups, decodes, products."""
 
 import itertools
 import os
@@ -9,6 +9,7 @@ import torch
 from numba import njit
 
 from crossgrain import COLUMNWISE, ROWWISE
+from crossgrain.kernels import HalfStep, Make, ProductOf
 from crossgrain.kernels.cpu import nvfp4_product, products, runtime
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.kernels.cpu.dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -126,6 +127,30 @@ def printed(shape, dtype, *, own) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(CpuBackend().fingerprint(own(numbers(shape, dtype)))), dtype=torch.uint8)]
 
 
+def half_step(row, column, own):
+    """Forward of a layer by a plan: the planes to keep, and the product."""
+    x, w = own(numbers((32, 160))), own(numbers((96, 160)))
+    ways = encodings_of(row, (ROWWISE,)) + encodings_of(column, (COLUMNWISE,))
+    planes = [[empty_plane(each.format, way, one.shape, device=one.device) for way, each in ways] for one in (x, w)]
+    makes = [
+        Make(one, made, [each for _, each in ways], (False, True)) for one, made in zip((x, w), planes, strict=True)
+    ]
+    plan, total = CPU.step_plan(HalfStep(makes, (), (ProductOf(0, 2),))), own(torch.zeros(32, 96))
+    kept = [columns for _, columns in planes]
+    running = plan.start((x, w), kept, (), (SEED, SEED), (total,))
+    yield from running.product(0) or (total,)
+    for plane in kept:
+        yield from plane.buffers()
+    running.end()
+
+
+def half_step_cases():
+    for pair in (("mxfp8", "mxfp8"), ("mxfp4_sr", "fp8_block"), ("mxfp8", "nvfp4_rht_sr")):
+        yield partial(half_step, *pair)
+    if products.has_byte_dot_products():
+        yield partial(half_step, "nvfp4", "mxfp6_e3m2")
+
+
 def few(name, rows, columns, inner, own):
     """A product of a few rows with a plane, into a part of a wider matrix."""
     (plane,) = single(own(numbers((columns, inner))), encodings_of(name, (ROWWISE,)))
@@ -183,6 +208,10 @@ def test_products():
     check(product_cases())
 
 
+def test_half_steps():
+    check(half_step_cases())
+
+
 def test_few_rows():
     check(few_rows_cases())
 
@@ -203,10 +232,12 @@ def test_all_kernels_are_among_the_guarded_ones():
     cases += [partial(all_bytes, planned, x, encodings_of(name, (ROWWISE,))) for name in ("fp8", "nvfp4")]
 
     def complete(guard):
-        missing = set() if products.has_byte_dot_products() else {"nvfp4_product.multiply"}
+        of_codes = {"nvfp4_product.multiply", "programs.joint_factor"}
+        missing = set() if products.has_byte_dot_products() else of_codes
         assert guard.seen == set(WRITTEN) - missing
 
-    check([*cases, *group_cases("mxfp8"), *product_cases(), *few_rows_cases(), *fingerprint_cases()], also=complete)
+    cases += [*half_step_cases(), *group_cases("mxfp8"), *product_cases(), *few_rows_cases(), *fingerprint_cases()]
+    check(cases, also=complete)
 
 
 # ---- the guard itself --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .calling import caller
 from .compiling import kernel
 from .elements import INFINITY_BITS
 from .jobs import SLOT
-from .simd import bits_of, float_of, load_f32, load_i32, load_i64, store_i32
+from .simd import bits_of, float_of, load_f32, load_i32, load_i64, splat, store, store_i32, store_u8
 
 LINE = 5  # words: the runner of the kernel (see `jobs`), the kernel, its arguments, its result, the largest result
 REFUSED = -1
@@ -92,6 +92,17 @@ def tensor_factor(bits, factor, other_factor, scale, target, epsilon, power_of_t
     store_i32(factor, bits_of(number))
     store_i32(other_factor, bits_of(number))
     store_i32(scale, bits_of(np.float32(1.0 / np.float64(number))))
+    return np.int64(0)
+
+
+@kernel
+def zeros(out, count, tag):
+    """Write ``count`` bytes of zeros."""
+    whole = count // 64 * 64
+    for at in range(0, whole, 64):
+        store(out + at, splat(0, 16, "i32"))
+    for at in range(whole, count):
+        store_u8(out + at, 0)
     return np.int64(0)
 
 

@@ -11,7 +11,6 @@ product instead of one for each plane.
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ...planes import ROWWISE, Plane
+from ...planes.plane import buffer_shapes
 from ..backend import HalfStep, Make, ProductOf
 from ..reference.random_bits import stream_keys
 from ..target import Target
-from ..workspaces import workspace
+from ..workspaces import give_back, lend, workspace
 from . import nvfp4_product, products, programs, runtime
 from .decoders import decoder
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -38,8 +38,6 @@ from .work import SCRATCH
 
 _MOST_SCRATCH = 1 << 24  # bytes that a thread keeps for planes that have no tensors
 _STREAM_FROM = 1 << 20  # see `backend`
-
-_SIDES = ("gemm.a", "gemm.b")  # the workspaces of the left and the right operand
 
 
 class _View(NamedTuple):
@@ -126,7 +124,8 @@ class StepPlan:
         tensors = [number for number, stays in enumerate(kept) if stays]
         tensors += range(len(planes), len(planes) + len(given))
         for number in tensors:
-            self._fills += [words(kind, [number]) for kind in ("codes", "scales", "amax")]
+            kinds = ("codes", "scales", "amax") if [*planes, *given][number].amax is not None else ("codes", "scales")
+            self._fills += [words(kind, [number]) for kind in kinds]
         self._fills += [words("operand", [side]) for side in range(2)]
         self._fills[-1] += words("x", [number for number, derived in enumerate(sources) if derived])
         self._fills += [words("out", [number]) for number in range(len(parts))]
@@ -157,21 +156,19 @@ class StepPlan:
         totals: Sequence[Tensor],
     ) -> Running:
         """Fill in addresses. See `kernels.step_plan`."""
-        left, right = (workspace(name, size) for name, size in zip(_SIDES, self._panels, strict=True))
+        left, right = workspace("gemm.a", self._panels[0]), workspace("gemm.b", self._panels[1])
         assert left is not None and right is not None  # they are not larger than the matrices
-        memory = _lent.take(self.scratch_bytes)
-        addresses = [matrix.data_ptr() for matrix in matrices]
-        for planes in (kept, given):
-            for plane in planes:
-                amax = plane.amax
-                addresses += (plane.data.data_ptr(), plane.scale.data_ptr(), 0 if amax is None else amax.data_ptr())  # type: ignore[union-attr]
-        addresses += (left.data_ptr(), right.data_ptr())
-        for total in totals:
-            addresses.append(total.data_ptr())
+        memory = lend(self.scratch_bytes)
+        tensors = [*matrices]
+        for plane in (*kept, *given):
+            tensors += (plane.data, plane.scale) if plane.amax is None else (plane.data, plane.scale, plane.amax)  # type: ignore[arg-type]
+        tensors += (left, right, *totals)
         table = self._words[:]
-        for words, address in zip(self._fills, addresses, strict=True):
-            for at in words:
-                table[at] = address
+        for words, tensor in zip(self._fills, tensors, strict=True):
+            if words:
+                address = tensor.data_ptr()
+                for at in words:
+                    table[at] = address
         for make, direction, key0, key1 in self._keys:
             keys = stream_keys(seeds[make], direction)  # type: ignore[arg-type]
             for at in key0:
@@ -192,7 +189,7 @@ class Running:
     Args:
         plan: its plan.
         table: the words, with addresses.
-        memory: what `_lent` has lent.
+        memory: for planes that have no tensors.
         sides: the workspaces.
     """
 
@@ -214,28 +211,7 @@ class Running:
 
     def end(self) -> None:
         """Give memory back for the next layer."""
-        _lent.memory = self._memory
-
-
-class _Lent(threading.local):
-    """Memory for planes that are not kept. It is not here while it is used: a signal's handler may run a layer, too."""
-
-    memory: Tensor | None = None
-
-    def take(self, size: int) -> Tensor:
-        memory, self.memory = self.memory, None
-        if memory is None or memory.numel() < size:
-            with torch.inference_mode(False):
-                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return memory
-
-
-_lent = _Lent()
-
-
-def free_lent() -> None:
-    """Free the memory of this thread."""
-    _lent.memory = None
+        give_back(self._memory)
 
 
 # ---- making plans ----------------------------------------------------------------------------------------
@@ -281,9 +257,14 @@ _Lines = list[Line]
 def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: list[int]) -> list[Line] | None:
     """What encodes a matrix. With ``derives``, its second plane is encoded from the first one, after decoding."""
     targets = [Target(*each) for each in zip(make.planes, make.encodings, strict=True)]
+    zeros = [
+        table.line(programs.zeros, (Given("scales", number), _bytes(plane.scale), F32))
+        for number, (plane, kept) in enumerate(zip(make.planes, make.kept, strict=True), first)
+        if kept and buffer_shapes(plane.format, plane.direction, plane.shape, plane.transposed).pads
+    ]
     if not make.derives:
         found = lines_to_write(table, make.matrix, targets, first)
-        return None if found is None else found.lines
+        return None if found is None else [*zeros, *found.lines]
     if make.matrix.dtype != torch.float32 or first != wanted.right:  # the decoded rows are its right operand
         return None
     rows = lines_to_write(table, make.matrix, targets[:1], first)
@@ -291,7 +272,7 @@ def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: li
     columns = lines_to_write(table, make.matrix, targets[1:], first + 1)
     if rows is None or decodes is None or columns is None:
         return None
-    return [*rows.lines, decodes, *columns.lines]
+    return [*zeros, *rows.lines, decodes, *columns.lines]
 
 
 def _decoded(
@@ -380,7 +361,7 @@ def _put_aside(table: Table, number: int, plane: Plane) -> None:
     places: dict[Given, Beyond] = {}
     for kind, buffer in buffers.items():
         if buffer is not None:
-            places[Given(kind, number)] = table.beyond(-(-buffer.numel() * buffer.element_size() // 4))
+            places[Given(kind, number)] = table.beyond(-(-_bytes(buffer) // 4))
     table.words = [places.get(word, word) if isinstance(word, Given) else word for word in table.words]
 
 
@@ -391,6 +372,10 @@ def _numbers_of(makes: Sequence[Make]) -> list[range]:
         found.append(range(next_one, next_one + len(make.planes)))
         next_one += len(make.planes)
     return found
+
+
+def _bytes(buffer: Tensor | None) -> int:
+    return 0 if buffer is None else buffer.numel() * buffer.element_size()
 
 
 def _count(amax: Tensor | None) -> int:

@@ -1,0 +1,312 @@
+"""Layers that run by plans give the bits of layers that do not, whatever happens to them."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import crossgrain as cg
+from crossgrain import kernels
+from crossgrain.kernels.choice import using_backend
+from crossgrain.kernels.cpu.products import has_byte_dot_products
+from crossgrain.linear import function
+from crossgrain.linear.planned import NOT_PLANNED
+from crossgrain.quantizers import observer
+
+RECIPES = [
+    "mxfp8",
+    "nvfp4",
+    "mxfp4(sr)",
+    "fp8_block",
+    "mxfp8-fwd-nvfp4-bwd",  # columns of weights are made of their rows
+    "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)",
+    "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8",
+    "fprop: mxfp8, dgrad: mxfp8, wgrad: fp8_block",
+]
+STOCHASTIC = cg.recipe.CustomRecipe(qfactory=lambda role: cg.FormatQuantizer("mxfp4", stochastic_rounding=True))
+HALVES = ("forward_by_plan", "gradients_by_plan")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """How often each half of a step was planned since this was cleared."""
+    counts = dict.fromkeys(HALVES, 0)
+
+    def counting(name):
+        real = getattr(function, name)
+
+        def attempt(*arguments):
+            made = real(*arguments)
+            counts[name] += made.found is not None
+            return made
+
+        return attempt
+
+    for name in HALVES:
+        monkeypatch.setattr(function, name, counting(name))
+    return counts
+
+
+def usual_way(monkeypatch):
+    for name in HALVES:
+        monkeypatch.setattr(function, name, lambda *arguments: NOT_PLANNED)
+
+
+def layer_and_data(shape=(64, 96, 160), dtype=torch.float32, bias=True):
+    tokens, inputs, outputs = shape
+    torch.manual_seed(5)
+    layer = cg.Linear(inputs, outputs, bias=bias, params_dtype=dtype)
+    x = torch.randn(2, tokens // 2, inputs).to(dtype).requires_grad_()
+    return layer, x, torch.randn(2, tokens // 2, outputs).to(dtype)
+
+
+def step(layer, x, dy, recipe, steps=2):
+    """y, all gradients, and the next random number, after some steps."""
+    with cg.autocast(recipe=recipe):
+        for _ in range(steps):
+            y = layer(x)
+            y.backward(dy)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters()), torch.randn(1)]
+
+
+def same(found, wanted):
+    return all(torch.equal(a.nan_to_num(nan=7e7), b.nan_to_num(nan=7e7)) for a, b in zip(found, wanted, strict=True))
+
+
+def both_ways(monkeypatch, make, recipe):
+    found = step(*make(), recipe)
+    with monkeypatch.context() as patch:
+        usual_way(patch)
+        wanted = step(*make(), recipe)
+    return found, wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES, pytest.param(STOCHASTIC, id="stochastic")])
+def test_the_bits_are_those_of_the_usual_way(recipe, dtype, planned, monkeypatch):
+    for shape, bias in (((64, 96, 160), True), ((128, 256, 32), False)):
+        planned.update(dict.fromkeys(HALVES, 0))
+        found, wanted = both_ways(
+            monkeypatch, lambda shape=shape, bias=bias: layer_and_data(shape, dtype, bias), recipe
+        )
+        assert same(found, wanted)
+        decoded = "nvfp4" in str(recipe) and not has_byte_dot_products()
+        rounded_twice = recipe == "mxfp8-fwd-nvfp4-bwd" and dtype == torch.bfloat16
+        assert decoded or planned["gradients_by_plan"] == 2
+        assert decoded or planned["forward_by_plan"] == (0 if rounded_twice else 2)
+
+
+def test_operands_in_another_dtype_than_activations(planned, monkeypatch):
+    """Weights in fp32, activations in bf16 by torch.autocast."""
+
+    def run():
+        layer, x, dy = layer_and_data()
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(layer, x, dy.bfloat16(), "mxfp8")
+
+    found = run()
+    usual_way(monkeypatch)
+    assert same(found, run()) and found[0].dtype == torch.bfloat16 and found[2].dtype == torch.float32
+    assert planned == dict.fromkeys(HALVES, 2)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "saturate"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["x", "weight", "dy"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", pytest.param(STOCHASTIC, id="stochastic")])
+def test_numbers_that_are_not_finite_take_the_usual_way_with_the_same_seeds(
+    recipe, where, bad, policy, planned, monkeypatch
+):
+    def make():
+        layer, x, dy = layer_and_data()
+        with torch.no_grad():
+            {"x": x, "weight": layer.weight, "dy": dy}[where].view(-1)[77] = bad
+        return layer, x, dy
+
+    with cg.settings.override(nonfinite=policy):
+        found, wanted = both_ways(monkeypatch, make, recipe)
+    assert same(found, wanted)
+    assert planned["gradients_by_plan" if where == "dy" else "forward_by_plan"] == 0
+    with cg.settings.override(nonfinite="raise"), pytest.raises(cg.NonfiniteError, match="row"):
+        step(*make(), recipe)
+
+
+def test_a_checkpoint_recomputes_the_same_bits(planned):
+    found = []
+    for again in (False, True):
+        layer, x, dy = layer_and_data()
+        with cg.autocast(recipe=STOCHASTIC):
+            y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            y.backward(dy)
+        found.append([y.detach(), x.grad, layer.weight.grad])
+    assert same(*found) and planned["forward_by_plan"] == 3
+
+
+def test_whoever_looks_on_is_shown_planes(planned):
+    layer, x, dy = layer_and_data()
+    seen = []
+    with observer.observe(seen.append):
+        step(layer, x, dy, "mxfp8", steps=1)
+    assert len(seen) == 3 and planned == dict.fromkeys(HALVES, 0)
+
+
+def frozen(layer, x, dy):
+    layer.weight.requires_grad_(False)
+
+
+def no_gradient_of_x(layer, x, dy):
+    x.requires_grad_(False)
+
+
+def odd(layer, x, dy):
+    x.data, dy.data = x.data[:, :-3], dy.data[:, :-3]
+
+
+def strided(layer, x, dy):
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [frozen, no_gradient_of_x, odd, strided])
+def test_what_plans_are_not_for(change, planned, monkeypatch):
+    def make():
+        layer, x, dy = layer_and_data()
+        change(layer, x, dy)
+        return layer, x, dy
+
+    def run():
+        layer, x, dy = make()
+        with cg.autocast(recipe=STOCHASTIC):
+            y = layer(x)
+        y.backward(dy)
+        return [y.detach(), *(each for each in (x.grad, layer.weight.grad, layer.bias.grad) if each is not None)]
+
+    found = run()
+    assert planned["forward_by_plan"] == 0
+    usual_way(monkeypatch)
+    assert same(found, run())
+
+
+@pytest.mark.parametrize("options", [{"strict": True}, {"gemm_operand_dtype": torch.float32}])
+def test_settings_that_ask_for_something_else(options, planned):
+    with cg.settings.override(**options):
+        step(*layer_and_data(), "mxfp8")
+    assert planned == dict.fromkeys(HALVES, 0)
+
+
+def test_the_reference_has_no_plans_and_the_same_bits(planned):
+    """Of planes: the sums of MXFP8 are those of torch in both."""
+    found = step(*layer_and_data(), "mxfp8")
+    assert planned == dict.fromkeys(HALVES, 2)
+    with using_backend("reference"):
+        assert same(found, step(*layer_and_data(), "mxfp8"))
+    assert planned == dict.fromkeys(HALVES, 2)
+    step(*layer_and_data(), "mxfp8")
+    assert planned == dict.fromkeys(HALVES, 4)
+
+
+def test_saved_tensors_that_hooks_replace(planned, monkeypatch):
+    def run(unpack):
+        layer, x, dy = layer_and_data()
+        with cg.autocast(recipe="mxfp8"), torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
+            y = layer(x)
+        y.backward(dy)
+        return [y.detach(), x.grad, layer.weight.grad]
+
+    found = [run(unpack) for unpack in (torch.clone, lambda t: t.t().contiguous().t() if t.dim() == 2 else t)]
+    assert planned == {"forward_by_plan": 2, "gradients_by_plan": 1}
+    usual_way(monkeypatch)
+    wanted = run(torch.clone)
+    assert all(same(each, wanted) for each in found)
+
+
+def test_what_was_saved_and_then_written_is_noticed(planned):
+    layer, x, dy = layer_and_data()
+    with cg.autocast(recipe="mxfp8"):
+        y = layer(x)
+    saved = y.grad_fn.saved_tensors[0]
+    saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
+def test_backward_can_run_twice(planned):
+    layer, x, dy = layer_and_data()
+    with cg.autocast(recipe="mxfp8"):
+        y = layer(x)
+    y.backward(dy, retain_graph=True)
+    first = layer.weight.grad.clone()
+    y.backward(dy)
+    assert torch.equal(layer.weight.grad, first * 2) and planned["gradients_by_plan"] == 2
+
+
+def test_results_do_not_share_memory_with_the_next_step():
+    for dtype in (torch.float32, torch.bfloat16):
+        layer, x, dy = layer_and_data(dtype=dtype)
+        with cg.autocast(recipe="mxfp8"):
+            y = layer(x)
+            held = [y.detach(), *torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)]
+            copies = [each.clone() for each in held]
+            other = layer(x.detach() * 5)
+            torch.autograd.grad(layer((x * 3).detach().requires_grad_()), layer.weight, -dy)
+        assert same(held, copies) and not torch.equal(other, held[0])
+
+
+def test_an_option_that_changes_has_another_plan(planned):
+    """The options of quantizers may be changed at any time."""
+    layer, x, dy = layer_and_data()
+    before = step(layer, x, dy, "mxfp8", steps=1)[0]
+    (quantizer, *_), _ = layer.quantizers.values()
+    quantizer.dtype = cg.DType.kFloat8E5M2
+    after = step(layer, x, dy, "mxfp8", steps=1)[0]
+    assert not torch.equal(before, after) and planned["forward_by_plan"] == 2
+
+
+def test_what_a_user_puts_in_the_place_of_make_planes_is_called(planned):
+    layer, x, dy = layer_and_data()
+    step(layer, x, dy, "mxfp8")
+    planned.update(dict.fromkeys(HALVES, 0))
+    (quantizer, *_), _ = layer.quantizers.values()
+    asked, real = [], quantizer.make_planes
+
+    def make_planes(matrix, **directions):
+        asked.append(directions)
+        return real(matrix, **directions)
+
+    quantizer.make_planes = make_planes
+    step(layer, x, dy, "mxfp8", steps=1)
+    assert asked == [{"rowwise": True, "columnwise": True}] and planned["forward_by_plan"] == 0
+
+
+def test_threads_do_not_disturb_each_other(planned):
+    shapes = [(64, 96, 160), (128, 256, 32), (32, 512, 64)]
+    wanted = [step(*layer_and_data(shape), "mxfp8")[:-1] for shape in shapes]
+    made = [layer_and_data(shape) for shape in shapes]
+    wrong = []
+
+    def work(number):
+        layer, x, dy = made[number]
+        for _ in range(20):
+            x.grad = None
+            layer.zero_grad()
+            if not same(step(layer, x, dy, "mxfp8")[:-1], wanted[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(shapes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_plans_of_a_layer_are_bounded(planned):
+    layer, _, _ = layer_and_data()
+    for tokens in range(32, 32 * 40, 32):
+        x = torch.randn(tokens, 96, requires_grad=True)
+        with cg.autocast(recipe="mxfp8"):
+            layer(x).sum().backward()
+    (quantizer, *_), _ = layer.quantizers.values()
+    assert 0 < len(quantizer._memo) <= 256
+    layouts = [each for each in quantizer._memo.values() if hasattr(each, "step_plans")]
+    assert all(len(each.step_plans) <= kernels._MOST_STEP_PLANS for each in layouts)
