@@ -1,5 +1,6 @@
 """Layers that run by plans give the bits of layers that do not, whatever happens to them."""
 
+import gc
 import threading
 
 import pytest
@@ -298,6 +299,16 @@ def test_threads_do_not_disturb_each_other(planned):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_plans_hold_no_activations(planned):
+    layer, x, dy = layer_and_data((96, 224, 160))
+    step(layer, x, dy, "nvfp4")
+    del x, dy
+    layer.zero_grad()
+    gc.collect()
+    held = [each.shape for each in gc.get_objects() if type(each) is torch.Tensor and 96 in each.shape]
+    assert held == [] and planned["forward_by_plan"] == 2 * has_byte_dot_products()
 
 
 def test_plans_of_a_layer_are_bounded(planned):

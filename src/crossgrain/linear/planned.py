@@ -81,7 +81,7 @@ def forward_by_plan(
         return NOT_PLANNED
     matrix, w = x.detach().reshape(sizes.m, sizes.k), weight.detach()
     matrix = matrix if matrix.dtype is call.dtype else matrix.to(call.dtype)
-    if type(matrix) is not Tensor or type(w) is not Tensor or matrix.requires_grad or not matrix.is_cpu or not w.is_cpu:
+    if type(matrix) is not Tensor or type(w) is not Tensor or not matrix.is_cpu or not w.is_cpu:
         return NOT_PLANNED
     x_quantizer, w_quantizer = call.input, call.weight
     x_layout = None if x_quantizer is None else x_quantizer.layout_for_step(matrix)

@@ -14,9 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -37,8 +36,7 @@ from .updates import Step, backward_steps
 RecipeLike = Recipe | str | os.PathLike[str] | None
 
 
-@dataclass(frozen=True)
-class PrecisionContext:
+class PrecisionContext(NamedTuple):
     """What the contexts around the running code say.
 
     Attributes:
@@ -202,7 +200,7 @@ def one_step() -> Iterator[None]:
         return
     outer, step = _active.get(), Step()
     begin_step()
-    activate(replace(context, step=step))
+    activate(context._replace(step=step))
     try:
         yield
     except BaseException:
@@ -307,8 +305,7 @@ class autocast:
             begin_step()
             expect_layers(self._step, recipe)
         activate(
-            replace(
-                outer,
+            outer._replace(
                 enabled=self._enabled,
                 calibrating=self._calibrating,
                 recipe=recipe,
@@ -362,11 +359,11 @@ def quantized_model_init(
         ...     y = layer(torch.randn(32, 32))
     """
     outer = _active.get()
-    inner = replace(active(), quantized_parameters=enabled, preserve_init_value=preserve_high_precision_init_val)
+    inner = active()._replace(quantized_parameters=enabled, preserve_init_value=preserve_high_precision_init_val)
     if enabled:
         chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
         check_recipe_support(chosen)
-        inner = replace(inner, recipe=chosen)
+        inner = inner._replace(recipe=chosen)
     activate(inner)
     try:
         yield

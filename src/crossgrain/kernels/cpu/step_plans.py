@@ -105,7 +105,7 @@ class StepPlan:
         self._words, self._inside = finished.words, finished.inside
         self._scratch, self.scratch_bytes = finished.scratch, finished.scratch_bytes
         self._parts, self._panels = parts, panels
-        self._makes = makes  # kept alive: kernels are found by the addresses of encodings
+        self._encodings = [make.encodings for make in makes]  # kept alive: kernels are found by their addresses
         self._largest = max(make.matrix.numel() for make in makes)
         self._streams = self._largest >= _STREAM_FROM
         self._given = [
