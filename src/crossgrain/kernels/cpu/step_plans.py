@@ -32,8 +32,8 @@ from .elements import INFINITY_BITS
 from .plans import lines_to_write
 from .runtime import kernel, thread_count
 from .support import is_plain_memory, tag_of_plane, yes_or_no
-from .tables import Beyond, Given, Inside, Line, Table
-from .tags import F32
+from .tables import Given, Inside, Line, Table
+from .tags import F32, NO
 from .work import SCRATCH
 
 _MOST_SCRATCH = 1 << 24  # bytes that a thread keeps for planes that have no tensors
@@ -231,7 +231,7 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
         if added is None:
             return None
         lines += added
-        if make.derives:
+        if make.derives and make.matrix.dtype == torch.float32:
             decoded[numbers[0]] = 1
     for number, pair in enumerate(wanted):
         first = 0 if number == 0 else len(lines)
@@ -265,14 +265,29 @@ def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: li
     if not make.derives:
         found = lines_to_write(table, make.matrix, targets, first)
         return None if found is None else [*zeros, *found.lines]
-    if make.matrix.dtype != torch.float32 or first != wanted.right:  # the decoded rows are its right operand
-        return None
     rows = lines_to_write(table, make.matrix, targets[:1], first)
-    decodes = _decoding(table, make.planes[0], first, 1, panels)
+    decodes = _decoded_source(table, make, first, wanted, panels)
     columns = lines_to_write(table, make.matrix, targets[1:], first + 1)
     if rows is None or decodes is None or columns is None:
         return None
     return [*zeros, *rows.lines, decodes, *columns.lines]
+
+
+def _decoded_source(table: Table, make: Make, first: int, wanted: ProductOf, panels: list[int]) -> Line | None:
+    """What decodes the first plane, for the second one to be made of it.
+
+    In fp32 it is the right operand of the product as well. In bf16 it has a place of its own.
+    """
+    plane, dtype = make.planes[0], make.matrix.dtype
+    if dtype == torch.float32:
+        return _decoding(table, plane, first, 1, panels) if first == wanted.right else None
+    how = decoder(plane, dtype) if plane.format.block is not None and plane.format.global_amax is None else None
+    if how is None:
+        return None
+    place = table.beyond(-(-_bytes(make.matrix) // 4))
+    line = table.line(how.kernel, (*how.arguments(_addresses(first), place, 0, how.steps), *how.tags, NO))  # type: ignore[arg-type]
+    table.places[Given("x", first + 1)] = place
+    return line
 
 
 def _decoded(
@@ -357,12 +372,9 @@ def _multiplied(
 
 def _put_aside(table: Table, number: int, plane: Plane) -> None:
     """Give a plane that nobody keeps its place in scratch memory."""
-    buffers = {"codes": plane.data, "scales": plane.scale, "amax": plane.amax}
-    places: dict[Given, Beyond] = {}
-    for kind, buffer in buffers.items():
+    for kind, buffer in {"codes": plane.data, "scales": plane.scale, "amax": plane.amax}.items():
         if buffer is not None:
-            places[Given(kind, number)] = table.beyond(-(-_bytes(buffer) // 4))
-    table.words = [places.get(word, word) if isinstance(word, Given) else word for word in table.words]
+            table.places[Given(kind, number)] = table.beyond(-(-_bytes(buffer) // 4))
 
 
 def _numbers_of(makes: Sequence[Make]) -> list[range]:

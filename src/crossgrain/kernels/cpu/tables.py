@@ -63,10 +63,16 @@ class Line(NamedTuple):
 
 
 class Table:
-    """Words of arguments and results. The lines themselves are added at the end, in their order, before the words."""
+    """Words of arguments and results. The lines themselves are added at the end, in their order, before the words.
+
+    Attributes:
+        words: the words.
+        places: addresses in scratch memory for what nobody gives.
+    """
 
     def __init__(self) -> None:
         self.words: list[Any] = []
+        self.places: dict[Given, Beyond] = {}
         self._beyond = 0
 
     def line(
@@ -103,7 +109,8 @@ class Table:
 
     def finished(self, lines: Sequence[Line]) -> Finished:
         """The table with these lines."""
-        return Finished(self.words, lines, self._beyond)
+        words = [self.places.get(word, word) if isinstance(word, Given) else word for word in self.words]
+        return Finished(words, lines, self._beyond)
 
 
 class Finished:
