@@ -37,5 +37,5 @@ def test_devices_do_not_mix(told, what):
 
 def test_a_read_in_a_layer_is_told_with_its_place(told):
     assert told["a_read_in_a_layer"]["places"] == [
-        f"linear/function.py: {name}" for name in ("forward", "gradients", "wgrad")
+        f"linear/function.py: {name}" for name in ("_dgrad", "_fprop", "wgrad")
     ]

@@ -40,6 +40,7 @@ CALLERS = (
     "products",
     "runtime",
     "scalars",
+    "step_plans",
     "support",
     "tables",
     "turned_decoders",
