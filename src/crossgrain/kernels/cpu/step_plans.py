@@ -107,7 +107,7 @@ class StepPlan:
         self._parts, self._panels = parts, panels
         self._encodings = [make.encodings for make in makes]  # kept alive: kernels are found by their addresses
         self._largest = max(make.matrix.numel() for make in makes)
-        self._streams = self._largest >= _STREAM_FROM
+        self._streams = max(panels) >= _STREAM_FROM
         self._given = [
             _Buffers(plane.data.shape, plane.scale.shape, plane.scale.stride(), _count(plane.amax))  # type: ignore[union-attr]
             for plane in given
@@ -145,7 +145,12 @@ class StepPlan:
         for plane, needed in zip(given, self._given, strict=True):
             if not needed.suit(plane):
                 return False
+        if self._streams and any(each is None or each.data_ptr() % 64 for each in self._workspaces()):
+            return False  # instructions that write past the caches need whole cache lines
         return self._largest < 2 * runtime.ELEMENTS_PER_THREAD or thread_count(self._largest) == 1
+
+    def _workspaces(self) -> tuple[Tensor | None, Tensor | None]:
+        return workspace("gemm.a", self._panels[0]), workspace("gemm.b", self._panels[1])
 
     def start(
         self,
@@ -156,8 +161,8 @@ class StepPlan:
         totals: Sequence[Tensor],
     ) -> Running:
         """Fill in addresses. See `kernels.step_plan`."""
-        left, right = workspace("gemm.a", self._panels[0]), workspace("gemm.b", self._panels[1])
-        assert left is not None and right is not None  # they are not larger than the matrices
+        left, right = self._workspaces()
+        assert left is not None and right is not None  # a plan has no matrices of their size
         memory = lend(self.scratch_bytes)
         tensors = [*matrices]
         for plane in (*kept, *given):
@@ -308,7 +313,7 @@ def _decoding(table: Table, plane: Plane, number: int, side: int, panels: list[i
     if how is None or how.flat or fmt.block is None or fmt.global_amax is not None or fmt.rotation is not None:
         return None
     height, width = how.shape
-    past_caches = height * width >= _STREAM_FROM and width * 4 % 64 == 0  # workspaces begin at a cache line
+    past_caches = height * width >= _STREAM_FROM and width * 4 % 64 == 0  # see `StepPlan.suits`
     panels[side] = max(panels[side], height * width)
     arguments = how.arguments(_addresses(number), Given("operand", side), 0, how.steps)  # type: ignore[arg-type]
     return table.line(how.kernel, (*arguments, *how.tags, yes_or_no(past_caches)))
