@@ -2,6 +2,8 @@
 
 import gc
 import threading
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from crossgrain import kernels
 from crossgrain.kernels.choice import using_backend
 from crossgrain.kernels.cpu.products import has_byte_dot_products
 from crossgrain.linear import function
+from crossgrain.linear.call import LinearCall
 from crossgrain.linear.planned import NOT_PLANNED
 from crossgrain.quantizers import observer
+from crossgrain.runtime.random_numbers import DrawRecord
 
 RECIPES = [
     "mxfp8",
@@ -25,7 +29,9 @@ RECIPES = [
     "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8",
     "fprop: mxfp8, dgrad: mxfp8, wgrad: fp8_block",
 ]
-STOCHASTIC = cg.recipe.CustomRecipe(qfactory=lambda role: cg.FormatQuantizer("mxfp4", stochastic_rounding=True))
+STOCHASTIC = cg.recipe.CustomRecipe(
+    qfactory=lambda role: cg.FormatQuantizer("mxfp4", stochastic_rounding=role is None or role.tensor_type != "weight")
+)
 HALVES = ("forward_by_plan", "gradients_by_plan")
 
 
@@ -129,6 +135,91 @@ def test_numbers_that_are_not_finite_take_the_usual_way_with_the_same_seeds(
     assert planned["gradients_by_plan" if where == "dy" else "forward_by_plan"] == 0
     with cg.settings.override(nonfinite="raise"), pytest.raises(cg.NonfiniteError, match="row"):
         step(*make(), recipe)
+
+
+def hybrid(row, column, source="original"):
+    children = [cg.FormatQuantizer("mxfp4", stochastic_rounding=stochastic) for stochastic in (row, column)]
+    options = {"rowwise_quantizer": children[0], "columnwise_quantizer": children[1], "columnwise_source": source}
+    return cg.HybridQuantizer(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+@pytest.mark.parametrize("which", ["input", "weight", "grad_output"])
+def test_seeds_of_hybrids_are_drawn_as_in_the_usual_way(which, source, dtype, planned, monkeypatch):
+    """By as many draws, and for the same subjects, by which they are drawn with `draws_by_layer` and recorded."""
+    for row, column in ((True, True), (True, False), (False, True)):
+
+        def factory(role, row=row, column=column):
+            mine = role is not None and role.tensor_type == which
+            return hybrid(row, column, source) if mine else hybrid(False, False)
+
+        recipe = cg.recipe.CustomRecipe(qfactory=factory)
+        found, wanted = both_ways(monkeypatch, partial(layer_and_data, dtype=dtype), recipe)
+        assert same(found, wanted)
+
+        def recorded(recipe=recipe, by_layer=row):
+            record = DrawRecord()
+            with record.recording(), cg.draws_by_layer(seed=3) if by_layer else nullcontext():
+                results = step(*layer_and_data(dtype=dtype), recipe)
+            return results, record._seeds
+
+        with_plans = recorded()
+        with monkeypatch.context() as patch:
+            usual_way(patch)
+            without = recorded()
+        assert same(with_plans[0], without[0])
+        assert with_plans[1] == without[1]
+
+
+def test_an_input_that_is_refused_has_drawn_what_it_draws_in_the_usual_way(monkeypatch):
+    every = cg.recipe.CustomRecipe(qfactory=lambda role: cg.FormatQuantizer("mxfp4", stochastic_rounding=True))
+
+    def next_number():
+        layer, x, dy = layer_and_data()
+        with torch.no_grad():
+            x.view(-1)[77] = float("nan")
+        with cg.settings.override(nonfinite="raise"), pytest.raises(cg.NonfiniteError):
+            step(layer, x, dy, every)
+        return torch.randn(1)
+
+    found = next_number()
+    usual_way(monkeypatch)
+    assert torch.equal(found, next_number())
+
+
+def test_the_handler_of_a_signal_may_run_layers(monkeypatch):
+    """Here it comes between decoding and multiplying, which it must not disturb."""
+    layer, x, dy = layer_and_data()
+    other, other_x, other_dy = layer_and_data((128, 256, 192))
+    wanted = step(layer, x, dy, "mxfp8", steps=1)[:-1]
+    inside, came = [], []
+
+    def interrupted(real, *operands, **options):
+        if not inside:
+            inside.append(1)
+            with torch.enable_grad():
+                step(other, other_x, other_dy, "mxfp8", steps=1)
+            came.append(inside.pop())
+        return real(*operands, **options)
+
+    for way in (lambda patch: None, usual_way):
+        with monkeypatch.context() as patch:
+            way(patch)
+            for name in ("mm", "addmm"):
+                patch.setattr(torch, name, partial(interrupted, getattr(torch, name)))
+            x.grad = None
+            layer.zero_grad()
+            assert same(step(layer, x, dy, "mxfp8", steps=1)[:-1], wanted)
+    assert len(came) == 6
+
+
+def test_a_call_without_a_quantizer_of_gradients_is_refused_as_in_the_usual_way():
+    layer, x, dy = layer_and_data()
+    quantizers = [cg.quantizer_for("mxfp8") for _ in range(2)]
+    y = function.linear(x, layer.weight, None, LinearCall(torch.float32, *quantizers))
+    with pytest.raises(ValueError, match="grad_output rowwise"):
+        y.backward(dy)
 
 
 def test_a_checkpoint_recomputes_the_same_bits(planned):
@@ -261,20 +352,26 @@ def test_an_option_that_changes_has_another_plan(planned):
     assert not torch.equal(before, after) and planned["forward_by_plan"] == 2
 
 
-def test_what_a_user_puts_in_the_place_of_make_planes_is_called(planned):
+def test_what_a_user_puts_in_the_place_of_make_planes_is_called(planned, monkeypatch):
     layer, x, dy = layer_and_data()
     step(layer, x, dy, "mxfp8")
     planned.update(dict.fromkeys(HALVES, 0))
     (quantizer, *_), _ = layer.quantizers.values()
-    asked, real = [], quantizer.make_planes
+    asked, real = [], cg.MXFP8Quantizer.make_planes
 
-    def make_planes(matrix, **directions):
+    def make_planes(self, matrix, **directions):
         asked.append(directions)
-        return real(matrix, **directions)
+        return real(self, matrix, **directions)
 
-    quantizer.make_planes = make_planes
+    quantizer.make_planes = partial(make_planes, quantizer)
     step(layer, x, dy, "mxfp8", steps=1)
     assert asked == [{"rowwise": True, "columnwise": True}] and planned["forward_by_plan"] == 0
+    del quantizer.make_planes
+    step(layer, x, dy, "mxfp8", steps=1)
+    assert planned["forward_by_plan"] == 1
+    monkeypatch.setattr(cg.MXFP8Quantizer, "make_planes", make_planes)
+    step(layer, x, dy, "mxfp8", steps=1)
+    assert len(asked) == 4 and planned["forward_by_plan"] == 1
 
 
 def test_threads_do_not_disturb_each_other(planned):

@@ -65,24 +65,24 @@ def multiplied_by_plan(
         The products; None if there is a NaN or an infinity, or `gemm` has to do it for another reason. Planes are then
         not valid.
     """
-    totals = [
-        fp32_memory("gemm.out", rows, columns, matrices[0], keep=dtype == torch.float32)
-        for rows, columns, dtype in results
-    ]
-    running, made = plan.start(matrices, kept, given, seeds, totals), []
-    for number, (total, (_, _, dtype)) in enumerate(zip(totals, results, strict=True)):
-        operands = running.product(number)
-        if operands is None:
-            return None
-        added = None if bias is None or number else bias.to(torch.float32)
-        # Everything is written with ``out=``, see `product._multiply`.
-        if added is None:
-            if operands:
-                torch.mm(*operands, out=total)
-        elif operands:
-            torch.addmm(added, *operands, out=total)
-        else:
-            torch.add(added, total, out=total)
-        made.append(total if dtype == torch.float32 else total.to(dtype))
-    running.end()
-    return made
+    with kernels.own_workspaces:
+        totals = [
+            fp32_memory("gemm.out", rows, columns, matrices[0], keep=dtype == torch.float32)
+            for rows, columns, dtype in results
+        ]
+        running, made = plan.start(matrices, kept, given, seeds, totals), []
+        for number, (total, (_, _, dtype)) in enumerate(zip(totals, results, strict=True)):
+            operands = running.product(number)
+            if operands is None:
+                return None
+            added = None if bias is None or number else bias.to(torch.float32)
+            # Everything is written with ``out=``, see `product._multiply`.
+            if added is None:
+                if operands:
+                    torch.mm(*operands, out=total)
+            elif operands:
+                torch.addmm(added, *operands, out=total)
+            else:
+                torch.add(added, total, out=total)
+            made.append(total if dtype == torch.float32 else total.to(dtype))
+        return made

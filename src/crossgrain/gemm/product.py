@@ -105,9 +105,29 @@ def gemm(
         return multiplied_on_gpu(which, left_plane, right_plane, out_dtype, bias, out, accumulate, alpha, beta)
     if settings.native_gemms:
         refuse_decoding(which, left_plane, right_plane, "the operands are on the CPU")
+    with kernels.own_workspaces:
+        return _multiplied_on_cpu(planes, rows, columns, out_dtype, bias, out, accumulate, alpha, beta)
+
+
+def _multiplied_on_cpu(
+    planes: tuple[Plane, Plane],
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    alpha: float,
+    beta: float,
+) -> Tensor:
+    left_plane, right_plane = planes
     two_levels = left_plane.format.scale_rule == right_plane.format.scale_rule == "two_level"
     from_codes = two_levels and settings.gemm_operand_dtype is None and kernels.can_multiply(*planes)
-    few = rows <= kernels.FEW_ROWS and columns * b_inner >= _LEAST_NUMBERS and right_plane.format.element is not None
+    few = (
+        rows <= kernels.FEW_ROWS
+        and right_plane.shape[0] * right_plane.shape[1] >= _LEAST_NUMBERS
+        and right_plane.format.element is not None
+    )
     few = few and settings.gemm_operand_dtype is None and right_plane.data.is_cpu
     add = beta if accumulate else None
     if not from_codes and not few:

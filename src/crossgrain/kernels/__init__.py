@@ -19,7 +19,7 @@ from .global_scale import GlobalScale, global_scale, has_global_scale, under_sca
 from .layout import check_is_matrix, unswizzle_scales
 from .target import GroupedTarget, Target, Within
 from .transpose import transposed_plane
-from .workspaces import free_workspaces, workspace
+from .workspaces import free_workspaces, own_workspaces, workspace
 
 __all__ = [
     "FEW_ROWS",
@@ -56,6 +56,7 @@ __all__ = [
     "measure_groups",
     "multiply",
     "multiply_few",
+    "own_workspaces",
     "plan",
     "set_backend",
     "step_plan",
@@ -170,7 +171,8 @@ def step_plan(
     fp32 memory for each product. The caller holds all of these to the end. What comes back runs the products in their
     order: ``product(number)`` returns the two fp32 operands to multiply, [rows, inner] and [inner, columns]; or an
     empty tuple if the product itself is in its total; or None if there is a NaN or an infinity, or if the numbers need
-    `measure` and `encode` for another reason. Then nothing that was written counts. ``end()`` gives memory back.
+    `measure` and `encode` for another reason. Then nothing that was written counts. All of this is in one block
+    `own_workspaces`.
 
     Args:
         x: a matrix of the layer.

@@ -70,7 +70,6 @@ class Running(Protocol):
     """Half a step that has begun; see `kernels.step_plan`."""
 
     def product(self, number: int) -> tuple[Tensor, ...] | None: ...
-    def end(self) -> None: ...
 
 
 class StepPlan(Protocol):

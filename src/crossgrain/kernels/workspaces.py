@@ -1,7 +1,7 @@
 """Workspaces: memory for decoded operands that is reused, instead of being allocated for every GEMM.
 
 Each thread has a few buffers by name ("gemm.a", "gemm.b"). A buffer grows to the largest operand that it has held. Its
-content is valid until the same thread asks for the same name again.
+content is valid until the same thread asks for the same name again, in the same block `own_workspaces`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ LIMIT_BYTES = 1 << 30  # larger operands are allocated for each GEMM: keeping th
 
 class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.by_name: dict[str, Tensor] = {}
-        self.bytes: Tensor | None = None  # of `lend`
+        self.depth = 0  # blocks `own_workspaces` that this thread is in
+        self.by_name: dict[tuple[int, str], Tensor] = {}
 
 
 _buffers = _Buffers()
@@ -27,33 +27,31 @@ def workspace(name: str, elements: int) -> Tensor | None:
     """A float32 buffer of at least ``elements`` numbers on the CPU; None if it would be larger than the limit."""
     if elements * 4 > LIMIT_BYTES:
         return None
-    buffer = _buffers.by_name.get(name)
+    key = _buffers.depth, name
+    buffer = _buffers.by_name.get(key)
     if buffer is None or buffer.numel() < elements:
         with torch.inference_mode(False):
             buffer = torch.empty(elements, dtype=torch.float32, device="cpu")
-        _buffers.by_name[name] = buffer
+        _buffers.by_name[key] = buffer
     return buffer
 
 
-def lend(size: int) -> Tensor:
-    """At least ``size`` bytes on the CPU, until `give_back`.
+class _OwnWorkspaces:
+    """A block whose workspaces nobody else gets: the handler of a signal, which may run a layer in it, gets others."""
 
-    Nobody else gets them meanwhile: the handler of a signal, which may run a layer in the same thread, gets others.
-    Memory that is not given back, because of an exception, is freed with its tensor.
-    """
-    memory, _buffers.bytes = _buffers.bytes, None
-    if memory is None or memory.numel() < size:
-        with torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-    return memory
+    def __enter__(self) -> None:
+        _buffers.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        _buffers.depth -= 1
+        if _buffers.depth:  # of a handler: what it has used is not needed again
+            for key in [key for key in _buffers.by_name if key[0] > _buffers.depth]:
+                _buffers.by_name.pop(key, None)
 
 
-def give_back(memory: Tensor) -> None:
-    """Give back what `lend` has lent, for the next who asks."""
-    _buffers.bytes = memory
+own_workspaces = _OwnWorkspaces()
 
 
 def free_workspaces() -> None:
     """Free the buffers of this thread."""
     _buffers.by_name.clear()
-    _buffers.bytes = None

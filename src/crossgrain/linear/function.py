@@ -43,7 +43,7 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Line
     if planned.found is not None:
         y, x_kept, w_kept = planned.found
     else:
-        with planned.same_seeds:
+        with planned.same_seed:
             y, x_kept, w_kept = _fprop(x, weight, bias, call, needs, sizes, padded)
 
     if ctx is not None:
@@ -99,7 +99,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     if planned.found is not None:
         dx, dw, plain = planned.found
     else:
-        with planned.same_seeds:
+        with planned.same_seed:
             dy_made = gradient_operands(dy, ctx)
         if raised.chooser is not None:
             dy_made = raised.in_backward(dy_made, ctx)

@@ -3,8 +3,8 @@
 Small layers spend most of their time in Python. A plan encodes all operands of forward or of backward and prepares the
 products, in one or two calls of compiled code. It gives the bits of the usual way in `function`, and is for the usual
 case only: one process, nobody looks on, all three GEMMs run, whole blocks, finite numbers. In any other case nothing is
-found, and the usual way is taken. If that turns out after seeds were drawn, because there is a NaN or an infinity, the
-usual way draws the same ones.
+found, and the usual way is taken. If that turns out after a seed was drawn, because there is a NaN or an infinity, the
+usual way draws the same one.
 
 What forward saves does not depend on the way, so either half can be planned without the other.
 """
@@ -22,8 +22,9 @@ from ..kernels import HalfStep, ProductOf
 from ..planes import COLUMNWISE, Plane
 from ..quantizers import observer as plane_observer
 from ..quantizers.base import Quantizer
+from ..quantizers.subject import Subject
 from ..quantizers.writing import Layout
-from ..runtime.random_numbers import draw_seed, seeds_again
+from ..runtime.random_numbers import draw_seed, seed_again
 from . import observer, raised
 from .call import LinearCall, Needs
 from .padding import Sizes
@@ -53,11 +54,11 @@ class Attempt(NamedTuple):
 
     Attributes:
         found: the results; None if there are none.
-        same_seeds: a context in which the usual way draws the seeds that the plan has drawn.
+        same_seed: a context in which the usual way draws the seed that the plan has drawn.
     """
 
     found: Any
-    same_seeds: AbstractContextManager[None]
+    same_seed: AbstractContextManager[None]
 
 
 NOT_PLANNED = Attempt(None, nullcontext())
@@ -83,11 +84,10 @@ def forward_by_plan(
     matrix = matrix if matrix.dtype is call.dtype else matrix.to(call.dtype)
     if type(matrix) is not Tensor or type(w) is not Tensor or not matrix.is_cpu or not w.is_cpu:
         return NOT_PLANNED
-    x_quantizer, w_quantizer = call.input, call.weight
-    x_layout = None if x_quantizer is None else x_quantizer.layout_for_step(matrix)
-    w_layout = None if x_layout is None or w_quantizer is None else w_quantizer.layout_for_step(w)
-    if x_layout is None or w_layout is None:
-        return NOT_PLANNED
+    x_layout = None if call.input is None else call.input.layout_for_step(matrix)
+    w_layout = None if x_layout is None or call.weight is None else call.weight.layout_for_step(w)
+    if x_layout is None or w_layout is None or w_layout.stochastic:
+        return NOT_PLANNED  # x may be refused before a seed for W is drawn
     key = "forward", id(w_layout), matrix.dtype, w.dtype
 
     def what() -> HalfStep:
@@ -99,14 +99,15 @@ def forward_by_plan(
     matrices = matrix, w
     if plan is None or not plan.suits(matrices, ()):
         return NOT_PLANNED
-    seeds = _seed(x_layout, x_quantizer), _seed(w_layout, w_quantizer)
-    device = matrix.device
+    subject = _subject(call.input)  # type: ignore[arg-type]
+    seed, device = _seed(x_layout, subject), matrix.device
     kept = x_layout.specs[1].empty(device, zeroed=False), w_layout.specs[1].empty(device, zeroed=False)
     results = ((sizes.m, sizes.n, call.dtype),)
-    made = multiplied_by_plan(plan, matrices, kept, (), seeds, results, None if bias is None else bias.detach())
+    bias = None if bias is None else bias.detach()
+    made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias)
     if made is None:
-        return _to_repeat(seeds)
-    return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seeds)
+        return _to_repeat(subject, seed)
+    return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seed)
 
 
 def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
@@ -123,6 +124,7 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
         not (needs.dx and needs.dw)
         or ctx.padded is not sizes
         or saved.x.is_part
+        or call.grad_output is None
         or call.quantized_gradient is not None
         or call.accumulate_main_grad
         or call.wgrad_queue is not None
@@ -150,12 +152,13 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
     plan = kernels.step_plan(matrix, key, layout.step_plans, what, (x.format, w.format))
     if plan is None or not plan.suits((matrix,), (w, x)):
         return NOT_PLANNED
-    seeds = (_seed(layout, call.grad_output),)
+    subject = _subject(call.grad_output)
+    seed = _seed(layout, subject)
     results = (sizes.m, sizes.k, call.dtype), (sizes.n, sizes.k, ctx.weight.dtype)
-    made = multiplied_by_plan(plan, (matrix,), (), (w, x), seeds, results)
+    made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results)
     if made is None:
-        return _to_repeat(seeds)
-    return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seeds)
+        return _to_repeat(subject, seed)
+    return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seed)
 
 
 def _is_usual(call: LinearCall) -> bool:
@@ -171,9 +174,15 @@ def _is_usual(call: LinearCall) -> bool:
     )
 
 
-def _seed(layout: Layout, quantizer: Quantizer | None) -> int | None:
-    return draw_seed(quantizer.subject) if layout.stochastic and quantizer is not None else None
+def _seed(layout: Layout, subject: Subject) -> int | None:
+    return draw_seed(subject) if layout.stochastic else None
 
 
-def _to_repeat(seeds: tuple[int | None, ...]) -> Attempt:
-    return Attempt(None, seeds_again([seed for seed in seeds if seed is not None]))
+def _subject(quantizer: Quantizer) -> Subject:
+    """What the seed of planes that are made together is drawn for: the subject of the first of their quantizers."""
+    found: Subject = quantizer.plain_quantizers()[0].subject
+    return found
+
+
+def _to_repeat(subject: Subject, seed: int | None) -> Attempt:
+    return NOT_PLANNED if seed is None else Attempt(None, seed_again(subject, seed))

@@ -46,6 +46,7 @@ AnyTarget = TypeVar("AnyTarget", Target, GroupedTarget)
 
 _NO_OPTIONS = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "nonfinite", "subject"))
 _OF_ITS_LAYER = frozenset(("_memo", "nonfinite", "subject"))  # not saved: a layer gives them to its quantizers again
+_UNKNOWN: Any = object()
 _MOST_LAYOUTS = 256  # a quantizer caches what it computed for so many shapes, so that many shapes do not fill memory
 
 
@@ -91,14 +92,14 @@ class Quantizer(AmaxReduction, DataFree):
     makes_columns_late: bool = False  # and only when they are read
 
     makes_planes: ClassVar[bool]  # False for quantizers of users, whose `quantize_impl` may return something else
-    _may_be_planned: ClassVar[bool]  # False for quantizers of users, whose `make_planes` may do anything
+    _known_make_planes: ClassVar[Any]  # `make_planes` as crossgrain has it; None if a user has defined another one
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         hooks = (cls.quantize, cls.quantize_impl, cls.make_quantized)
         own = all(hook.__module__.startswith(f"{__package__}.") for hook in hooks)
         cls.makes_planes = own and not cls.custom
-        cls._may_be_planned = cls.make_planes.__module__.startswith(f"{__package__}.")
+        cls._known_make_planes = cls.make_planes if cls.make_planes.__module__.startswith(f"{__package__}.") else None
         order = [vars(each) for each in cls.__mro__]
         gives, says = (next(i for i, own in enumerate(order) if name in own) for name in ("_given", "gives_scales"))
         if gives < says:  # what is said belongs to another `_given`
@@ -122,8 +123,8 @@ class Quantizer(AmaxReduction, DataFree):
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name in ("quantize", "quantize_impl", "make_planes"):  # of this object alone: it may do anything
-            object.__setattr__(self, "_may_be_planned" if name == "make_planes" else "makes_planes", False)
+        if name in ("quantize", "quantize_impl"):  # of this object alone: it may do anything
+            object.__setattr__(self, "makes_planes", False)
         if name not in _NO_OPTIONS:
             object.__setattr__(self, "_memo", {})
 
@@ -271,26 +272,33 @@ class Quantizer(AmaxReduction, DataFree):
 
     def _layout_for_step(self, matrix: Tensor, only: Direction | None) -> Layout | None:
         """`layout_for_step` for both directions, or for one. Computed once for each shape."""
+        if not self._makes_known_planes():
+            return None
         key = "step", only, matrix.shape, matrix.dtype, settings.non_tn_fp8_gemm, settings.compute_capability
         memo = self._memo  # see `encoding`
-        if key not in memo:
-            layout = None
-            if self._only_writes():
-                layout = self._layout(matrix, only is not COLUMNWISE, only is not ROWWISE)
-                wanted = (ROWWISE, COLUMNWISE) if only is None else (only,)
-                if tuple(spec.direction for spec in layout.specs) != wanted:  # there may be one buffer for both
-                    layout = None
-            if len(memo) >= _MOST_LAYOUTS:
-                memo.clear()
-            memo[key] = layout
-            return layout
-        found: Layout | None = memo[key]
-        return found
+        found: Layout | None = memo.get(key, _UNKNOWN)
+        if found is not _UNKNOWN:
+            return found
+        layout = None
+        if self._only_writes():
+            layout = self._layout(matrix, only is not COLUMNWISE, only is not ROWWISE)
+            wanted = (ROWWISE, COLUMNWISE) if only is None else (only,)
+            if tuple(spec.direction for spec in layout.specs) != wanted:  # there may be one buffer for both
+                layout = None
+        if len(memo) >= _MOST_LAYOUTS:
+            memo.clear()
+        memo[key] = layout
+        return layout
+
+    def _makes_known_planes(self) -> bool:
+        """Whether `make_planes` is crossgrain's own. A user may replace it at any time, in a class or in an object."""
+        cls = type(self)
+        return cls.make_planes is cls._known_make_planes and "make_planes" not in self.__dict__
 
     def _only_writes(self) -> bool:
         """Whether `make_planes` writes planes and does nothing else. All that it depends on are options."""
         more = self.with_amax_reduction or self.part is not None or self.gives_scales or self._observes
-        return self.makes_planes and self._may_be_planned and not more
+        return self.makes_planes and not more
 
     def _planes_of_storage(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> PlaneSource:
         """The result of a user's quantizer."""

@@ -239,14 +239,17 @@ class HybridQuantizer(Quantizer):
 
     def layout_for_step(self, matrix: Tensor) -> Layout | None:
         row, column = self.rowwise_quantizer, self.columnwise_quantizer
-        plain = self.makes_planes and self._may_be_planned and not self.makes_columns_late
+        plain = self.makes_planes and self._makes_known_planes() and not self.makes_columns_late
         if not (plain and isinstance(row, Quantizer) and isinstance(column, Quantizer)):
             return None
         rows = row._layout_for_step(matrix, ROWWISE)
         columns = None if rows is None else column._layout_for_step(matrix, COLUMNWISE)
         if rows is None or columns is None:
             return None
-        return rows.beside(columns, derives=self.columnwise_source != "original")
+        derives = self.columnwise_source != "original"
+        if derives and (rows.stochastic or columns.stochastic):
+            return None  # each plane has a seed of its own
+        return rows.beside(columns, derives=derives)
 
     def _derived_planes(self, matrix: Tensor, row: Quantizer, column: Quantizer, rowwise: bool) -> PlanePair:
         """The columnwise plane of the decoded rowwise plane. Both are checked before either is made."""

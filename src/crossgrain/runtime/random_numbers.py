@@ -244,20 +244,20 @@ _record: DrawRecord | None = None  # not a context variable, see above
 
 
 class _Again(threading.local):
-    seeds: list[int] | tuple[()] = ()
+    drawn: tuple[object, int] | None = None  # a subject and its seed
 
 
 _again = _Again()
 
 
 @contextmanager
-def seeds_again(seeds: Sequence[int]) -> Iterator[None]:
-    """A context manager: `draw_seed` returns these seeds in this thread, which it has drawn before, then others."""
-    outer, _again.seeds = _again.seeds, list(seeds)
+def seed_again(subject: object, seed: int) -> Iterator[None]:
+    """A context manager: the next `draw_seed` for ``subject`` in this thread returns ``seed``, which it drew before."""
+    outer, _again.drawn = _again.drawn, (subject, seed)
     try:
         yield
     finally:
-        _again.seeds = outer
+        _again.drawn = outer
 
 
 def draw_seed(subject: object = "") -> int:
@@ -269,8 +269,9 @@ def draw_seed(subject: object = "") -> int:
         subject: what is rounded, such as "fc1, input"; `draws_by_layer` and `DrawRecord` use it.
     """
     draws, record = _by_layer, _record
-    if _again.seeds:
-        return _again.seeds.pop(0)
+    if _again.drawn is not None and _again.drawn[0] is subject:
+        (_, seed), _again.drawn = _again.drawn, None
+        return seed
     if draws is not None:
         return same_value(_drawn_seed, lambda: draws.next(str(subject)))
     drawn = same_seed(_drawn_seed)

@@ -141,7 +141,6 @@ def half_step(row, column, own):
     yield from running.product(0) or (total,)
     for plane in kept:
         yield from plane.buffers()
-    running.end()
 
 
 def half_step_cases():

@@ -5,10 +5,9 @@ import torch
 
 from crossgrain import COLUMNWISE, ROWWISE, kernels
 from crossgrain.kernels import HalfStep, Make, ProductOf
-from crossgrain.kernels.cpu import products
+from crossgrain.kernels.cpu import products, step_plans
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.kernels.cpu.step_plans import StepPlan
-from crossgrain.kernels.workspaces import _buffers
 from crossgrain.planes import Plane, empty_plane
 
 from ...common.encodings import SEED, encoded, encodings_of
@@ -107,7 +106,6 @@ def test_forward_keeps_the_columns_and_multiplies_the_rows(case, dtype):
         total = torch.empty(M, N)
         running = plan.start((x, w), kept, (), (SEED, SEED), (total,))
         found = product_of(running, 0, total)
-        running.end()
         (x_row, x_column), (w_row, w_column) = planes_of(x, case), planes_of(w, case)
         assert same_plane(kept[0], x_column) and same_plane(kept[1], w_column)
         assert torch.equal(found, expected_product(x_row, w_row))
@@ -137,7 +135,6 @@ def test_backward_multiplies_both_planes_of_the_gradient(case, dtype):
     totals = torch.empty(M, K), torch.empty(N, K)
     running = plan.start((dy,), (), (w, x), (SEED,), totals)
     found = [product_of(running, number, total).clone() for number, total in enumerate(totals)]
-    running.end()
     dy_row, dy_column = planes_of(dy, case)
     assert torch.equal(found[0], expected_product(dy_row, w))
     assert torch.equal(found[1], expected_product(dy_column, x))
@@ -193,30 +190,42 @@ def test_another_layer_may_run_between_the_products_of_one():
     totals = torch.empty(M, K), torch.empty(N, K)
     running = plan.start((dy,), (), given, (None,), totals)
     first = product_of(running, 0, totals[0]).clone()
-    other = plan.start((dy * -3,), (), given, (None,), (torch.empty(M, K), torch.empty(N, K)))
-    for number in range(2):
-        other.product(number)
-    other.end()
+    with kernels.own_workspaces:
+        other = plan.start((dy * -3,), (), given, (None,), (torch.empty(M, K), torch.empty(N, K)))
+        for number in range(2):
+            other.product(number)
     second = product_of(running, 1, totals[1])
     dy_row, dy_column = planes_of(dy, "mxfp8")
     assert torch.equal(first, expected_product(dy_row, given[0]))
     assert torch.equal(second, expected_product(dy_column, given[1]))
 
 
-def test_memory_is_used_again_and_can_be_freed():
+def test_operands_beyond_the_limit_of_workspaces_have_no_plan(monkeypatch):
+    """Also if what is encoded is small: the weight of backward is given."""
+    dy, x, w = numbers((M, N)), numbers((M, K)), numbers((N, K))
+    assert backward_plan(dy, x, w)[0] is not None
+    monkeypatch.setattr("crossgrain.kernels.cpu.step_plans.LIMIT_BYTES", N * K * 4)
+    assert backward_plan(dy, x, w)[0] is None
+
+
+@pytest.mark.parametrize("away", [0, 4, 60])
+def test_what_is_written_past_the_caches_begins_at_a_line(away, monkeypatch):
+    monkeypatch.setattr("crossgrain.kernels.cpu.step_plans._STREAM_FROM", 1)
     dy, x, w = numbers((M, N)), numbers((M, K)), numbers((N, K))
     plan, given = backward_plan(dy, x, w)
-    kernels.free_workspaces()
-    assert _buffers.bytes is None
-    places = []
-    for _ in range(2):
-        running = plan.start((dy,), (), given, (None,), (torch.empty(M, K), torch.empty(N, K)))
-        assert _buffers.bytes is None  # it is in use
-        running.end()
-        places.append(_buffers.bytes.data_ptr())
-    assert places[0] == places[1]
-    kernels.free_workspaces()
-    assert _buffers.bytes is None
+    aligned = torch.empty(1 << 16)
+    assert aligned.data_ptr() % 64 == 0
+    memory = {name: aligned[number * (1 << 14) + away // 4 :] for number, name in enumerate(("gemm.a", "gemm.b"))}
+    real = step_plans.workspace
+    monkeypatch.setattr(step_plans, "workspace", lambda name, size: memory.get(name, real("planes", size)))
+    totals = torch.empty(M, K), torch.empty(N, K)
+    running = plan.start((dy,), (), given, (None,), totals)
+    found = [product_of(running, number, total) for number, total in enumerate(totals)]
+    planes = planes_of(dy, "mxfp8")
+    assert all(
+        torch.equal(one, expected_product(*pair))
+        for one, pair in zip(found, zip(planes, given, strict=True), strict=True)
+    )
 
 
 def test_planes_with_other_buffers_do_not_suit():
@@ -235,6 +244,7 @@ def test_planes_with_other_buffers_do_not_suit():
         other(scale=scale[:, :-4]),
         other(scale=scale.t().contiguous().t()),
         other(data=torch.nn.Parameter(data, requires_grad=False)),
+        other(scale=scale.view(torch.int8)),
         other(stale=True),
     ]
     assert not any(plan.suits((dy,), (each, x_plane)) for each in others)

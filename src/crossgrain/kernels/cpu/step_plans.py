@@ -24,7 +24,7 @@ from ...planes.plane import buffer_shapes
 from ..backend import HalfStep, Make, ProductOf
 from ..reference.random_bits import stream_keys
 from ..target import Target
-from ..workspaces import give_back, lend, workspace
+from ..workspaces import LIMIT_BYTES, workspace
 from . import nvfp4_product, products, programs, runtime
 from .decoders import decoder
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -38,6 +38,7 @@ from .work import SCRATCH
 
 _MOST_SCRATCH = 1 << 24  # bytes that a thread keeps for planes that have no tensors
 _STREAM_FROM = 1 << 20  # see `backend`
+_LINE = 16  # fp32 numbers of a cache line
 
 
 class _View(NamedTuple):
@@ -61,6 +62,7 @@ class _Buffers(NamedTuple):
     data: torch.Size
     scale: torch.Size
     scale_strides: tuple[int, ...]
+    scale_dtype: torch.dtype
     amaxes: int
 
     def suit(self, plane: Plane) -> bool:
@@ -74,8 +76,9 @@ class _Buffers(NamedTuple):
             and type(scale) is Tensor
             and scale.shape == self.scale
             and scale.stride() == self.scale_strides
+            and scale.dtype is self.scale_dtype
             and scale.data_ptr() != 0
-            and (amax.numel() if type(amax) is Tensor and amax.dtype == torch.float32 else 0) == self.amaxes
+            and (0 if amax is None else _numbers_at(amax)) == self.amaxes
             and not plane.stale
         )
 
@@ -104,12 +107,18 @@ class StepPlan:
         finished = table.finished(lines)
         self._words, self._inside = finished.words, finished.inside
         self._scratch, self.scratch_bytes = finished.scratch, finished.scratch_bytes
-        self._parts, self._panels = parts, panels
+        self._parts, self._panels = parts, [size + _LINE for size in panels]
         self._encodings = [make.encodings for make in makes]  # kept alive: kernels are found by their addresses
         self._largest = max(make.matrix.numel() for make in makes)
         self._streams = max(panels) >= _STREAM_FROM
         self._given = [
-            _Buffers(plane.data.shape, plane.scale.shape, plane.scale.stride(), _count(plane.amax))  # type: ignore[union-attr]
+            _Buffers(
+                plane.data.shape,
+                plane.scale.shape,  # type: ignore[union-attr]
+                plane.scale.stride(),  # type: ignore[union-attr]
+                plane.scale.dtype,  # type: ignore[union-attr]
+                0 if plane.amax is None else plane.amax.numel(),
+            )
             for plane in given
         ]
         at, planes = finished.given, [plane for make in makes for plane in make.planes]
@@ -145,12 +154,7 @@ class StepPlan:
         for plane, needed in zip(given, self._given, strict=True):
             if not needed.suit(plane):
                 return False
-        if self._streams and any(each is None or each.data_ptr() % 64 for each in self._workspaces()):
-            return False  # instructions that write past the caches need whole cache lines
         return self._largest < 2 * runtime.ELEMENTS_PER_THREAD or thread_count(self._largest) == 1
-
-    def _workspaces(self) -> tuple[Tensor | None, Tensor | None]:
-        return workspace("gemm.a", self._panels[0]), workspace("gemm.b", self._panels[1])
 
     def start(
         self,
@@ -161,9 +165,11 @@ class StepPlan:
         totals: Sequence[Tensor],
     ) -> Running:
         """Fill in addresses. See `kernels.step_plan`."""
-        left, right = self._workspaces()
-        assert left is not None and right is not None  # a plan has no matrices of their size
-        memory = lend(self.scratch_bytes)
+        left, right = workspace("gemm.a", self._panels[0]), workspace("gemm.b", self._panels[1])
+        memory = workspace("planes", -(-self.scratch_bytes // 4))
+        assert left is not None and right is not None and memory is not None  # `step_plan_for` has seen to it
+        if self._streams:
+            left, right = _from_line(left), _from_line(right)
         tensors = [*matrices]
         for plane in (*kept, *given):
             tensors += (plane.data, plane.scale) if plane.amax is None else (plane.data, plane.scale, plane.amax)  # type: ignore[arg-type]
@@ -185,7 +191,7 @@ class StepPlan:
             table[at] = base + distance
         for at, distance in self._scratch:
             table[at] = scratch + distance
-        return Running(self, table, memory, (left, right))
+        return Running(self, table, (left, right), memory)
 
 
 class Running:
@@ -194,14 +200,14 @@ class Running:
     Args:
         plan: its plan.
         table: the words, with addresses.
-        memory: for planes that have no tensors.
-        sides: the workspaces.
+        sides: the workspaces of the operands.
+        memory: that of planes that have no tensors.
     """
 
     __slots__ = ("_memory", "_plan", "_sides", "_table")
 
-    def __init__(self, plan: StepPlan, table: array[int], memory: Tensor, sides: tuple[Tensor, Tensor]) -> None:
-        self._plan, self._table, self._memory, self._sides = plan, table, memory, sides
+    def __init__(self, plan: StepPlan, table: array[int], sides: tuple[Tensor, Tensor], memory: Tensor) -> None:
+        self._plan, self._table, self._sides, self._memory = plan, table, sides, memory
 
     def product(self, number: int) -> tuple[Tensor, ...] | None:
         """Run a part. See `kernels.step_plan`."""
@@ -213,10 +219,6 @@ class Running:
             return ()
         left, right = views
         return self._sides[0].as_strided(*left), self._sides[1].as_strided(*right)
-
-    def end(self) -> None:
-        """Give memory back for the next layer."""
-        give_back(self._memory)
 
 
 # ---- making plans ----------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
         if not stays:
             _put_aside(table, number, planes[number])
     plan = StepPlan(makes, given, table, lines, parts, panels)
-    return None if plan.scratch_bytes > _MOST_SCRATCH else plan
+    return None if plan.scratch_bytes > _MOST_SCRATCH or (max(panels) + _LINE) * 4 > LIMIT_BYTES else plan
 
 
 _Lines = list[Line]
@@ -313,7 +315,7 @@ def _decoding(table: Table, plane: Plane, number: int, side: int, panels: list[i
     if how is None or how.flat or fmt.block is None or fmt.global_amax is not None or fmt.rotation is not None:
         return None
     height, width = how.shape
-    past_caches = height * width >= _STREAM_FROM and width * 4 % 64 == 0  # see `StepPlan.suits`
+    past_caches = height * width >= _STREAM_FROM and width % _LINE == 0
     panels[side] = max(panels[side], height * width)
     arguments = how.arguments(_addresses(number), Given("operand", side), 0, how.steps)  # type: ignore[arg-type]
     return table.line(how.kernel, (*arguments, *how.tags, yes_or_no(past_caches)))
@@ -395,5 +397,13 @@ def _bytes(buffer: Tensor | None) -> int:
     return 0 if buffer is None else buffer.numel() * buffer.element_size()
 
 
-def _count(amax: Tensor | None) -> int:
-    return 0 if amax is None else amax.numel()
+def _from_line(memory: Tensor) -> Tensor:
+    """Memory from the next beginning of a cache line on, where what is written past the caches must begin."""
+    beyond = memory.data_ptr() % (4 * _LINE) // 4
+    return memory[_LINE - beyond :] if beyond else memory
+
+
+def _numbers_at(amax: Tensor) -> int:
+    """How many fp32 numbers are in memory; -1 if it is not like that."""
+    plain = type(amax) is Tensor and amax.dtype == torch.float32 and amax.is_contiguous() and amax.data_ptr() != 0
+    return amax.numel() if plain else -1
