@@ -397,13 +397,15 @@ def test_threads_do_not_disturb_each_other(planned):
 
 
 def test_plans_hold_no_activations(planned):
-    layer, x, dy = layer_and_data((96, 224, 160))
+    tokens = 1312  # which no other test has
+    layer, x, dy = layer_and_data((tokens, 64, 32))
     step(layer, x, dy, "nvfp4")
     del x, dy
     layer.zero_grad()
     gc.collect()
-    held = [each.shape for each in gc.get_objects() if type(each) is torch.Tensor and 96 in each.shape]
-    assert held == [] and planned["forward_by_plan"] == 2 * has_byte_dot_products()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    assert not [each.shape for each in tensors if {tokens, tokens // 2} & set(each.shape)]
+    assert planned["forward_by_plan"] == 2 * has_byte_dot_products()
 
 
 def test_plans_of_a_layer_are_bounded(planned):

@@ -75,11 +75,17 @@ def multiply(a: Plane, b: Plane, out: Tensor, factor: float) -> None:
             blocks, group, factor, memory.data_ptr(), tag,
         )  # fmt: skip
 
-    steps, numbers = -(-columns // TILE_COLUMNS), rows * columns * blocks
+    steps, numbers = -(-columns // TILE_COLUMNS), size_of(a, b)
     if numbers < 2 * runtime.ELEMENTS_PER_THREAD:
         work(0, steps)
     else:
         run_ranges(work, steps, numbers)
+
+
+def size_of(a: Plane, b: Plane) -> int:
+    """The size of a product, by which the number of threads is chosen: the number of products of blocks."""
+    (rows, inner), columns = a.operand_shape, b.operand_shape[0]
+    return rows * columns * (inner // 16)
 
 
 def rows_together(blocks: int) -> int:

@@ -93,6 +93,7 @@ class StepPlan:
         lines: its lines.
         parts: its parts.
         panels: the size of each workspace in fp32 numbers.
+        largest: how many numbers the largest piece of its work has, by which the number of threads is chosen.
     """
 
     def __init__(
@@ -103,13 +104,14 @@ class StepPlan:
         lines: Sequence[Line],
         parts: Sequence[_Part],
         panels: Sequence[int],
+        largest: int,
     ) -> None:
         finished = table.finished(lines)
         self._words, self._inside = finished.words, finished.inside
         self._scratch, self.scratch_bytes = finished.scratch, finished.scratch_bytes
         self._parts, self._panels = parts, [size + _LINE for size in panels]
         self._encodings = [make.encodings for make in makes]  # kept alive: kernels are found by their addresses
-        self._largest = max(make.matrix.numel() for make in makes)
+        self._largest = largest
         self._streams = max(panels) >= _STREAM_FROM
         self._given = [
             _Buffers(
@@ -231,7 +233,7 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
         return None
     table, lines, parts = Table(), _Lines(), list[_Part]()
     planes = [*(plane for make in makes for plane in make.planes), *given]
-    panels = [0, 0]
+    panels, largest = [0, 0], max(plane.shape[0] * plane.shape[1] for plane in planes)
     decoded: dict[int, int] = {}  # planes that are in a workspace already
     for make, numbers in zip(makes, _numbers_of(makes), strict=True):
         added = _written(table, make, numbers[0], wanted[0], panels)
@@ -245,6 +247,7 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
         sides = planes[pair.left], planes[pair.right]
         if sides[0].format.scale_rule == sides[1].format.scale_rule == "two_level":
             added, views = _multiplied(table, number, pair, sides, panels), None
+            largest = max(largest, products.size_of(*sides))
         else:
             added, views = _decoded(table, pair, sides, panels, decoded if number == 0 else {}), _views(sides)
         if added is None:
@@ -254,7 +257,7 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
     for number, stays in enumerate([kept for make in makes for kept in make.kept]):
         if not stays:
             _put_aside(table, number, planes[number])
-    plan = StepPlan(makes, given, table, lines, parts, panels)
+    plan = StepPlan(makes, given, table, lines, parts, panels, largest)
     return None if plan.scratch_bytes > _MOST_SCRATCH or (max(panels) + _LINE) * 4 > LIMIT_BYTES else plan
 
 
