@@ -13,7 +13,9 @@ import crossgrain as cg
 from crossgrain import kernels
 from crossgrain.kernels.choice import using_backend
 from crossgrain.kernels.cpu.products import has_byte_dot_products
+from crossgrain.kernels.cpu.step_plans import StepPlan
 from crossgrain.linear import function
+from crossgrain.linear import planned as planned_steps
 from crossgrain.linear.call import LinearCall
 from crossgrain.linear.planned import NOT_PLANNED
 from crossgrain.quantizers import observer
@@ -55,7 +57,7 @@ def planned(monkeypatch):
     return counts
 
 
-def usual_way(monkeypatch):
+def general_way(monkeypatch):
     for name in HALVES:
         monkeypatch.setattr(function, name, lambda *arguments: NOT_PLANNED)
 
@@ -84,14 +86,14 @@ def same(found, wanted):
 def both_ways(monkeypatch, make, recipe):
     found = step(*make(), recipe)
     with monkeypatch.context() as patch:
-        usual_way(patch)
+        general_way(patch)
         wanted = step(*make(), recipe)
     return found, wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", [*RECIPES, pytest.param(STOCHASTIC, id="stochastic")])
-def test_the_bits_are_those_of_the_usual_way(recipe, dtype, planned, monkeypatch):
+def test_the_bits_are_those_of_the_general_way(recipe, dtype, planned, monkeypatch):
     for shape, bias in (((64, 96, 160), True), ((128, 256, 32), False)):
         planned.update(dict.fromkeys(HALVES, 0))
         found, wanted = both_ways(
@@ -111,7 +113,7 @@ def test_operands_in_another_dtype_than_activations(planned, monkeypatch):
             return step(layer, x, dy.bfloat16(), "mxfp8")
 
     found = run()
-    usual_way(monkeypatch)
+    general_way(monkeypatch)
     assert same(found, run()) and found[0].dtype == torch.bfloat16 and found[2].dtype == torch.float32
     assert planned == dict.fromkeys(HALVES, 2)
 
@@ -120,7 +122,7 @@ def test_operands_in_another_dtype_than_activations(planned, monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["x", "weight", "dy"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", pytest.param(STOCHASTIC, id="stochastic")])
-def test_numbers_that_are_not_finite_take_the_usual_way_with_the_same_seeds(
+def test_numbers_that_are_not_finite_take_the_general_way_with_the_same_seeds(
     recipe, where, bad, policy, planned, monkeypatch
 ):
     def make():
@@ -146,7 +148,7 @@ def hybrid(row, column, source="original"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
 @pytest.mark.parametrize("which", ["input", "weight", "grad_output"])
-def test_seeds_of_hybrids_are_drawn_as_in_the_usual_way(which, source, dtype, planned, monkeypatch):
+def test_seeds_of_hybrids_are_drawn_as_in_the_general_way(which, source, dtype, planned, monkeypatch):
     """By as many draws, and for the same subjects, by which they are drawn with `draws_by_layer` and recorded."""
     for row, column in ((True, True), (True, False), (False, True)):
 
@@ -166,13 +168,13 @@ def test_seeds_of_hybrids_are_drawn_as_in_the_usual_way(which, source, dtype, pl
 
         with_plans = recorded()
         with monkeypatch.context() as patch:
-            usual_way(patch)
+            general_way(patch)
             without = recorded()
         assert same(with_plans[0], without[0])
         assert with_plans[1] == without[1]
 
 
-def test_an_input_that_is_refused_has_drawn_what_it_draws_in_the_usual_way(monkeypatch):
+def test_an_input_that_is_refused_has_drawn_what_it_draws_in_the_general_way(monkeypatch):
     every = cg.recipe.CustomRecipe(qfactory=lambda role: cg.FormatQuantizer("mxfp4", stochastic_rounding=True))
 
     def next_number():
@@ -184,7 +186,7 @@ def test_an_input_that_is_refused_has_drawn_what_it_draws_in_the_usual_way(monke
         return torch.randn(1)
 
     found = next_number()
-    usual_way(monkeypatch)
+    general_way(monkeypatch)
     assert torch.equal(found, next_number())
 
 
@@ -203,7 +205,7 @@ def test_the_handler_of_a_signal_may_run_layers(monkeypatch):
             came.append(inside.pop())
         return real(*operands, **options)
 
-    for way in (lambda patch: None, usual_way):
+    for way in (lambda patch: None, general_way):
         with monkeypatch.context() as patch:
             way(patch)
             for name in ("mm", "addmm"):
@@ -214,7 +216,7 @@ def test_the_handler_of_a_signal_may_run_layers(monkeypatch):
     assert len(came) == 6
 
 
-def test_a_call_without_a_quantizer_of_gradients_is_refused_as_in_the_usual_way():
+def test_a_call_without_a_quantizer_of_gradients_is_refused_as_in_the_general_way():
     layer, x, dy = layer_and_data()
     quantizers = [cg.quantizer_for("mxfp8") for _ in range(2)]
     y = function.linear(x, layer.weight, None, LinearCall(torch.float32, *quantizers))
@@ -273,7 +275,7 @@ def test_what_plans_are_not_for(change, planned, monkeypatch):
 
     found = run()
     assert planned["forward_by_plan"] == 0
-    usual_way(monkeypatch)
+    general_way(monkeypatch)
     assert same(found, run())
 
 
@@ -305,7 +307,7 @@ def test_saved_tensors_that_hooks_replace(planned, monkeypatch):
 
     found = [run(unpack) for unpack in (torch.clone, lambda t: t.t().contiguous().t() if t.dim() == 2 else t)]
     assert planned == {"forward_by_plan": 2, "gradients_by_plan": 1}
-    usual_way(monkeypatch)
+    general_way(monkeypatch)
     wanted = run(torch.clone)
     assert all(same(each, wanted) for each in found)
 
@@ -372,6 +374,18 @@ def test_what_a_user_puts_in_the_place_of_make_planes_is_called(planned, monkeyp
     monkeypatch.setattr(cg.MXFP8Quantizer, "make_planes", make_planes)
     step(layer, x, dy, "mxfp8", steps=1)
     assert len(asked) == 4 and planned["forward_by_plan"] == 1
+
+
+def test_nothing_is_converted_for_a_plan_that_there_is_not(monkeypatch):
+    """Per-tensor FP8 has none, and neither has what threads share: x and dy are converted once, by the general way."""
+    converted = []
+    monkeypatch.setattr(planned_steps, "_matrix", lambda *given: converted.append(given))
+    step(*layer_and_data(), "fp8")
+    layer, x, dy = layer_and_data()
+    monkeypatch.setattr(StepPlan, "is_for_one_thread", lambda plan: False)
+    monkeypatch.setattr(kernels, "step_plan", lambda *given: StepPlan.__new__(StepPlan))
+    step(layer, x, dy, "mxfp8")
+    assert not converted
 
 
 def test_threads_do_not_disturb_each_other(planned):

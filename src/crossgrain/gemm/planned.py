@@ -66,10 +66,9 @@ def multiplied_by_plan(
         not valid.
     """
     with kernels.own_workspaces:
-        totals = [
-            fp32_memory("gemm.out", rows, columns, matrices[0], keep=dtype == torch.float32)
-            for rows, columns, dtype in results
-        ]
+        totals: list[Tensor] = []
+        for rows, columns, dtype in results:
+            totals.append(fp32_memory("gemm.out", rows, columns, matrices[0], keep=dtype == torch.float32))
         running, made = plan.start(matrices, kept, given, seeds, totals), []
         for number, (total, (_, _, dtype)) in enumerate(zip(totals, results, strict=True)):
             operands = running.product(number)

@@ -75,6 +75,7 @@ class Running(Protocol):
 class StepPlan(Protocol):
     """How forward or backward of layers of one shape runs; see `kernels.step_plan`."""
 
+    def is_for_one_thread(self) -> bool: ...
     def suits(self, matrices: Sequence[Tensor], given: Sequence[Plane]) -> bool: ...
     def start(
         self,

@@ -8,7 +8,7 @@ Forward makes the rowwise planes of x and W for fprop, and their columnwise plan
 latter. Backward makes both planes of dy. The quantizers determine the formats. A plane that no GEMM reads is not made.
 
 Other modules contain how operands are made (`operands`), padding to whole blocks (`padding`), layers that ranks share
-(`parallel`, `sequence_parallel`) and where dW goes (`weight_gradient`). The usual case has a faster way to the same
+(`parallel`, `sequence_parallel`) and where dW goes (`weight_gradient`). Plain layers have a faster way to the same
 bits, which is tried first (`planned`).
 """
 

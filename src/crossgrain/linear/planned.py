@@ -1,10 +1,10 @@
 """A step of a plain linear layer by two plans: one for forward, one for backward (see `kernels.step_plan`).
 
 Small layers spend most of their time in Python. A plan encodes all operands of forward or of backward and prepares the
-products, in one or two calls of compiled code. It gives the bits of the usual way in `function`, and is for the usual
-case only: one process, nobody looks on, all three GEMMs run, whole blocks, finite numbers. In any other case nothing is
-found, and the usual way is taken. If that turns out after a seed was drawn, because there is a NaN or an infinity, the
-usual way draws the same one.
+products, in one or two calls of compiled code. It gives the bits of the general way, which is in `function`, and is for
+plain layers only: one process, nobody looks on, all three GEMMs run, whole blocks, finite numbers. In any other case
+nothing is found, and the general way is taken. If that turns out after a seed was drawn, because there is a NaN or an
+infinity, the general way draws the same one. Nothing is converted or copied before it is known that there is a plan.
 
 What forward saves does not depend on the way, so either half can be planned without the other.
 """
@@ -21,9 +21,7 @@ from ..gemm.planned import may_be_planned, multiplied_by_plan, suits_plan
 from ..kernels import HalfStep, ProductOf
 from ..planes import COLUMNWISE, Plane
 from ..quantizers import observer as plane_observer
-from ..quantizers.base import Quantizer
 from ..quantizers.subject import Subject
-from ..quantizers.writing import Layout
 from ..runtime.random_numbers import draw_seed, seed_again
 from . import observer, raised
 from .call import LinearCall, Needs
@@ -54,7 +52,7 @@ class Attempt(NamedTuple):
 
     Attributes:
         found: the results; None if there are none.
-        same_seed: a context in which the usual way draws the seed that the plan has drawn.
+        same_seed: a context in which the general way draws the seed that the plan has drawn.
     """
 
     found: Any
@@ -77,36 +75,37 @@ def forward_by_plan(
         or call.keep_input
         or call.wide_output
         or call.scale != 1.0
-        or not _is_usual(call)
+        or not _is_plain(call)
     ):
         return NOT_PLANNED
-    matrix, w = x.detach().reshape(sizes.m, sizes.k), weight.detach()
-    matrix = matrix if matrix.dtype is call.dtype else matrix.to(call.dtype)
-    if type(matrix) is not Tensor or type(w) is not Tensor or not matrix.is_cpu or not w.is_cpu:
+    x, w = x.detach(), weight.detach()
+    if type(x) is not Tensor or type(w) is not Tensor or not x.is_cpu or not w.is_cpu:
         return NOT_PLANNED
-    x_layout = None if call.input is None else call.input.layout_for_step(matrix)
-    w_layout = None if x_layout is None or call.weight is None else call.weight.layout_for_step(w)
+    x_layout = None if call.input is None else call.input.layout_for_step((sizes.m, sizes.k))
+    w_layout = None if x_layout is None or call.weight is None else call.weight.layout_for_step((sizes.n, sizes.k))
     if x_layout is None or w_layout is None or w_layout.stochastic:
         return NOT_PLANNED  # x may be refused before a seed for W is drawn
-    key = "forward", id(w_layout), matrix.dtype, w.dtype
+    key = "forward", id(w_layout), call.dtype, w.dtype
 
     def what() -> HalfStep:
-        x_made, w_made = x_layout.for_step(matrix, _ROWS_GO), w_layout.for_step(w, _ROWS_GO)
+        x_made, w_made = x_layout.for_step(_matrix(x, sizes.m, call), _ROWS_GO), w_layout.for_step(w, _ROWS_GO)
         suits = suits_plan("fprop", x_made.planes[0], w_made.planes[0])
         return HalfStep((x_made, w_made), (), (ProductOf(0, 2),) if suits else ())
 
-    plan = kernels.step_plan(matrix, key, x_layout.step_plans, what, w_layout)
-    matrices = matrix, w
-    if plan is None or not plan.suits(matrices, ()):
+    plan = kernels.step_plan(x, key, x_layout.step_plans, what, w_layout)
+    if plan is None or not plan.is_for_one_thread():
         return NOT_PLANNED
-    subject = _subject(call.input)  # type: ignore[arg-type]
-    seed, device = _seed(x_layout, subject), matrix.device
+    matrices = _matrix(x, sizes.m, call), w
+    if not plan.suits(matrices, ()):
+        return NOT_PLANNED
+    seed = draw_seed(_subject(call.input)) if x_layout.stochastic else None
+    device = w.device
     kept = x_layout.specs[1].empty(device, zeroed=False), w_layout.specs[1].empty(device, zeroed=False)
     results = ((sizes.m, sizes.n, call.dtype),)
     bias = None if bias is None else bias.detach()
     made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias)
     if made is None:
-        return _to_repeat(subject, seed)
+        return _to_repeat(call.input, seed)
     return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seed)
 
 
@@ -130,38 +129,38 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
         or call.wgrad_queue is not None
         or call.wide_gradient
         or call.gradient_scale != 1.0
-        or not _is_usual(call)
+        or not _is_plain(call)
         or not (isinstance(x, Plane) and x.direction is COLUMNWISE)
         or not (isinstance(w, Plane) and w.direction is COLUMNWISE)
         or observer.observers
         or type(dy) is not Tensor
     ):
         return NOT_PLANNED
-    matrix = dy.detach().reshape(sizes.m, sizes.n)
-    matrix = matrix if matrix.dtype is call.dtype else matrix.to(call.dtype)
-    layout = call.grad_output.layout_for_step(matrix) if matrix.is_cpu else None
+    layout = call.grad_output.layout_for_step((sizes.m, sizes.n)) if dy.is_cpu else None
     if layout is None:
         return NOT_PLANNED
-    key = "backward", sizes.k, matrix.dtype, id(x.format), x.transposed, id(w.format), w.transposed
+    key = "backward", sizes.k, call.dtype, id(x.format), x.transposed, id(w.format), w.transposed
 
     def what() -> HalfStep:
-        made = layout.for_step(matrix, _NOTHING_STAYS)
+        made = layout.for_step(_matrix(dy.detach(), sizes.m, call), _NOTHING_STAYS)
         suits = suits_plan("dgrad", made.planes[0], w) and suits_plan("wgrad", made.planes[1], x)
         return HalfStep((made,), (w, x), (ProductOf(0, 2), ProductOf(1, 3)) if suits else ())
 
-    plan = kernels.step_plan(matrix, key, layout.step_plans, what, (x.format, w.format))
-    if plan is None or not plan.suits((matrix,), (w, x)):
+    plan = kernels.step_plan(dy, key, layout.step_plans, what, (x.format, w.format))
+    if plan is None or not plan.is_for_one_thread():
         return NOT_PLANNED
-    subject = _subject(call.grad_output)
-    seed = _seed(layout, subject)
+    matrix = _matrix(dy.detach(), sizes.m, call)
+    if not plan.suits((matrix,), (w, x)):
+        return NOT_PLANNED
+    seed = draw_seed(_subject(call.grad_output)) if layout.stochastic else None
     results = (sizes.m, sizes.k, call.dtype), (sizes.n, sizes.k, ctx.weight.dtype)
     made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results)
     if made is None:
-        return _to_repeat(subject, seed)
+        return _to_repeat(call.grad_output, seed)
     return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seed)
 
 
-def _is_usual(call: LinearCall) -> bool:
+def _is_plain(call: LinearCall) -> bool:
     """Whether nobody looks on, and backward reads quantized operands of this process."""
     return (
         call.parallel is None
@@ -174,15 +173,16 @@ def _is_usual(call: LinearCall) -> bool:
     )
 
 
-def _seed(layout: Layout, subject: Subject) -> int | None:
-    return draw_seed(subject) if layout.stochastic else None
+def _matrix(tensor: Tensor, rows: int, call: LinearCall) -> Tensor:
+    """x or dy as the general way quantizes it."""
+    return tensor.reshape(rows, tensor.shape[-1]).to(call.dtype)
 
 
-def _subject(quantizer: Quantizer) -> Subject:
+def _subject(quantizer: Any) -> Subject:
     """What the seed of planes that are made together is drawn for: the subject of the first of their quantizers."""
     found: Subject = quantizer.plain_quantizers()[0].subject
     return found
 
 
-def _to_repeat(subject: Subject, seed: int | None) -> Attempt:
-    return NOT_PLANNED if seed is None else Attempt(None, seed_again(subject, seed))
+def _to_repeat(quantizer: Any, seed: int | None) -> Attempt:
+    return NOT_PLANNED if seed is None else Attempt(None, seed_again(_subject(quantizer), seed))

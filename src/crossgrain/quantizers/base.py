@@ -263,25 +263,25 @@ class Quantizer(AmaxReduction, DataFree):
             return PlanePair(plane, plane.read(COLUMNWISE))
         return PlanePair(plane, None) if rowwise else PlanePair(None, plane.read(COLUMNWISE))
 
-    def layout_for_step(self, matrix: Tensor) -> Layout | None:
+    def layout_for_step(self, shape: tuple[int, int]) -> Layout | None:
         """Both planes of a matrix, for a plan of a whole layer; None if `make_planes` does more than to write them.
 
         Scales that are given, agreed on with ranks, or recorded, and planes of users, are not for such plans.
         """
-        return self._layout_for_step(matrix, None)
+        return self._layout_for_step(shape, None)
 
-    def _layout_for_step(self, matrix: Tensor, only: Direction | None) -> Layout | None:
+    def _layout_for_step(self, shape: tuple[int, int], only: Direction | None) -> Layout | None:
         """`layout_for_step` for both directions, or for one. Computed once for each shape."""
         if not self._makes_known_planes():
             return None
-        key = "step", only, matrix.shape, matrix.dtype, settings.non_tn_fp8_gemm, settings.compute_capability
+        key = "step", only, shape, settings.non_tn_fp8_gemm, settings.compute_capability
         memo = self._memo  # see `encoding`
         found: Layout | None = memo.get(key, _UNKNOWN)
         if found is not _UNKNOWN:
             return found
         layout = None
         if self._only_writes():
-            layout = self._layout(matrix, only is not COLUMNWISE, only is not ROWWISE)
+            layout = self._layout_for(shape, only is not COLUMNWISE, only is not ROWWISE)
             wanted = (ROWWISE, COLUMNWISE) if only is None else (only,)
             if tuple(spec.direction for spec in layout.specs) != wanted:  # there may be one buffer for both
                 layout = None

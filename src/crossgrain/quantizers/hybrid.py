@@ -237,13 +237,13 @@ class HybridQuantizer(Quantizer):
             self._show_to_what_is_left_out(matrix if rows is None else _decoded(rows, matrix.dtype), wanted)
         return made
 
-    def layout_for_step(self, matrix: Tensor) -> Layout | None:
+    def layout_for_step(self, shape: tuple[int, int]) -> Layout | None:
         row, column = self.rowwise_quantizer, self.columnwise_quantizer
         plain = self.makes_planes and self._makes_known_planes() and not self.makes_columns_late
         if not (plain and isinstance(row, Quantizer) and isinstance(column, Quantizer)):
             return None
-        rows = row._layout_for_step(matrix, ROWWISE)
-        columns = None if rows is None else column._layout_for_step(matrix, COLUMNWISE)
+        rows = row._layout_for_step(shape, ROWWISE)
+        columns = None if rows is None else column._layout_for_step(shape, COLUMNWISE)
         if rows is None or columns is None:
             return None
         derives = self.columnwise_source != "original"

@@ -251,19 +251,19 @@ def test_planes_with_other_buffers_do_not_suit():
     assert not plan.suits((dy.t().contiguous().t(),), (w_plane, x_plane))
 
 
-def test_work_that_several_threads_would_share_does_not_suit(monkeypatch):
+def test_work_that_several_threads_would_share_is_not_for_one(monkeypatch):
     """By its largest piece: a matrix, a plane that is given, or a product from codes."""
-    plan, given = backward_plan(numbers((M, N)), numbers((M, K)), numbers((N, K)))
+    plan, _ = backward_plan(numbers((M, N)), numbers((M, K)), numbers((N, K)))
     for threads, each in ((1, 1), (2, 1), (2, N * K // 2), (2, N * K // 2 + 1)):
         monkeypatch.setenv("CROSSGRAIN_NUM_THREADS", str(threads))
         monkeypatch.setattr("crossgrain.kernels.cpu.runtime.ELEMENTS_PER_THREAD", each)
-        assert plan.suits((numbers((M, N)),), given) is (threads == 1 or each > N * K // 2)
+        assert plan.is_for_one_thread() is (threads == 1 or each > N * K // 2)
     x, w = numbers((M, K)), numbers((N, K))
     plan = CPU.step_plan(forward_of(x, w, "nvfp4"))
     if plan is not None:
-        assert not plan.suits((x, w), ())
+        assert not plan.is_for_one_thread()
         monkeypatch.setattr("crossgrain.kernels.cpu.runtime.ELEMENTS_PER_THREAD", M * N * K // 16)
-        assert plan.suits((x, w), ())
+        assert plan.is_for_one_thread()
 
 
 def test_what_kernels_cannot_do_alone_has_no_plan():

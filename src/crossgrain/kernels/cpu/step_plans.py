@@ -149,13 +149,17 @@ class StepPlan:
         self._program = kernel(programs.program, 0, 0, 0, F32)
 
     def suits(self, matrices: Sequence[Tensor], given: Sequence[Plane]) -> bool:
-        """Whether these tensors have memory in the layout of the plan, and one thread does the work."""
+        """Whether these tensors have memory in the layout of the plan."""
         for matrix in matrices:
             if not is_plain_memory(matrix):
                 return False
-        for plane, needed in zip(given, self._given, strict=True):
+        for plane, needed in zip(given, self._given, strict=True):  # noqa: SIM110 - a generator is a call of Python
             if not needed.suit(plane):
                 return False
+        return True
+
+    def is_for_one_thread(self) -> bool:
+        """Whether no piece of the work is so large that several threads would share it. A plan runs on one."""
         return self._largest < 2 * runtime.ELEMENTS_PER_THREAD or thread_count(self._largest) == 1
 
     def start(
@@ -231,7 +235,9 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
     makes, given, wanted = what
     if not wanted:
         return None
-    table, lines, parts = Table(), _Lines(), list[_Part]()
+    table = Table()
+    lines: list[Line] = []
+    parts: list[_Part] = []
     planes = [*(plane for make in makes for plane in make.planes), *given]
     panels, largest = [0, 0], max(plane.shape[0] * plane.shape[1] for plane in planes)
     decoded: dict[int, int] = {}  # planes that are in a workspace already
@@ -259,9 +265,6 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
             _put_aside(table, number, planes[number])
     plan = StepPlan(makes, given, table, lines, parts, panels, largest)
     return None if plan.scratch_bytes > _MOST_SCRATCH or (max(panels) + _LINE) * 4 > LIMIT_BYTES else plan
-
-
-_Lines = list[Line]
 
 
 def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: list[int]) -> list[Line] | None:
