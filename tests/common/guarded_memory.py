@@ -99,6 +99,7 @@ WRITTEN: dict[str, set[str]] = {
     "nvfp4_rows.block_rows": _NVFP4_ROWS,
     "nvfp4_rows.tile_rows": _NVFP4_ROWS,
     "programs.joint_factor": {"factor"},
+    "programs.note": {"out"},
     "programs.program": set(),  # its table is no guarded buffer; see `_lines`
     "programs.tensor_factor": {"factor", "other_factor", "scale"},
     "programs.two_level_scales": {"amax", "encode", "decode", "each_amax"},

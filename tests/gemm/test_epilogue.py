@@ -100,10 +100,10 @@ def test_two_scales_are_rounded_once_together():
 def on_cpu(product, start, row, column, alpha, bias, beta):
     """The end of the CPU's GEMMs (`gemm.product`), with a product that is there already."""
     total, row, column = start.clone(), *(1.0 if s is None else cpu._number(s.values, s.factor) for s in (row, column))
-    factor = cpu._one_factor(row, column, alpha)
+    factor = cpu.one_factor(row, column, alpha)
     if factor is None:
         cpu._scale_by_vectors(product, row, column, alpha)
-    cpu._finish(product, 1.0 if factor is None else factor, total, bias, beta)
+    cpu.finish(product, 1.0 if factor is None else factor, total, bias, beta)
     return total
 
 

@@ -181,6 +181,21 @@ def test_the_cpu_decides_unless_told(monkeypatch):
     assert seen == [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize(
+    "limit, fast",
+    [(None, True), ("ALL", True), ("avx512_core_amx", True), ("AVX512_CORE_BF16", False), ("AVX2", False)],
+)
+def test_bf16_is_fast_with_amx_unless_onednn_may_not_use_it(limit, fast, monkeypatch):
+    module = sys.modules["crossgrain.gemm.product"]
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    for amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        assert module.has_fast_bf16.__wrapped__() is (fast and amx)
+
+
 def test_double_precision_stays():
     x, w = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     assert torch.equal(gemm("fprop", x, w, out_dtype=torch.float64), x @ w.t())

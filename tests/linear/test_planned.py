@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import crossgrain as cg
 from crossgrain import kernels
+from crossgrain.gemm import planned as planned_products
+from crossgrain.gemm import product
 from crossgrain.kernels.choice import using_backend
 from crossgrain.kernels.cpu.products import has_byte_dot_products
 from crossgrain.kernels.cpu.step_plans import StepPlan
@@ -26,6 +28,8 @@ RECIPES = [
     "nvfp4",
     "mxfp4(sr)",
     "fp8_block",
+    "fp8",
+    cg.recipe.Float8CurrentScaling(),
     "mxfp8-fwd-nvfp4-bwd",  # columns of weights are made of their rows
     "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)",
     "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8",
@@ -39,8 +43,9 @@ HALVES = ("forward_by_plan", "gradients_by_plan")
 
 @pytest.fixture
 def planned(monkeypatch):
-    """How often each half of a step was planned since this was cleared."""
+    """How often each half of a step was planned since this was cleared, on a CPU that has no fast bf16 products."""
     counts = dict.fromkeys(HALVES, 0)
+    cpu_with(monkeypatch, fast_bf16=False)
 
     def counting(name):
         real = getattr(function, name)
@@ -55,6 +60,11 @@ def planned(monkeypatch):
     for name in HALVES:
         monkeypatch.setattr(function, name, counting(name))
     return counts
+
+
+def cpu_with(monkeypatch, *, fast_bf16):
+    for module in (product, planned_products):
+        monkeypatch.setattr(module, "has_fast_bf16", lambda: fast_bf16)
 
 
 def general_way(monkeypatch):
@@ -286,6 +296,71 @@ def test_settings_that_ask_for_something_else(options, planned):
     assert planned == dict.fromkeys(HALVES, 0)
 
 
+def test_bf16_results_are_left_to_fast_bf16_products_and_fp32_ones_are_planned(planned, monkeypatch):
+    cpu_with(monkeypatch, fast_bf16=True)
+    step(*layer_and_data(dtype=torch.bfloat16), "mxfp8")
+    assert planned == dict.fromkeys(HALVES, 0)
+    found, wanted = both_ways(monkeypatch, layer_and_data, "mxfp8")
+    assert same(found, wanted) and planned == dict.fromkeys(HALVES, 2)
+
+
+@pytest.mark.parametrize("one_buffer", [True, False])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_amaxes_and_scales_are_recorded_as_in_the_general_way(one_buffer, power_of_two, planned, monkeypatch):
+    recipe = cg.recipe.Float8CurrentScaling(use_power_2_scales=power_of_two)
+
+    def recorded():
+        layer, x, dy = layer_and_data()
+        found = step(layer, x, dy * 3, recipe)
+        quantizers = [each for group in layer.quantizers.values() for each in group if each is not None]
+        assert sum(float(each.amax) != 0.0 for each in quantizers) == 3  # x, W and dy
+        return [*found, *(number.clone() for each in quantizers for number in (each.amax, each.scale))]
+
+    with cg.settings.override(non_tn_fp8_gemm=one_buffer):
+        found = recorded()
+        assert planned == dict.fromkeys(HALVES, 2)
+        with monkeypatch.context() as patch:
+            general_way(patch)
+            wanted = recorded()
+    assert same(found, wanted)
+
+
+def test_scales_whose_product_is_beyond_fp32_take_the_general_way(planned, monkeypatch):
+    def make():
+        layer, x, dy = layer_and_data(bias=False)
+        with torch.no_grad():
+            layer.weight.mul_(2.0**90)
+            x.mul_(2.0**90)
+        return layer, x, dy
+
+    found, wanted = both_ways(monkeypatch, make, cg.recipe.Float8CurrentScaling())
+    assert same(found, wanted) and planned["forward_by_plan"] == 0
+
+
+def test_columns_of_the_decoded_rows_of_fp8_have_their_scale(monkeypatch):
+    """Where rows with one scale are decoded for a product, the scale is left out; columns are made with it."""
+
+    def factory(role):
+        children = {f"{way}_quantizer": cg.FormatQuantizer("fp8") for way in ("rowwise", "columnwise")}
+        if role is None or role.tensor_type != "weight":
+            return cg.HybridQuantizer(**children)
+        return cg.HybridQuantizer(**children, columnwise_source="rowwise_dequantized")
+
+    found, wanted = both_ways(monkeypatch, layer_and_data, cg.recipe.CustomRecipe(qfactory=factory))
+    assert same(found, wanted)
+
+
+def test_a_quantizer_that_observes_amaxes_itself_is_shown_them(planned):
+    seen = []
+
+    class Own(cg.Float8CurrentScalingQuantizer):
+        _observe_all = classmethod(lambda cls, quantizers, targets: seen.append("own"))
+
+    recipe = cg.recipe.CustomRecipe(qfactory=lambda role: Own(cg.DType.kFloat8E4M3))
+    step(*layer_and_data(), recipe, steps=1)
+    assert seen == ["own"] * 3 and planned == dict.fromkeys(HALVES, 0)
+
+
 def test_the_reference_has_no_plans_and_the_same_bits(planned):
     """Of planes: the sums of MXFP8 are those of torch in both."""
     found = step(*layer_and_data(), "mxfp8")
@@ -377,10 +452,10 @@ def test_what_a_user_puts_in_the_place_of_make_planes_is_called(planned, monkeyp
 
 
 def test_nothing_is_converted_for_a_plan_that_there_is_not(monkeypatch):
-    """Per-tensor FP8 has none, and neither has what threads share: x and dy are converted once, by the general way."""
+    """Delayed scaling has none, and neither has what threads share: x and dy are converted once, by the general way."""
     converted = []
     monkeypatch.setattr(planned_steps, "_matrix", lambda *given: converted.append(given))
-    step(*layer_and_data(), "fp8")
+    step(*layer_and_data(), cg.recipe.DelayedScaling())
     layer, x, dy = layer_and_data()
     monkeypatch.setattr(StepPlan, "is_for_one_thread", lambda plan: False)
     monkeypatch.setattr(kernels, "step_plan", lambda *given: StepPlan.__new__(StepPlan))

@@ -17,17 +17,20 @@ from ..planes import Plane
 from ..runtime.settings import settings
 from .native import machine
 from .operands import GEMMS, check_operands
-from .product import fp32_memory, has_fast_bf16
+from .product import finish, fp32_memory, has_fast_bf16, one_factor
 
 
-def may_be_planned() -> bool:
-    """Whether GEMMs on the CPU are computed as plans do it; settings and CPUs can ask for something else."""
+def may_be_planned(*results: torch.dtype) -> bool:
+    """Whether GEMMs with these results are computed on the CPU as plans do it.
+
+    Settings can ask for something else. On a CPU where bf16 is fast, `gemm` multiplies bf16 operands for bf16 results.
+    """
     return (
         settings.gemm_operand_dtype is None
         and not settings.native_gemms
         and not settings.strict
         and not machine.for_cpu
-        and not has_fast_bf16()
+        and not (torch.bfloat16 in results and has_fast_bf16())
     )
 
 
@@ -49,6 +52,7 @@ def multiplied_by_plan(
     seeds: Sequence[int | None],
     results: Sequence[tuple[int, int, torch.dtype]],
     bias: Tensor | None = None,
+    noted: list[float] | None = None,
 ) -> list[Tensor] | None:
     """Encode matrices and compute products of their planes.
 
@@ -60,6 +64,7 @@ def multiplied_by_plan(
         seeds: a seed for each matrix; None for one that is not rounded stochastically.
         results: rows, columns and dtype of each product.
         bias: added to the first product.
+        noted: a list that gets the amax and the scale of each matrix, if these have one scale for all numbers.
 
     Returns:
         The products; None if there is a NaN or an infinity, or `gemm` has to do it for another reason. Planes are then
@@ -75,6 +80,17 @@ def multiplied_by_plan(
             if operands is None:
                 return None
             added = None if bias is None or number else bias.to(torch.float32)
+            if len(operands) == 3:
+                left_scale, right_scale, *seen = operands[2].tolist()
+                factor = one_factor(left_scale, right_scale, 1.0)
+                if factor is None:
+                    return None
+                torch.mm(*operands[:2], out=total)
+                finish(total, factor, total, added, None)
+                if noted is not None and not number:
+                    noted += seen
+                made.append(total if dtype == torch.float32 else total.to(dtype))
+                continue
             # Everything is written with ``out=``, see `product._multiply`.
             if added is None:
                 if operands:

@@ -170,7 +170,9 @@ def step_plan(
     planes to keep of them, planes that exist already, a seed for each matrix (None without stochastic rounding), and
     fp32 memory for each product. The caller holds all of these to the end. What comes back runs the products in their
     order: ``product(number)`` returns the two fp32 operands to multiply, [rows, inner] and [inner, columns]; or an
-    empty tuple if the product itself is in its total; or None if there is a NaN or an infinity, or if the numbers need
+    empty tuple if the product itself is in its total. For formats with one scale for all numbers, a third tensor has
+    the scales of both operands, which the caller applies, then the amax of each matrix and the scale that it was
+    encoded with. It returns None if there is a NaN or an infinity, or if the numbers need
     `measure` and `encode` for another reason. Then nothing that was written counts. All of this is in one block
     `own_workspaces`.
 

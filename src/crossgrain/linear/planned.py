@@ -14,6 +14,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import kernels
@@ -75,7 +76,7 @@ def forward_by_plan(
         or call.keep_input
         or call.wide_output
         or call.scale != 1.0
-        or not _is_plain(call)
+        or not _is_plain(call, call.dtype)
     ):
         return NOT_PLANNED
     x, w = x.detach(), weight.detach()
@@ -100,12 +101,17 @@ def forward_by_plan(
         return NOT_PLANNED
     seed = draw_seed(_subject(call.input)) if x_layout.stochastic else None
     device = w.device
-    kept = x_layout.specs[1].empty(device, zeroed=False), w_layout.specs[1].empty(device, zeroed=False)
+    kept = x_layout.empty_columnwise(device), w_layout.empty_columnwise(device)
     results = ((sizes.m, sizes.n, call.dtype),)
     bias = None if bias is None else bias.detach()
-    made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias)
+    noted: list[float] = []
+    made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias, noted)
     if made is None:
         return _to_repeat(call.input, seed)
+    if x_layout.observes and call.input is not None:
+        call.input.record(*noted[:2])
+    if w_layout.observes and call.weight is not None:
+        call.weight.record(*noted[2:])
     return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seed)
 
 
@@ -129,7 +135,7 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
         or call.wgrad_queue is not None
         or call.wide_gradient
         or call.gradient_scale != 1.0
-        or not _is_plain(call)
+        or not _is_plain(call, call.dtype, ctx.weight.dtype)
         or not (isinstance(x, Plane) and x.direction is COLUMNWISE)
         or not (isinstance(w, Plane) and w.direction is COLUMNWISE)
         or observer.observers
@@ -154,13 +160,16 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
         return NOT_PLANNED
     seed = draw_seed(_subject(call.grad_output)) if layout.stochastic else None
     results = (sizes.m, sizes.k, call.dtype), (sizes.n, sizes.k, ctx.weight.dtype)
-    made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results)
+    noted: list[float] = []
+    made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results, noted=noted)
     if made is None:
         return _to_repeat(call.grad_output, seed)
+    if layout.observes:
+        call.grad_output.record(*noted)
     return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seed)
 
 
-def _is_plain(call: LinearCall) -> bool:
+def _is_plain(call: LinearCall, *results: torch.dtype) -> bool:
     """Whether nobody looks on, and backward reads quantized operands of this process."""
     return (
         call.parallel is None
@@ -169,7 +178,7 @@ def _is_plain(call: LinearCall) -> bool:
         and not call.allow_mixed
         and raised.chooser is None
         and not plane_observer.observers
-        and may_be_planned()
+        and may_be_planned(*results)
     )
 
 

@@ -266,13 +266,13 @@ class Quantizer(AmaxReduction, DataFree):
     def layout_for_step(self, shape: tuple[int, int]) -> Layout | None:
         """Both planes of a matrix, for a plan of a whole layer; None if `make_planes` does more than to write them.
 
-        Scales that are given, agreed on with ranks, or recorded, and planes of users, are not for such plans.
+        Scales that are given or agreed on with ranks, and planes of users, are not for such plans.
         """
         return self._layout_for_step(shape, None)
 
     def _layout_for_step(self, shape: tuple[int, int], only: Direction | None) -> Layout | None:
         """`layout_for_step` for both directions, or for one. Computed once for each shape."""
-        if not self._makes_known_planes():
+        if not self._makes_known_planes() or (only is not None and self._observes):
             return None
         key = "step", only, shape, settings.non_tn_fp8_gemm, settings.compute_capability
         memo = self._memo  # see `encoding`
@@ -282,8 +282,8 @@ class Quantizer(AmaxReduction, DataFree):
         layout = None
         if self._only_writes():
             layout = self._layout_for(shape, only is not COLUMNWISE, only is not ROWWISE)
-            wanted = (ROWWISE, COLUMNWISE) if only is None else (only,)
-            if tuple(spec.direction for spec in layout.specs) != wanted:  # there may be one buffer for both
+            wanted = [ROWWISE, COLUMNWISE] if only is None else [only]
+            if [way for serves in layout.serves for way in serves] != wanted:
                 layout = None
         if len(memo) >= _MOST_LAYOUTS:
             memo.clear()
@@ -297,8 +297,16 @@ class Quantizer(AmaxReduction, DataFree):
 
     def _only_writes(self) -> bool:
         """Whether `make_planes` writes planes and does nothing else. All that it depends on are options."""
-        more = self.with_amax_reduction or self.part is not None or self.gives_scales or self._observes
-        return self.makes_planes and not more
+        more = self.with_amax_reduction or self.part is not None or self.gives_scales
+        return self.makes_planes and not more and (self._records_numbers() or not self._observes)
+
+    def _records_numbers(self) -> bool:
+        """Whether `record` does all that `_observe_all` does."""
+        return False
+
+    def record(self, amax: float, scale: float) -> None:
+        """Record what others have measured for this quantizer: an amax, and the scale that follows from it."""
+        raise NotImplementedError(f"{type(self).__name__} records no numbers")
 
     def _planes_of_storage(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> PlaneSource:
         """The result of a user's quantizer."""

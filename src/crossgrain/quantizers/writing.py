@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import kernels
 from ..formats.encoding import Encoding
 from ..kernels import Make, Seen, Target
-from ..planes import Direction, Plane, matrix_shape
+from ..planes import COLUMNWISE, Direction, Plane, matrix_shape
 from ..planes.plane import BufferShapes, buffer_shapes, scale_dtype, stored_by_columns
 from ..runtime.gpu_capability import multiplies_mxfp8
 from ..runtime.random_numbers import draw_seed
@@ -88,6 +88,7 @@ class Layout:
         counts: how many of them belong to each quantizer.
         serves: the directions that each plane serves.
         stochastic: whether a plane is rounded stochastically.
+        observes: whether a quantizer records amaxes.
         step_plans: how layers run whose input, or whose gradient, has this layout.
     """
 
@@ -99,7 +100,7 @@ class Layout:
         self._encodings = [spec.encoding for spec in self.specs]
         self.serves = [spec.serves for spec in self.specs]
         self.stochastic = any(spec.encoding.stochastic for spec in self.specs)
-        self._observes = any(quantizer._observes for quantizer, _ in wanted)
+        self.observes = any(quantizer._observes for quantizer, _ in wanted)
         self._shares_scale = [  # with the plane before
             at > 0 and quantizer._tensor_class._shares_scale for quantizer, specs in wanted for at in range(len(specs))
         ]
@@ -118,8 +119,16 @@ class Layout:
         return found[1]
 
     def for_step(self, matrix: Tensor, kept: Sequence[bool]) -> Make:
-        """What a plan of a layer has to make of matrices like ``matrix``."""
-        return Make(matrix, self.empty(matrix.device), self._encodings, kept, self._derives)
+        """What a plan of a layer has to make of matrices like ``matrix``: a plane for each direction."""
+        planes, encodings = self.empty(matrix.device), self._encodings
+        if len(planes) == 1:  # one buffer serves both
+            planes, encodings = [planes[0], planes[0].read(COLUMNWISE)], encodings * 2
+        return Make(matrix, planes, encodings, kept, self._derives)
+
+    def empty_columnwise(self, device: torch.device) -> Plane:
+        """Allocate the columnwise plane, for a plan of a layer, which also writes zeros to its padding."""
+        plane = self.specs[-1].empty(device, zeroed=False)
+        return plane if plane.direction is COLUMNWISE else plane.read(COLUMNWISE)
 
     def empty(self, device: torch.device) -> list[Plane]:
         """Allocate the planes."""
@@ -137,15 +146,15 @@ class Layout:
         if plan is None:
             return False
         seed = draw_seed(quantizers[0].subject) if self.stochastic else None
-        amaxes: list[Tensor] | None = [] if self._observes else None
+        amaxes: list[Tensor] | None = [] if self.observes else None
         seen: Seen = plan.run(matrix, planes, seed, amaxes)
         amax, written = amaxes[0] if amaxes else None, None
-        if self._observes or seen is None:
+        if self.observes or seen is None:
             written = [Target(plane, encoding, amax) for plane, encoding in zip(planes, self._encodings, strict=True)]
         if seen is None:  # these numbers need another way, with the same seed
             written = kernels.measure(matrix, [target.with_amax(None) for target in written or ()], checked=True)
             seen = kernels.encode(matrix, written, seed, checked=True)
-        if self._observes or seen is not False:
+        if self.observes or seen is not False:
             self._tell(matrix, planes, quantizers, written, seen)
         return True
 

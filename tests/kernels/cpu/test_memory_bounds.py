@@ -144,7 +144,7 @@ def half_step(row, column, own):
 
 
 def half_step_cases():
-    for pair in (("mxfp8", "mxfp8"), ("mxfp4_sr", "fp8_block"), ("mxfp8", "nvfp4_rht_sr")):
+    for pair in (("mxfp8", "mxfp8"), ("mxfp4_sr", "fp8_block"), ("mxfp8", "nvfp4_rht_sr"), ("fp8", "fp8")):
         yield partial(half_step, *pair)
     if products.has_byte_dot_products():
         yield partial(half_step, "nvfp4", "mxfp6_e3m2")

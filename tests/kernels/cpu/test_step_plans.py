@@ -25,6 +25,7 @@ FORMATS = {  # of rows and columns
     "nvfp4 4-over-6": ("nvfp4_4over6_448", "nvfp4"),
     "nvfp4 | mxfp8": ("nvfp4", "mxfp8"),
     "fp8 blocks": ("fp8_block", "fp8_block"),
+    "fp8": ("fp8", "fp8"),
 }
 
 
@@ -69,6 +70,9 @@ def product_of(running, number, total):
     operands = running.product(number)
     if operands is None:
         return None
+    if len(operands) == 3:
+        left, right, noted = operands
+        return torch.mm(left, right, out=total).mul_(float(noted[0]) * float(noted[1]))
     return torch.mm(*operands, out=total) if operands else total
 
 
@@ -80,6 +84,9 @@ def expected_product(a, b):
         factor = float(a.amax) * (1.0 / bound[0]) * (float(b.amax) * (1.0 / bound[1]))
         CPU.multiply(a, b, total, factor)
         return total
+    if a.format.block is None:
+        left, right = (CPU.decode_operand(kernels.under_scale_one(plane)) for plane in (a, b))
+        return torch.mm(left, right.t(), out=total).mul_(float(a.scale) * float(b.scale))
     return torch.mm(CPU.decode_operand(a), CPU.decode_operand(b).t(), out=total)
 
 
@@ -177,6 +184,37 @@ def test_global_scales_whose_product_is_beyond_fp32_are_refused():
     assert plan.start((x, w * 2.0**-100), kept, (), (None, None), (total,)).product(0) == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_buffer_may_serve_both_directions(dtype):
+    """Per-tensor FP8: the two planes of a matrix are one, which is written once and has one address."""
+
+    def both(x, kept):
+        (plane,) = made(x, encodings("fp8")[:1], kept).planes
+        encoding = encodings("fp8")[0][1]
+        return Make(x, [plane, plane.read(COLUMNWISE)], [encoding, encoding], kept)
+
+    x, w, dy = numbers((M, K), dtype), numbers((N, K), dtype, seed=8) * 5, numbers((M, N), dtype, seed=9)
+    plan = CPU.step_plan(HalfStep((both(x, (False, True)), both(w, (False, True))), (), (ProductOf(0, 2),)))
+    kept = [new_plane(each, *encodings("fp8")[0]).read(COLUMNWISE) for each in (x, w)]
+    total = torch.empty(M, N)
+    running = plan.start((x, w), kept, (), (None, None), (total,))
+    *_, noted = running.product(0)
+    rows = [planes_of(each, "fp8")[0] for each in (x, w)]
+    assert noted.tolist()[:2] == [float(plane.scale) for plane in rows]
+    assert noted.tolist()[2::2] == [float(each.abs().max()) for each in (x, w)]
+    assert noted.tolist()[3::2] == [float((448.0 / each.abs().max().double()).float()) for each in (x, w)]
+    assert torch.equal(product_of(running, 0, total), expected_product(*rows))
+    assert all(same_plane(found, wanted.read(COLUMNWISE)) for found, wanted in zip(kept, rows, strict=True))
+
+    given = [plane.read(COLUMNWISE) for plane in rows[::-1]]
+    half = HalfStep((both(dy, (False, False)),), given, (ProductOf(0, 2), ProductOf(1, 3)))
+    totals = torch.empty(M, K), torch.empty(N, K)
+    running = CPU.step_plan(half).start((dy,), (), given, (None,), totals)
+    dy_row = planes_of(dy, "fp8")[0]
+    assert torch.equal(product_of(running, 0, totals[0]), expected_product(dy_row, given[0]))
+    assert torch.equal(product_of(running, 1, totals[1]), expected_product(dy_row.read(COLUMNWISE), given[1]))
+
+
 def backward_plan(dy, x, w):
     """The plan of a backward pass in MXFP8, and its given planes."""
     given = planes_of(w, "mxfp8", CPU)[1], planes_of(x, "mxfp8", CPU)[1]
@@ -268,7 +306,7 @@ def test_work_that_several_threads_would_share_is_not_for_one(monkeypatch):
 
 def test_what_kernels_cannot_do_alone_has_no_plan():
     x, w = numbers((M, K)), numbers((N, K))
-    for name in ("fp8", "mxint8", "nvfp4_row_scaled"):
+    for name in ("mxint8", "nvfp4_row_scaled"):
         ways = encodings_of(name, (ROWWISE, COLUMNWISE))
         makes = made(x, ways, (False, True)), made(w, ways, (False, True))
         assert CPU.step_plan(HalfStep(makes, (), (ProductOf(0, 2),))) is None

@@ -157,10 +157,12 @@ class LinesToWrite(NamedTuple):
     Attributes:
         lines: all of them, in their order.
         measured: the one that measures the amax of the matrix; None if there is none.
+        scale: where the scale to encode with is, if the first plane has one for all; otherwise None.
     """
 
     lines: list[Line]
     measured: Line | None
+    scale: Beyond | None
 
 
 def lines_to_write(table: Table, x: Tensor, targets: Sequence[Target], first: int = 0) -> LinesToWrite | None:
@@ -192,7 +194,9 @@ def lines_to_write(table: Table, x: Tensor, targets: Sequence[Target], first: in
         each.line(table, first + number, measures[targets[number].encoding.format.rotation].result)
         for number, each in scales.items()
     ]
-    return LinesToWrite([*measures.values(), *computes, *encodes], measures.get(None))
+    one_scale = targets[0].encoding.format.block is None and 0 in scales
+    scale = scales[0].encode if one_scale else None
+    return LinesToWrite([*measures.values(), *computes, *encodes], measures.get(None), scale)
 
 
 def _is_plain(target: Target) -> bool:

@@ -128,3 +128,10 @@ def joint_factor(left_amax, right_amax, factor, left_bound, right_bound, tag):
         return np.int64(1)
     store_i32(factor, bits_of(np.float32(both)))
     return np.int64(0)
+
+
+@kernel
+def note(number, out, tag):
+    """Copy an fp32 number to where Python reads it after the program."""
+    store_i32(out, load_i32(number))
+    return np.int64(0)

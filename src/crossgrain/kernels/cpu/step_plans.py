@@ -2,8 +2,8 @@
 
 A program (see `programs`) has a part for each product. The first part also encodes all matrices. The end of a part is
 the product itself, if both operands are NVFP4 and this CPU multiplies their codes; otherwise both operands are decoded
-to fp32 in workspaces, and the caller multiplies them. Planes that nobody reads later have no tensors: they are in
-memory that the thread uses again for the next layer.
+to fp32 in workspaces, and the caller multiplies them, and the product by the scales of operands that have one scale for
+all. Planes that nobody reads later have no tensors: they are in memory that the thread uses again for the next layer.
 
 It gives the bytes of `plans`, `decoders` and `products`, of which it is made, with one call of compiled code for each
 product instead of one for each plane.
@@ -32,13 +32,15 @@ from .elements import INFINITY_BITS
 from .plans import lines_to_write
 from .runtime import kernel, thread_count
 from .support import is_plain_memory, tag_of_plane, yes_or_no
-from .tables import Given, Inside, Line, Table
+from .tables import Beyond, Given, Inside, Line, Table
 from .tags import F32, NO
 from .work import SCRATCH
 
 _MOST_SCRATCH = 1 << 24  # bytes that a thread keeps for planes that have no tensors
 _STREAM_FROM = 1 << 20  # see `backend`
 _LINE = 16  # fp32 numbers of a cache line
+_SCALES = 2  # numbers that are noted first: the scales of both operands of a product
+_OF_MATRIX = 2  # numbers that are noted for each matrix: its amax, and the scale to encode with
 
 
 class _View(NamedTuple):
@@ -49,11 +51,19 @@ class _View(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What leads to one product: a range of lines, and the operands; None if lines compute the product itself."""
+    """What leads to one product.
+
+    Attributes:
+        first: the first of its lines.
+        last: the one after its last line.
+        views: the operands; None if lines compute the product itself.
+        noted: whether the operands have one scale for all, which is noted for the caller.
+    """
 
     first: int
     last: int
     views: tuple[_View, _View] | None
+    noted: bool
 
 
 class _Buffers(NamedTuple):
@@ -94,6 +104,7 @@ class StepPlan:
         parts: its parts.
         panels: the size of each workspace in fp32 numbers.
         largest: how many numbers the largest piece of its work has, by which the number of threads is chosen.
+        notes: where numbers for the caller are.
     """
 
     def __init__(
@@ -105,8 +116,11 @@ class StepPlan:
         parts: Sequence[_Part],
         panels: Sequence[int],
         largest: int,
+        notes: Beyond,
     ) -> None:
         finished = table.finished(lines)
+        noted = (finished.own_bytes + notes.distance) // 4
+        self._notes = slice(noted, noted + _SCALES + _OF_MATRIX * len(makes))
         self._words, self._inside = finished.words, finished.inside
         self._scratch, self.scratch_bytes = finished.scratch, finished.scratch_bytes
         self._parts, self._panels = parts, [size + _LINE for size in panels]
@@ -217,14 +231,14 @@ class Running:
 
     def product(self, number: int) -> tuple[Tensor, ...] | None:
         """Run a part. See `kernels.step_plan`."""
-        first, last, views = self._plan._parts[number]
+        first, last, views, noted = self._plan._parts[number]
         bits = self._plan._program(self._table.buffer_info()[0], first, last, F32)
         if not 0 <= bits < INFINITY_BITS:
             return None
         if views is None:
             return ()
-        left, right = views
-        return self._sides[0].as_strided(*left), self._sides[1].as_strided(*right)
+        left, right = self._sides[0].as_strided(*views[0]), self._sides[1].as_strided(*views[1])
+        return (left, right, self._memory[self._plan._notes]) if noted else (left, right)
 
 
 # ---- making plans ----------------------------------------------------------------------------------------
@@ -241,8 +255,11 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
     planes = [*(plane for make in makes for plane in make.planes), *given]
     panels, largest = [0, 0], max(plane.shape[0] * plane.shape[1] for plane in planes)
     decoded: dict[int, int] = {}  # planes that are in a workspace already
-    for make, numbers in zip(makes, _numbers_of(makes), strict=True):
-        added = _written(table, make, numbers[0], wanted[0], panels)
+    own = _with_buffers(makes)
+    notes = table.beyond(_SCALES + _OF_MATRIX * len(makes))
+    for place, (make, numbers) in enumerate(zip(makes, _numbers_of(makes), strict=True)):
+        noting = notes.distance + 4 * (_SCALES + _OF_MATRIX * place)
+        added = _written(table, make, numbers[0], wanted[0], panels, noting)
         if added is None:
             return None
         lines += added
@@ -251,24 +268,53 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
     for number, pair in enumerate(wanted):
         first = 0 if number == 0 else len(lines)
         sides = planes[pair.left], planes[pair.right]
+        at = ProductOf(own.get(pair.left, pair.left), own.get(pair.right, pair.right))
+        noted = [side.format.block is None for side in sides]
+        if noted[0] != noted[1]:
+            return None
         if sides[0].format.scale_rule == sides[1].format.scale_rule == "two_level":
-            added, views = _multiplied(table, number, pair, sides, panels), None
+            added, views = _multiplied(table, number, at, sides, panels), None
             largest = max(largest, products.size_of(*sides))
         else:
-            added, views = _decoded(table, pair, sides, panels, decoded if number == 0 else {}), _views(sides)
+            added, views = _decoded(table, at, sides, panels, decoded if number == 0 else {}), _views(sides)
         if added is None:
             return None
         lines += added
-        parts.append(_Part(first, len(lines), views))
+        if all(noted):
+            lines += [
+                _noting(table, Given("scales", plane), notes.distance + 4 * side) for side, plane in enumerate(at)
+            ]
+        parts.append(_Part(first, len(lines), views, all(noted)))
     for number, stays in enumerate([kept for make in makes for kept in make.kept]):
-        if not stays:
+        if not stays and number not in own:
             _put_aside(table, number, planes[number])
-    plan = StepPlan(makes, given, table, lines, parts, panels, largest)
+    plan = StepPlan(makes, given, table, lines, parts, panels, largest, notes)
     return None if plan.scratch_bytes > _MOST_SCRATCH or (max(panels) + _LINE) * 4 > LIMIT_BYTES else plan
 
 
-def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: list[int]) -> list[Line] | None:
-    """What encodes a matrix. With ``derives``, its second plane is encoded from the first one, after decoding."""
+def _shares_buffers(make: Make) -> bool:
+    """Whether the two planes of a matrix are one, read in both directions."""
+    return len(make.planes) == 2 and make.planes[0].data is make.planes[1].data
+
+
+def _with_buffers(makes: Sequence[Make]) -> dict[int, int]:
+    """For planes that share buffers with the plane after them: the number of that one, by which addresses are given."""
+    numbers = zip(makes, _numbers_of(makes), strict=True)
+    return {first: first + 1 for make, (first, *_) in numbers if _shares_buffers(make)}
+
+
+def _noting(table: Table, number: Given | Inside | Beyond, distance: int) -> Line:
+    """What copies a number to where the caller finds it: so many bytes from the beginning of what has no owner."""
+    return table.line(programs.note, (number, Beyond(distance), F32))
+
+
+def _written(
+    table: Table, make: Make, first: int, wanted: ProductOf, panels: list[int], notes: int
+) -> list[Line] | None:
+    """What encodes a matrix, and notes its amax and its scale if it has one scale for all.
+
+    With ``derives``, its second plane is encoded from the first one, after decoding.
+    """
     targets = [Target(*each) for each in zip(make.planes, make.encodings, strict=True)]
     zeros = [
         table.line(programs.zeros, (Given("scales", number), _bytes(plane.scale), F32))
@@ -276,8 +322,16 @@ def _written(table: Table, make: Make, first: int, wanted: ProductOf, panels: li
         if kept and buffer_shapes(plane.format, plane.direction, plane.shape, plane.transposed).pads
     ]
     if not make.derives:
+        if _shares_buffers(make):
+            targets, first = targets[:1], first + 1
         found = lines_to_write(table, make.matrix, targets, first)
-        return None if found is None else [*zeros, *found.lines]
+        if found is None:
+            return None
+        seen = []
+        if found.scale is not None and found.measured is not None:
+            seen.append(_noting(table, Inside(found.measured.result), notes))
+            seen.append(_noting(table, found.scale, notes + 4))
+        return [*zeros, *found.lines, *seen]
     rows = lines_to_write(table, make.matrix, targets[:1], first)
     decodes = _decoded_source(table, make, first, wanted, panels)
     columns = lines_to_write(table, make.matrix, targets[1:], first + 1)
@@ -292,9 +346,11 @@ def _decoded_source(table: Table, make: Make, first: int, wanted: ProductOf, pan
     In fp32 it is the right operand of the product as well. In bf16 it has a place of its own.
     """
     plane, dtype = make.planes[0], make.matrix.dtype
+    if plane.format.block is None:
+        return None  # `_decoding` leaves its scale to the caller
     if dtype == torch.float32:
         return _decoding(table, plane, first, 1, panels) if first == wanted.right else None
-    how = decoder(plane, dtype) if plane.format.block is not None and plane.format.global_amax is None else None
+    how = decoder(plane, dtype) if plane.format.global_amax is None else None
     if how is None:
         return None
     place = table.beyond(-(-_bytes(make.matrix) // 4))
@@ -316,14 +372,18 @@ def _decoded(
 
 
 def _decoding(table: Table, plane: Plane, number: int, side: int, panels: list[int]) -> Line | None:
-    """What decodes a plane to a workspace. Formats whose scale is not all in the operand are left to `gemm`."""
+    """What decodes a plane to a workspace: without its scale, if it has one for all, which the caller applies."""
     fmt, how = plane.format, decoder(plane, torch.float32)
-    if how is None or how.flat or fmt.block is None or fmt.global_amax is not None or fmt.rotation is not None:
-        return None
+    if how is None or fmt.global_amax is not None or fmt.rotation is not None:
+        return None  # left to `gemm`
     height, width = how.shape
     past_caches = height * width >= _STREAM_FROM and width % _LINE == 0
     panels[side] = max(panels[side], height * width)
-    arguments = how.arguments(_addresses(number), Given("operand", side), 0, how.steps)  # type: ignore[arg-type]
+    out = Given("operand", side)
+    if how.flat:
+        arguments: tuple[Any, ...] = (Given("codes", number), out, 1.0, 0, how.steps)
+    else:
+        arguments = how.arguments(_addresses(number), out, 0, how.steps)  # type: ignore[arg-type]
     return table.line(how.kernel, (*arguments, *how.tags, yes_or_no(past_caches)))
 
 

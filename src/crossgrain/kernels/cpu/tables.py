@@ -122,13 +122,14 @@ class Finished:
         given: the words of each `Given`.
         inside: words, and the distance in bytes of what they point to from the beginning of the table.
         scratch: words, and the distance of what they point to from the beginning of scratch memory.
+        own_bytes: the part of scratch memory that kernels use for themselves; a `Beyond` lies behind it.
         scratch_bytes: the size of scratch memory.
     """
 
     def __init__(self, words: Sequence[Any], lines: Sequence[Line], beyond: int) -> None:
         heads = LINE * len(lines)
         own = -(-max(line.scratch for line in lines) // 64) * 64
-        self.scratch_bytes = own + beyond
+        self.own_bytes, self.scratch_bytes = own, own + beyond
         self.given: dict[Given, list[int]] = {}
         self.inside: list[tuple[int, int]] = []
         self.scratch: list[tuple[int, int]] = []
