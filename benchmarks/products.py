@@ -1,6 +1,7 @@
 """The GEMM of two quantized operands, decoding included, relative to torch's fp32 GEMM of the same shape.
 
 "mxfp8 by panels" decodes a panel of the second operand right before it is multiplied. It is slower: no GEMM does so.
+"bf16 by torch" is torch's own GEMM of bf16 matrices, which is used where it is faster than fp32: with AMX.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import crossgrain as cg
+from crossgrain.cli.checkup.processor import amx_problem
 from crossgrain.gemm import gemm
 from crossgrain.kernels import decode_operand, workspace
 from crossgrain.planes import Plane
@@ -24,6 +26,7 @@ Shape = tuple[int, int, int]  # rows, columns, summed
 SHAPES: tuple[Shape, ...] = ((2048, 2048, 2048), (512, 1024, 1024), (128, 512, 512))
 FORMATS = ("fp8", "fp8_block", "mxfp8", "nvfp4", "mxfp4")
 BY_PANELS, PANEL = "mxfp8 by panels", 256
+BF16 = "bf16 by torch"
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,17 @@ class Timing:
 
 def run(shapes: Sequence[Shape], only: str, repeats: int) -> list[Timing]:
     found = []
-    names = [name for name in (*FORMATS, BY_PANELS) if only.lower() in name]
+    names = [name for name in (*FORMATS, BY_PANELS, BF16) if only.lower() in name]
+    if BF16 in names and (problem := amx_problem()) is not None:
+        print(f"{BF16} is left out: {problem}")
+        names.remove(BF16)
     for rows, columns, inner in shapes:
         a, b, out = torch.randn(rows, inner), torch.randn(columns, inner), torch.empty(rows, columns)
         jobs: list[Job] = [partial(torch.mm, a, b.t(), out=out)]
         for name in names:
-            if name == BY_PANELS:
+            if name == BF16:
+                jobs.append(partial(torch.mm, a.bfloat16(), b.bfloat16().t()))
+            elif name == BY_PANELS:
                 jobs.append(partial(_multiply_by_panels, _plane(a, "mxfp8"), _panels(b, "mxfp8"), out))
             else:
                 jobs.append(partial(gemm, "fprop", _plane(a, name), _plane(b, name), out=out))

@@ -80,10 +80,18 @@ def test_groups(quick):
     assert sum(groups.uneven_sizes(4096, 64)) == 4096 and min(groups.uneven_sizes(4096, 64)) > 0
 
 
+def test_bf16_products_that_would_end_the_process_are_left_out_with_a_reason(quick, monkeypatch):
+    monkeypatch.setattr(products, "amx_problem", lambda: "they end the process")
+    printed, report = quick("products", "--only", "bf16")
+    assert report["products"] == [] and "bf16 by torch is left out: they end the process" in printed
+
+
 def test_products(quick):
     printed, report = quick("products")
     rows = {(timing["format"], tuple(timing["shape"])) for timing in report["products"]}
-    assert rows == {(name, shape) for name in (*products.FORMATS, products.BY_PANELS) for shape in QUICK_SHAPES}
+    assert rows == {
+        (name, shape) for name in (*products.FORMATS, products.BY_PANELS, products.BF16) for shape in QUICK_SHAPES
+    }
     assert all(timing["ratio"] > 0 for timing in report["products"]) and "nvfp4" in printed
 
 
