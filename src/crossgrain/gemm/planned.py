@@ -80,19 +80,17 @@ def multiplied_by_plan(
             if operands is None:
                 return None
             added = None if bias is None or number else bias.to(torch.float32)
+            # Everything is written with ``out=``, see `product._multiply`.
             if len(operands) == 3:
-                left_scale, right_scale, *seen = operands[2].tolist()
+                left_scale, right_scale, *of_matrices = operands[2].tolist()
                 factor = one_factor(left_scale, right_scale, 1.0)
                 if factor is None:
                     return None
+                if noted is not None and number == 0:
+                    noted += of_matrices
                 torch.mm(*operands[:2], out=total)
                 finish(total, factor, total, added, None)
-                if noted is not None and not number:
-                    noted += seen
-                made.append(total if dtype == torch.float32 else total.to(dtype))
-                continue
-            # Everything is written with ``out=``, see `product._multiply`.
-            if added is None:
+            elif added is None:
                 if operands:
                     torch.mm(*operands, out=total)
             elif operands:

@@ -396,7 +396,7 @@ def _wants_bf16() -> bool:
 def has_fast_bf16() -> bool:
     """Whether torch's bf16 GEMMs are faster than its fp32 ones on this CPU.
 
-    They are with AMX. With the bf16 instructions of AVX-512 alone they took 1.7 times as long (`benchmarks.products`).
+    They are with AMX. With the bf16 instructions of AVX-512 alone they take longer (`python -m benchmarks products`).
     """
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
     allowed = "AMX" in limit or "AVX10" in limit or limit in ("", "ALL", "DEFAULT")
