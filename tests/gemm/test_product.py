@@ -183,7 +183,16 @@ def test_the_cpu_decides_unless_told(monkeypatch):
 
 @pytest.mark.parametrize(
     "limit, fast",
-    [(None, True), ("ALL", True), ("avx512_core_amx", True), ("AVX512_CORE_BF16", False), ("AVX2", False)],
+    [
+        (None, True),
+        ("ALL", True),
+        ("avx512_core_amx", True),
+        ("AVX512_CORE_BF16", False),
+        ("AVX2", False),
+        ("avx10_1_512", False),
+        ("AVX10_1_512_AMX", True),
+        ("", True),
+    ],
 )
 def test_bf16_is_fast_with_amx_unless_onednn_may_not_use_it(limit, fast, monkeypatch):
     module = sys.modules["crossgrain.gemm.product"]

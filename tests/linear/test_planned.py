@@ -296,12 +296,30 @@ def test_settings_that_ask_for_something_else(options, planned):
     assert planned == dict.fromkeys(HALVES, 0)
 
 
-def test_bf16_results_are_left_to_fast_bf16_products_and_fp32_ones_are_planned(planned, monkeypatch):
+def test_fast_bf16_products_are_for_bf16_results_without_a_scale_to_apply(planned, monkeypatch):
+    """`gemm` multiplies bf16 operands there, which plans do not; everything else is planned."""
     cpu_with(monkeypatch, fast_bf16=True)
     step(*layer_and_data(dtype=torch.bfloat16), "mxfp8")
     assert planned == dict.fromkeys(HALVES, 0)
-    found, wanted = both_ways(monkeypatch, layer_and_data, "mxfp8")
-    assert same(found, wanted) and planned == dict.fromkeys(HALVES, 2)
+    scaled_later = ["fp8", "nvfp4"] if has_byte_dot_products() else ["fp8"]
+    for recipe, dtype in [("mxfp8", torch.float32), *((name, torch.bfloat16) for name in scaled_later)]:
+        planned.update(dict.fromkeys(HALVES, 0))
+        found, wanted = both_ways(monkeypatch, partial(layer_and_data, dtype=dtype), recipe)
+        assert same(found, wanted) and planned == dict.fromkeys(HALVES, 2)
+
+
+def test_a_weight_in_bf16_may_have_another_plan_than_one_in_fp32(planned, monkeypatch):
+    """Where bf16 products are fast, gradients of bf16 weights are left to them. Both weights have one quantizer."""
+    cpu_with(monkeypatch, fast_bf16=True)
+    quantizers = {}
+    recipe = cg.recipe.CustomRecipe(
+        qfactory=lambda role: quantizers.setdefault(role and role.tensor_type, cg.MXFP8Quantizer(cg.DType.kFloat8E4M3))
+    )
+    for dtype, halves in ((torch.float32, 1), (torch.bfloat16, 0), (torch.float32, 1)):
+        planned.update(dict.fromkeys(HALVES, 0))
+        layer, x, dy = layer_and_data(dtype=dtype)
+        step(layer, x.detach().float().requires_grad_(), dy.float(), recipe, steps=1)
+        assert planned["gradients_by_plan"] == halves
 
 
 @pytest.mark.parametrize("one_buffer", [True, False])
@@ -350,15 +368,68 @@ def test_columns_of_the_decoded_rows_of_fp8_have_their_scale(monkeypatch):
     assert same(found, wanted)
 
 
-def test_a_quantizer_that_observes_amaxes_itself_is_shown_them(planned):
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", cg.recipe.Float8CurrentScaling()], ids=str)
+def test_saved_planes_that_are_wrong_are_refused_by_the_backward_that_makes_a_plan(recipe):
+    """What later ones must be like is taken from the planes of the first backward."""
+    layer, x, dy = layer_and_data()
+    halved = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t[: len(t) // 2] if t.dim() == 2 else t)
+    with halved, cg.autocast(recipe=recipe):
+        y = layer(x)
+    with pytest.raises(ValueError, match="columnwise"):
+        y.backward(dy)
+
+
+def test_a_saved_scale_of_another_dtype_is_refused():
+    layer, x, dy = layer_and_data()
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t.bfloat16() if t.dtype == torch.float32 else t
+    )
+    with hooks, cg.autocast(recipe=cg.recipe.Float8CurrentScaling()):
+        y = layer(x)
+    with pytest.raises(ValueError, match="scales of torch.float32"):
+        y.backward(dy)
+
+
+@pytest.mark.parametrize("where", ["_observe", "_observe_all", "static", "object", "later", "class"])
+def test_whatever_observes_in_the_place_of_ours_is_called(where, planned, monkeypatch):
     seen = []
 
     class Own(cg.Float8CurrentScalingQuantizer):
-        _observe_all = classmethod(lambda cls, quantizers, targets: seen.append("own"))
+        pass
 
-    recipe = cg.recipe.CustomRecipe(qfactory=lambda role: Own(cg.DType.kFloat8E4M3))
-    step(*layer_and_data(), recipe, steps=1)
-    assert seen == ["own"] * 3 and planned == dict.fromkeys(HALVES, 0)
+    def factory(role):
+        made = Own(cg.DType.kFloat8E4M3)
+        if where == "object":
+            made._observe = lambda targets: seen.append(targets)
+        return made
+
+    if where == "_observe":
+        Own._observe = lambda self, targets: seen.append(targets)
+    elif where == "static":
+        Own._observe_all = staticmethod(lambda quantizers, targets: seen.append(targets))
+    elif where == "_observe_all":
+        Own._observe_all = classmethod(lambda cls, quantizers, targets: seen.append(targets))
+    elif where == "class":
+        watching = classmethod(lambda cls, quantizers, targets: seen.append(targets))
+        monkeypatch.setattr(cg.Float8CurrentScalingQuantizer, "_observe_all", watching)
+    layer, x, dy = layer_and_data()
+    recipe = cg.recipe.CustomRecipe(qfactory=factory)
+    step(layer, x, dy, recipe, steps=1)
+    if where == "later":
+        assert not seen and planned == dict.fromkeys(HALVES, 1)
+        planned.update(dict.fromkeys(HALVES, 0))
+        Own._observe = lambda self, targets: seen.append(targets)
+        step(layer, x, dy, recipe, steps=1)
+    assert len(seen) == 3 and planned == dict.fromkeys(HALVES, 0)
+
+
+def test_amaxes_are_recorded_before_a_product_that_fails(planned, monkeypatch):
+    layer, x, _ = layer_and_data()
+    layer.bias = torch.nn.Parameter(torch.zeros(7))
+    with pytest.raises(RuntimeError), cg.autocast(recipe=cg.recipe.Float8CurrentScaling()):
+        layer(x)
+    quantizers = [each for group in layer.quantizers.values() for each in group if each is not None]
+    assert sum(float(each.amax) != 0.0 for each in quantizers) == 2  # x and W
 
 
 def test_the_reference_has_no_plans_and_the_same_bits(planned):

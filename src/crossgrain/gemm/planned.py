@@ -6,7 +6,7 @@ case: operands on the CPU, which are decoded to fp32 or multiplied from their co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,27 +20,29 @@ from .operands import GEMMS, check_operands
 from .product import finish, fp32_memory, has_fast_bf16, one_factor
 
 
-def may_be_planned(*results: torch.dtype) -> bool:
-    """Whether GEMMs with these results are computed on the CPU as plans do it.
-
-    Settings can ask for something else. On a CPU where bf16 is fast, `gemm` multiplies bf16 operands for bf16 results.
-    """
+def may_be_planned() -> bool:
+    """Whether settings leave it to us how GEMMs are computed on the CPU."""
     return (
         settings.gemm_operand_dtype is None
         and not settings.native_gemms
         and not settings.strict
         and not machine.for_cpu
-        and not (torch.bfloat16 in results and has_fast_bf16())
     )
 
 
-def suits_plan(which: str, a: Plane, b: Plane) -> bool:
-    """Whether a plan may compute a GEMM: its operands fit, and there are more rows than `gemm` has another way for."""
+def suits_plan(which: str, a: Plane, b: Plane, dtype: torch.dtype) -> bool:
+    """Whether a plan may compute a GEMM with a result in ``dtype``: its operands fit, and `gemm` has no faster way.
+
+    It has one for few rows, and on CPUs with fast bf16 products for results in bf16, if no scale is left to apply.
+    """
     (a_name, a_direction), (b_name, b_direction) = GEMMS[which].items()
     try:
         check_operands(which, [(a_name, a_direction, a.format), (b_name, b_direction, b.format)])
     except ValueError:
         return False  # `gemm` says it
+    scaled_later = kernels.has_global_scale(a.format) or kernels.has_global_scale(b.format)
+    if dtype == torch.bfloat16 and not scaled_later and has_fast_bf16():
+        return False
     return a.operand_shape[1] == b.operand_shape[1] and a.operand_shape[0] > kernels.FEW_ROWS
 
 
@@ -52,7 +54,7 @@ def multiplied_by_plan(
     seeds: Sequence[int | None],
     results: Sequence[tuple[int, int, torch.dtype]],
     bias: Tensor | None = None,
-    noted: list[float] | None = None,
+    record: Callable[[list[float]], None] | None = None,
 ) -> list[Tensor] | None:
     """Encode matrices and compute products of their planes.
 
@@ -64,7 +66,8 @@ def multiplied_by_plan(
         seeds: a seed for each matrix; None for one that is not rounded stochastically.
         results: rows, columns and dtype of each product.
         bias: added to the first product.
-        noted: a list that gets the amax and the scale of each matrix, if these have one scale for all numbers.
+        record: called before the first product with the amax and the scale of each matrix, one after the other, if
+            these have one scale for all numbers.
 
     Returns:
         The products; None if there is a NaN or an infinity, or `gemm` has to do it for another reason. Planes are then
@@ -86,8 +89,8 @@ def multiplied_by_plan(
                 factor = one_factor(left_scale, right_scale, 1.0)
                 if factor is None:
                     return None
-                if noted is not None and number == 0:
-                    noted += of_matrices
+                if record is not None and number == 0:
+                    record(of_matrices)
                 torch.mm(*operands[:2], out=total)
                 finish(total, factor, total, added, None)
             elif added is None:

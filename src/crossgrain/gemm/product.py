@@ -392,15 +392,20 @@ def _wants_bf16() -> bool:
     return has_fast_bf16()
 
 
+_LIMITS_WITHOUT_AMX = frozenset(  # of oneDNN, which ignores names that it does not know
+    ["SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"]
+    + ["AVX512_CORE_FP16", "AVX10_1_512"]
+)
+
+
 @lru_cache
 def has_fast_bf16() -> bool:
     """Whether torch's bf16 GEMMs are faster than its fp32 ones on this CPU.
 
     They are with AMX. With the bf16 instructions of AVX-512 alone they take longer (`python -m benchmarks products`).
     """
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
-    allowed = "AMX" in limit or "AVX10" in limit or limit in ("", "ALL", "DEFAULT")
-    return allowed and torch.cpu._is_amx_tile_supported()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return limit.upper() not in _LIMITS_WITHOUT_AMX and torch.cpu._is_amx_tile_supported()
 
 
 def _exact_bf16(values: Tensor) -> Tensor | None:

@@ -11,10 +11,11 @@ What forward saves does not depend on the way, so either half can be planned wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import kernels
@@ -23,6 +24,7 @@ from ..kernels import HalfStep, ProductOf
 from ..planes import COLUMNWISE, Plane
 from ..quantizers import observer as plane_observer
 from ..quantizers.subject import Subject
+from ..quantizers.writing import Layout
 from ..runtime.random_numbers import draw_seed, seed_again
 from . import observer, raised
 from .call import LinearCall, Needs
@@ -76,7 +78,7 @@ def forward_by_plan(
         or call.keep_input
         or call.wide_output
         or call.scale != 1.0
-        or not _is_plain(call, call.dtype)
+        or not _is_plain(call)
     ):
         return NOT_PLANNED
     x, w = x.detach(), weight.detach()
@@ -90,7 +92,7 @@ def forward_by_plan(
 
     def what() -> HalfStep:
         x_made, w_made = x_layout.for_step(_matrix(x, sizes.m, call), _ROWS_GO), w_layout.for_step(w, _ROWS_GO)
-        suits = suits_plan("fprop", x_made.planes[0], w_made.planes[0])
+        suits = suits_plan("fprop", x_made.planes[0], w_made.planes[0], call.dtype)
         return HalfStep((x_made, w_made), (), (ProductOf(0, 2),) if suits else ())
 
     plan = kernels.step_plan(x, key, x_layout.step_plans, what, w_layout)
@@ -104,14 +106,10 @@ def forward_by_plan(
     kept = x_layout.empty_columnwise(device), w_layout.empty_columnwise(device)
     results = ((sizes.m, sizes.n, call.dtype),)
     bias = None if bias is None else bias.detach()
-    noted: list[float] = []
-    made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias, noted)
+    record = partial(_record, ((call.input, x_layout), (call.weight, w_layout)))
+    made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias, record)
     if made is None:
         return _to_repeat(call.input, seed)
-    if x_layout.observes and call.input is not None:
-        call.input.record(*noted[:2])
-    if w_layout.observes and call.weight is not None:
-        call.weight.record(*noted[2:])
     return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seed)
 
 
@@ -135,7 +133,7 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
         or call.wgrad_queue is not None
         or call.wide_gradient
         or call.gradient_scale != 1.0
-        or not _is_plain(call, call.dtype, ctx.weight.dtype)
+        or not _is_plain(call)
         or not (isinstance(x, Plane) and x.direction is COLUMNWISE)
         or not (isinstance(w, Plane) and w.direction is COLUMNWISE)
         or observer.observers
@@ -145,11 +143,12 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
     layout = call.grad_output.layout_for_step((sizes.m, sizes.n)) if dy.is_cpu else None
     if layout is None:
         return NOT_PLANNED
-    key = "backward", sizes.k, call.dtype, id(x.format), x.transposed, id(w.format), w.transposed
+    key = "backward", sizes.k, call.dtype, ctx.weight.dtype, id(x.format), x.transposed, id(w.format), w.transposed
 
     def what() -> HalfStep:
         made = layout.for_step(_matrix(dy.detach(), sizes.m, call), _NOTHING_STAYS)
-        suits = suits_plan("dgrad", made.planes[0], w) and suits_plan("wgrad", made.planes[1], x)
+        rows, columns = made.planes
+        suits = suits_plan("dgrad", rows, w, call.dtype) and suits_plan("wgrad", columns, x, ctx.weight.dtype)
         return HalfStep((made,), (w, x), (ProductOf(0, 2), ProductOf(1, 3)) if suits else ())
 
     plan = kernels.step_plan(dy, key, layout.step_plans, what, (x.format, w.format))
@@ -160,16 +159,14 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
         return NOT_PLANNED
     seed = draw_seed(_subject(call.grad_output)) if layout.stochastic else None
     results = (sizes.m, sizes.k, call.dtype), (sizes.n, sizes.k, ctx.weight.dtype)
-    noted: list[float] = []
-    made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results, noted=noted)
+    record = partial(_record, ((call.grad_output, layout),))
+    made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results, record=record)
     if made is None:
         return _to_repeat(call.grad_output, seed)
-    if layout.observes:
-        call.grad_output.record(*noted)
     return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seed)
 
 
-def _is_plain(call: LinearCall, *results: torch.dtype) -> bool:
+def _is_plain(call: LinearCall) -> bool:
     """Whether nobody looks on, and backward reads quantized operands of this process."""
     return (
         call.parallel is None
@@ -178,13 +175,20 @@ def _is_plain(call: LinearCall, *results: torch.dtype) -> bool:
         and not call.allow_mixed
         and raised.chooser is None
         and not plane_observer.observers
-        and may_be_planned(*results)
+        and may_be_planned()
     )
 
 
 def _matrix(tensor: Tensor, rows: int, call: LinearCall) -> Tensor:
     """x or dy as the general way quantizes it."""
     return tensor.reshape(rows, tensor.shape[-1]).to(call.dtype)
+
+
+def _record(makers: Sequence[tuple[Any, Layout]], numbers: Sequence[float]) -> None:
+    """Give quantizers that record them the amax and the scale of their matrices."""
+    for at, (quantizer, layout) in enumerate(makers):
+        if layout.observes:
+            quantizer.record(*numbers[2 * at : 2 * at + 2])
 
 
 def _subject(quantizer: Any) -> Subject:

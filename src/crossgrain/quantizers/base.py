@@ -272,7 +272,9 @@ class Quantizer(AmaxReduction, DataFree):
 
     def _layout_for_step(self, shape: tuple[int, int], only: Direction | None) -> Layout | None:
         """`layout_for_step` for both directions, or for one. Computed once for each shape."""
-        if not self._makes_known_planes() or (only is not None and self._observes):
+        if not self._makes_known_planes():
+            return None
+        if type(self)._observes and (only is not None or not self._records_numbers()):
             return None
         key = "step", only, shape, settings.non_tn_fp8_gemm, settings.compute_capability
         memo = self._memo  # see `encoding`
@@ -298,10 +300,10 @@ class Quantizer(AmaxReduction, DataFree):
     def _only_writes(self) -> bool:
         """Whether `make_planes` writes planes and does nothing else. All that it depends on are options."""
         more = self.with_amax_reduction or self.part is not None or self.gives_scales
-        return self.makes_planes and not more and (self._records_numbers() or not self._observes)
+        return self.makes_planes and not more
 
     def _records_numbers(self) -> bool:
-        """Whether `record` does all that `_observe_all` does."""
+        """Whether `record` does all that `_observe` does. A user may replace that at any time."""
         return False
 
     def record(self, amax: float, scale: float) -> None:

@@ -367,14 +367,18 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             torch._foreach_copy_([each.scale.view(1) for each in quantizers], scales)
 
     def _records_numbers(self) -> bool:
-        own = Float8CurrentScalingQuantizer._observe_all.__func__  # type: ignore[attr-defined]
-        return type(self)._observe_all.__func__ is own  # type: ignore[attr-defined]
+        cls = type(self)
+        return (
+            getattr(cls._observe_all, "__func__", None) is _OBSERVE_ALL
+            and cls._observe is _OBSERVE
+            and self.__dict__.keys().isdisjoint(("_observe", "_observe_all", "_observes"))
+        )
 
     def record(self, amax: float, scale: float) -> None:
         if not self.scale.is_cpu:
             self._move_statistics(torch.device("cpu"))
-        self.amax.fill_(amax)
-        self.scale.fill_(scale)
+        self.amax.view(1).fill_(amax)
+        self.scale.view(1).fill_(scale)
 
     def _move_statistics(self, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -388,3 +392,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
+
+
+_OBSERVE_ALL = Float8CurrentScalingQuantizer._observe_all.__func__  # type: ignore[attr-defined]
+_OBSERVE = Float8CurrentScalingQuantizer._observe

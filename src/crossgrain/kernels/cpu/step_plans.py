@@ -249,6 +249,8 @@ def step_plan_for(what: HalfStep) -> StepPlan | None:
     makes, given, wanted = what
     if not wanted:
         return None
+    for plane in given:
+        plane.check_buffers()  # what the plan expects of later ones is taken from these
     table = Table()
     lines: list[Line] = []
     parts: list[_Part] = []
