@@ -392,9 +392,9 @@ def _wants_bf16() -> bool:
     return has_fast_bf16()
 
 
-_LIMITS_WITHOUT_AMX = frozenset(  # of oneDNN, which ignores names that it does not know
-    ["SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"]
-    + ["AVX512_CORE_FP16", "AVX10_1_512"]
+_LIMITS_WITHOUT_AMX = (  # of oneDNN, which ignores names that it does not know
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"),
+    *("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"),
 )
 
 
