@@ -227,6 +227,28 @@ def work():
     assert run_python(code, CROSSGRAIN_NUM_THREADS="3").split() == ["True"]
 
 
+def test_helpers_end_before_the_interpreter_shuts_down():
+    """Afterwards they would end wherever they are, and abort the process if that is in C++ code."""
+    code = """
+import _thread, atexit, os
+
+def count_threads():  # registered first, so it is called last
+    for _ in range(1000000):  # they have said that they end, which takes them a moment
+        if _thread._count() == threads:
+            break
+        os.sched_yield()
+    print(_thread._count() - threads)
+
+atexit.register(count_threads)
+import torch, crossgrain as cg
+from crossgrain.kernels.cpu import runtime
+threads = _thread._count()
+cg.quantize(torch.randn(2048, 1024), "mxfp8", columnwise=False)
+print(len(runtime._started))
+"""
+    assert run_python(code, CROSSGRAIN_NUM_THREADS="3").split() == ["2", "0"]
+
+
 def test_a_fork_while_another_thread_compiles(tmp_path):
     """The child has the lock of the compiler, but not the thread that holds it."""
     code = """

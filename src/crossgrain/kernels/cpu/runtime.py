@@ -13,9 +13,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -299,8 +300,26 @@ def _forget_helpers() -> None:
     _started.clear()
 
 
+def _end_helpers() -> None:
+    """Before the interpreter shuts down, which ends threads wherever they are: in C++ code, that aborts the process."""
+    _at_exit.set()
+    ended: SimpleQueue[None] = SimpleQueue()
+
+    def end() -> None:
+        ended.put(None)
+        _thread.exit()
+
+    for _ in _started:
+        _jobs.put(end)
+    with suppress(Empty):
+        for _ in _started:
+            ended.get(timeout=_LONGEST_WAIT)
+
+
+_LONGEST_WAIT = 10.0  # seconds that the end of the program waits for a helper, should one hang
+
 os.register_at_fork(after_in_child=_forget_helpers)
-atexit.register(_at_exit.set)  # while the interpreter shuts down, threads end wherever they are
+atexit.register(_end_helpers)
 
 
 # In the child of a fork, the lock of the compiler must not be held by a thread that does not exist there.
