@@ -38,6 +38,7 @@ from crossgrain.kernels.cpu import (
     nvfp4_columns,
     nvfp4_product,
     nvfp4_rows,
+    nvfp4_tiles,
     places,
     products,
     programs,
@@ -67,6 +68,7 @@ _MODULES = (
     nvfp4_columns,
     nvfp4_product,
     nvfp4_rows,
+    nvfp4_tiles,
     programs,
     rows,
     transposed,
@@ -98,6 +100,7 @@ WRITTEN: dict[str, set[str]] = {
     "nvfp4_product.pack_right": {"out"},
     "nvfp4_rows.block_rows": _NVFP4_ROWS,
     "nvfp4_rows.tile_rows": _NVFP4_ROWS,
+    "nvfp4_tiles.both": {"row_codes", "row_scales", "codes", "scales", "scratch"},
     "programs.joint_factor": {"factor"},
     "programs.note": {"out"},
     "programs.program": set(),  # its table is no guarded buffer; see `_lines`
@@ -324,6 +327,7 @@ def guarded_child(work: Callable[[Guard], None]) -> None:
         text = ""
         try:
             faulthandler.disable()
+            torch.set_num_threads(1)  # the threads that OpenMP waits for are not here
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             guard = Guard(note)
             guard.install()

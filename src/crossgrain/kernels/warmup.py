@@ -73,6 +73,9 @@ def warm_up() -> Iterator[Step]:
     # Kernels that write columns call that of a row by its address: with one of them, those of all rows are compiled.
     columns = next(use for use in compiled[COLUMNWISE] if use.encoding.format.name == "mxfp8")
     pairs = [(row, columns) for row in compiled[ROWWISE]]
+    # Planes with the same codes in both directions have kernels of their own.
+    tiled = [use for use in compiled[ROWWISE] if use.encoding.format.block_rows > 1]
+    pairs += [(row, column) for row in tiled for column in compiled[COLUMNWISE] if column.encoding == row.encoding]
     for number, pair in enumerate(pairs, start=len(single)):
         yield Step(" + ".join(map(str, pair)), number, len(single) + len(pairs))
         for x in inputs:

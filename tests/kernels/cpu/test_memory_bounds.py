@@ -228,6 +228,7 @@ def test_all_kernels_are_among_the_guarded_ones():
         partial(all_bytes, single, x, encodings_of(name, (way,))) for name in some for way in (ROWWISE, COLUMNWISE)
     ]
     cases += [partial(all_bytes, single, x, encodings_of("nvfp4_4over6_448", (ROWWISE,)))]
+    cases += [partial(all_bytes, single, x, encodings_of("nvfp4_2d", (ROWWISE, COLUMNWISE)))]
     cases += [partial(all_bytes, planned, x, encodings_of(name, (ROWWISE,))) for name in ("fp8", "nvfp4")]
 
     def complete(guard):

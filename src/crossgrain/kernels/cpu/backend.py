@@ -379,7 +379,7 @@ def _has_kernels(x: Tensor, target: GroupedTarget) -> bool:
 def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
     """Everything on which the choice of encoders depends; None if targets are stored or scaled in unusual ways."""
     kinds: list[Hashable] = [x.dtype]
-    per_tensor: list[Target] = []
+    alike: list[Target] = []
     for target in targets:
         plane, scale, encoding = target.plane, target.plane.scale, target.encoding
         plain = plane.data.is_contiguous() and (scale is None or scale.dim() < 2 or scale.stride(1) == 1)
@@ -388,9 +388,9 @@ def _kind_of_work(x: Tensor, targets: Sequence[Target]) -> Hashable | None:
         if encoding.format.global_amax is not None and not _has_usable_amax(target):
             return None
         kinds.append((id(encoding), plane.direction, plane.shape, plane.transposed, target.within))
-        if encoding.format.block is None:  # planes with the same scale are written in one pass
-            per_tensor.append(target)
-            kinds.append([t.scale is target.scale and same_amax(t.amax, target.amax) for t in per_tensor].index(True))
+        if encoding.format.block is None or encoding.format.block_rows > 1:  # with equal scales, both have one pass
+            alike.append(target)
+            kinds.append([t.scale is target.scale and same_amax(t.amax, target.amax) for t in alike].index(True))
     return tuple(kinds)
 
 

@@ -14,7 +14,7 @@ import torch
 from ...formats.encoding import Encoding
 from ...planes import COLUMNWISE, ROWWISE
 from ..target import Target
-from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, rows, transposed
+from . import columns, fp8_tiles, nvfp4_columns, nvfp4_rows, nvfp4_tiles, rows, transposed
 from .known import E2M1
 from .places import Ints
 from .runtime import address
@@ -30,6 +30,7 @@ from .support import (
     is_mxfp8_tiled,
     is_nvfp4_columns,
     is_nvfp4_tile_rows,
+    is_nvfp4_tiled_pair,
     is_row_run,
     tag,
     tag_of_dtype,
@@ -226,6 +227,27 @@ def _nvfp4_rows(dtype: torch.dtype, chosen: Chosen) -> Work:
     return Work(by_rows, arguments, _in_steps_of(fmt.block_rows), nvfp4_rows.SCRATCH, refuses_nan=True)
 
 
+def _choose_nvfp4_tiles(targets: Sequence[Target]) -> Chosen | None:
+    """Choose two NVFP4 targets with 16x16 tiles, one in each direction, that have the same codes."""
+    row = _first(targets, is_nvfp4_tile_rows)
+    column = row and _first(targets, lambda target: is_nvfp4_tiled_pair(row, target))
+    return (row, column) if column else None
+
+
+def _nvfp4_tiles(dtype: torch.dtype, chosen: Chosen) -> Work:
+    """Encode NVFP4 with a scale per 16x16 tile in both directions."""
+    row, column = (TargetSlots.of(at) for at in range(2))
+    width = _any(chosen).plane.shape[1]
+    strip = min(_TILE_WIDTH, width)
+    arguments = (
+        row.x, width * dtype.itemsize, row.codes, row.codes_step, row.scales, row.scales_step,
+        column.codes, column.codes_step, column.scales, column.scales_step, row.encode, row.decode,
+        FIRST, LAST, row.height, width, strip, SCRATCH, tag_of_dtype(dtype),
+    )  # fmt: skip
+    scratch = nvfp4_tiles.scratch_bytes(strip)
+    return Work(nvfp4_tiles.both, arguments, _in_steps_of(128), scratch, refuses_nan=True)
+
+
 def _choose_mxfp8_tiles(targets: Sequence[Target]) -> Chosen | None:
     """Choose MXFP8 targets with 32x32 tiles, in one or both directions."""
     first = _first(targets, is_mxfp8_tiled)
@@ -291,6 +313,7 @@ def _any(chosen: Chosen) -> Target:
 
 
 ENCODERS: tuple[Encoder, ...] = (
+    Encoder(_choose_nvfp4_tiles, _nvfp4_tiles),
     Encoder(_choose_nvfp4_columns, _nvfp4_columns),
     Encoder(_choose_mxfp8_columns, _mxfp8_columns),
     Encoder(_choose_mxfp8_tiles, _mxfp8_tiles),
@@ -300,7 +323,7 @@ ENCODERS: tuple[Encoder, ...] = (
     Encoder(_one(is_cast), _cast),
     Encoder(_one(lambda target: is_nvfp4_tile_rows(target) or is_four_over_six_rows(target)), _nvfp4_rows),
 )
-"""The order matters: kernels that also write a rowwise plane come before those that write only rowwise planes."""
+"""The order matters: kernels that write both planes come before those that write one of them."""
 
 
 class Step(NamedTuple):

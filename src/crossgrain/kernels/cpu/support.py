@@ -363,6 +363,22 @@ def is_nvfp4_tile_rows(target: Target) -> bool:
     return target.plane.direction is ROWWISE and two_level and _is_plain(target)
 
 
+def is_nvfp4_tiled_pair(row: Target, column: Target) -> bool:
+    """Whether a columnwise target has the codes of a rowwise one with 16x16 tiles.
+
+    Not with stochastic rounding, which draws for each plane, nor with 4-over-6: errors of a tile are added up along
+    the blocks of the plane, and rounded on the way.
+    """
+    encoding = row.encoding
+    return (
+        column.encoding == encoding
+        and not encoding.stochastic
+        and encoding.four_over_six is None
+        and is_nvfp4_columns(column)
+        and same_amax(row.amax, column.amax)
+    )
+
+
 def is_four_over_six_rows(target: Target) -> bool:
     one_row = target.encoding.format.block_rows == 1
     four_over_six = target.encoding.four_over_six is not None
