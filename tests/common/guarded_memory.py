@@ -101,6 +101,7 @@ WRITTEN: dict[str, set[str]] = {
     "nvfp4_rows.block_rows": _NVFP4_ROWS,
     "nvfp4_rows.tile_rows": _NVFP4_ROWS,
     "nvfp4_tiles.both": {"row_codes", "row_scales", "codes", "scales", "scratch"},
+    "programs.given_factor": {"factor", "other_factor", "scale"},
     "programs.joint_factor": {"factor"},
     "programs.note": {"out"},
     "programs.program": set(),  # its table is no guarded buffer; see `_lines`

@@ -30,6 +30,7 @@ RECIPES = [
     "fp8_block",
     "fp8",
     cg.recipe.Float8CurrentScaling(),
+    cg.recipe.DelayedScaling(amax_history_len=2),
     "mxfp8-fwd-nvfp4-bwd",  # columns of weights are made of their rows
     "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)",
     "fprop: nvfp4, dgrad: mxfp8, wgrad: mxfp8",
@@ -343,6 +344,63 @@ def test_amaxes_and_scales_are_recorded_as_in_the_general_way(one_buffer, power_
     assert same(found, wanted)
 
 
+@pytest.mark.parametrize("one_buffer", [True, False])
+def test_amaxes_of_delayed_scaling_are_recorded_as_in_the_general_way(one_buffer, planned, monkeypatch):
+    """Each scale follows from the amaxes of the steps before."""
+
+    def recorded():
+        layer, x, dy = layer_and_data()
+        recipe, found = cg.recipe.DelayedScaling(amax_history_len=2), []
+        for factor in (1.0, 30.0, 0.1, 0.01):
+            found += step(layer, x, dy * factor, recipe, steps=1)
+            found += [number.clone() for state in layer.fp8_meta.values() for number in _numbers_of(state)]
+        return found
+
+    def _numbers_of(state):
+        return [state.scale, state.amax_history] if hasattr(state, "amax_history") else []
+
+    with cg.settings.override(non_tn_fp8_gemm=one_buffer):
+        found = recorded()
+        assert planned == dict.fromkeys(HALVES, 4) and len(found) > 4 * 4
+        with monkeypatch.context() as patch:
+            general_way(patch)
+            wanted = recorded()
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
+def test_delayed_scales_that_are_no_positive_numbers_take_the_general_way(scale, planned, monkeypatch):
+    def result():
+        layer, x, _ = layer_and_data()
+        with cg.autocast(recipe=cg.recipe.DelayedScaling()):
+            layer(x)
+        layer.quantizers["scaling_fwd"][0].scale.fill_(scale)
+        planned.update(dict.fromkeys(HALVES, 0))
+        with cg.autocast(recipe=cg.recipe.DelayedScaling()):
+            return layer(x)
+
+    found = result()
+    assert planned["forward_by_plan"] == 0
+    with monkeypatch.context() as patch:
+        general_way(patch)
+        wanted = result()
+    assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+def test_what_gives_scales_in_the_place_of_ours_is_asked(planned):
+    class Own(cg.Float8Quantizer):
+        def _given(self):
+            asked.append(self)
+            return super()._given()
+
+    asked = []
+    recipe = cg.recipe.CustomRecipe(
+        qfactory=lambda role: Own(torch.tensor([2.0]), torch.zeros(1), cg.DType.kFloat8E4M3)
+    )
+    step(*layer_and_data(), recipe, steps=1)
+    assert asked and planned == dict.fromkeys(HALVES, 0)
+
+
 def test_scales_whose_product_is_beyond_fp32_take_the_general_way(planned, monkeypatch):
     def make():
         layer, x, dy = layer_and_data(bias=False)
@@ -523,10 +581,15 @@ def test_what_a_user_puts_in_the_place_of_make_planes_is_called(planned, monkeyp
 
 
 def test_nothing_is_converted_for_a_plan_that_there_is_not(monkeypatch):
-    """Delayed scaling has none, and neither has what threads share: x and dy are converted once, by the general way."""
+    """For given amaxes, and for what threads share: x and dy are converted once, by the general way."""
     converted = []
     monkeypatch.setattr(planned_steps, "_matrix", lambda *given: converted.append(given))
-    step(*layer_and_data(), cg.recipe.DelayedScaling())
+    amax = torch.tensor([3.0])
+    given = {"use_existing_amax": True, "amax": amax}
+    recipe = cg.recipe.CustomRecipe(
+        qfactory=lambda role: cg.Float8CurrentScalingQuantizer(cg.DType.kFloat8E4M3, **given)
+    )
+    step(*layer_and_data(), recipe)
     layer, x, dy = layer_and_data()
     monkeypatch.setattr(StepPlan, "is_for_one_thread", lambda plan: False)
     monkeypatch.setattr(kernels, "step_plan", lambda *given: StepPlan.__new__(StepPlan))

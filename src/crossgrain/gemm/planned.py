@@ -49,6 +49,7 @@ def suits_plan(which: str, a: Plane, b: Plane, dtype: torch.dtype) -> bool:
 def multiplied_by_plan(
     plan: StepPlan,
     matrices: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
     kept: Sequence[Plane],
     given: Sequence[Plane],
     seeds: Sequence[int | None],
@@ -61,6 +62,7 @@ def multiplied_by_plan(
     Args:
         plan: how.
         matrices: the matrices.
+        scales: the scale that is given for each matrix; None if it follows from the matrix.
         kept: new planes, which are written.
         given: planes that exist already.
         seeds: a seed for each matrix; None for one that is not rounded stochastically.
@@ -77,7 +79,7 @@ def multiplied_by_plan(
         totals: list[Tensor] = []
         for rows, columns, dtype in results:
             totals.append(fp32_memory("gemm.out", rows, columns, matrices[0], keep=dtype == torch.float32))
-        running, made = plan.start(matrices, kept, given, seeds, totals), []
+        running, made = plan.start(matrices, scales, kept, given, seeds, totals), []
         for number, (total, (_, _, dtype)) in enumerate(zip(totals, results, strict=True)):
             operands = running.product(number)
             if operands is None:

@@ -166,15 +166,15 @@ def step_plan(
 ) -> StepPlan | None:
     """A plan for forward or backward of a layer, from a cache; None if there is none.
 
-    ``plan.start(matrices, kept, given, seeds, totals)`` fills in what is different in each call: the matrices, new
-    planes to keep of them, planes that exist already, a seed for each matrix (None without stochastic rounding), and
-    fp32 memory for each product. The caller holds all of these to the end. What comes back runs the products in their
-    order: ``product(number)`` returns the two fp32 operands to multiply, [rows, inner] and [inner, columns]; or an
-    empty tuple if the product itself is in its total. For formats with one scale for all numbers, a third tensor has
-    the scales of both operands, which the caller applies, then the amax of each matrix and the scale that it was
-    encoded with. It returns None if there is a NaN or an infinity, or if the numbers need
-    `measure` and `encode` for another reason. Then nothing that was written counts. All of this is in one block
-    `own_workspaces`.
+    ``plan.start(matrices, scales, kept, given, seeds, totals)`` fills in what is different in each call: the matrices,
+    the scale that is given for each of them (None if it follows from the matrix), new planes to keep of them, planes
+    that exist already, a seed for each matrix (None without stochastic rounding), and fp32 memory for each product. The
+    caller holds all of these to the end. What comes back runs the products in their order: ``product(number)`` returns
+    the two fp32 operands to multiply, [rows, inner] and [inner, columns]; or an empty tuple if the product itself is in
+    its total. For formats with one scale for all numbers, a third tensor has the scales of both operands, which the
+    caller applies, then the amax of each matrix and the scale that it was encoded with. It returns None if there is a
+    NaN or an infinity, or if the numbers need `measure` and `encode` for another reason. Then nothing that was written
+    counts. All of this is in one block `own_workspaces`.
 
     Args:
         x: a matrix of the layer.

@@ -39,6 +39,7 @@ class Make(NamedTuple):
         encodings: how their bytes are chosen.
         kept: whether each of them is read later, and so has tensors.
         derives: whether the second plane is made of the decoded first one, not of the matrix.
+        scale: an example of the scale to multiply by, if it is given; None if it follows from the matrix.
     """
 
     matrix: Tensor
@@ -46,6 +47,7 @@ class Make(NamedTuple):
     encodings: Sequence[Encoding]
     kept: Sequence[bool]
     derives: bool = False
+    scale: Tensor | None = None
 
 
 class ProductOf(NamedTuple):
@@ -76,10 +78,11 @@ class StepPlan(Protocol):
     """How forward or backward of layers of one shape runs; see `kernels.step_plan`."""
 
     def is_for_one_thread(self) -> bool: ...
-    def suits(self, matrices: Sequence[Tensor], given: Sequence[Plane]) -> bool: ...
+    def suits(self, matrices: Sequence[Tensor], scales: Sequence[Tensor | None], given: Sequence[Plane]) -> bool: ...
     def start(
         self,
         matrices: Sequence[Tensor],
+        scales: Sequence[Tensor | None],
         kept: Sequence[Plane],
         given: Sequence[Plane],
         seeds: Sequence[int | None],

@@ -88,10 +88,12 @@ def forward_by_plan(
     w_layout = None if x_layout is None or call.weight is None else call.weight.layout_for_step((sizes.n, sizes.k))
     if x_layout is None or w_layout is None or w_layout.stochastic:
         return NOT_PLANNED  # x may be refused before a seed for W is drawn
+    scales = call.input.scale_for_step(), call.weight.scale_for_step()
     key = "forward", id(w_layout), call.dtype, w.dtype
 
     def what() -> HalfStep:
-        x_made, w_made = x_layout.for_step(_matrix(x, sizes.m, call), _ROWS_GO), w_layout.for_step(w, _ROWS_GO)
+        x_made = x_layout.for_step(_matrix(x, sizes.m, call), _ROWS_GO, scales[0])
+        w_made = w_layout.for_step(w, _ROWS_GO, scales[1])
         suits = suits_plan("fprop", x_made.planes[0], w_made.planes[0], call.dtype)
         return HalfStep((x_made, w_made), (), (ProductOf(0, 2),) if suits else ())
 
@@ -99,7 +101,7 @@ def forward_by_plan(
     if plan is None or not plan.is_for_one_thread():
         return NOT_PLANNED
     matrices = _matrix(x, sizes.m, call), w
-    if not plan.suits(matrices, ()):
+    if not plan.suits(matrices, scales, ()):
         return NOT_PLANNED
     seed = draw_seed(_subject(call.input)) if x_layout.stochastic else None
     device = w.device
@@ -107,7 +109,7 @@ def forward_by_plan(
     results = ((sizes.m, sizes.n, call.dtype),)
     bias = None if bias is None else bias.detach()
     record = partial(_record, ((call.input, x_layout), (call.weight, w_layout)))
-    made = multiplied_by_plan(plan, matrices, kept, (), (seed, None), results, bias, record)
+    made = multiplied_by_plan(plan, matrices, scales, kept, (), (seed, None), results, bias, record)
     if made is None:
         return _to_repeat(call.input, seed)
     return Attempt(PlannedForward(made[0], KeptInput(kept[0]), kept[1]), NOT_PLANNED.same_seed)
@@ -143,10 +145,11 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
     layout = call.grad_output.layout_for_step((sizes.m, sizes.n)) if dy.is_cpu else None
     if layout is None:
         return NOT_PLANNED
+    scales = (call.grad_output.scale_for_step(),)
     key = "backward", sizes.k, call.dtype, ctx.weight.dtype, id(x.format), x.transposed, id(w.format), w.transposed
 
     def what() -> HalfStep:
-        made = layout.for_step(_matrix(dy.detach(), sizes.m, call), _NOTHING_STAYS)
+        made = layout.for_step(_matrix(dy.detach(), sizes.m, call), _NOTHING_STAYS, scales[0])
         rows, columns = made.planes
         suits = suits_plan("dgrad", rows, w, call.dtype) and suits_plan("wgrad", columns, x, ctx.weight.dtype)
         return HalfStep((made,), (w, x), (ProductOf(0, 2), ProductOf(1, 3)) if suits else ())
@@ -155,12 +158,12 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
     if plan is None or not plan.is_for_one_thread():
         return NOT_PLANNED
     matrix = _matrix(dy.detach(), sizes.m, call)
-    if not plan.suits((matrix,), (w, x)):
+    if not plan.suits((matrix,), scales, (w, x)):
         return NOT_PLANNED
     seed = draw_seed(_subject(call.grad_output)) if layout.stochastic else None
     results = (sizes.m, sizes.k, call.dtype), (sizes.n, sizes.k, ctx.weight.dtype)
     record = partial(_record, ((call.grad_output, layout),))
-    made = multiplied_by_plan(plan, (matrix,), (), (w, x), (seed,), results, record=record)
+    made = multiplied_by_plan(plan, (matrix,), scales, (), (w, x), (seed,), results, record=record)
     if made is None:
         return _to_repeat(call.grad_output, seed)
     return Attempt(PlannedGradients(made[0], made[1], matrix), NOT_PLANNED.same_seed)

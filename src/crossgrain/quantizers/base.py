@@ -266,7 +266,8 @@ class Quantizer(AmaxReduction, DataFree):
     def layout_for_step(self, shape: tuple[int, int]) -> Layout | None:
         """Both planes of a matrix, for a plan of a whole layer; None if `make_planes` does more than to write them.
 
-        Scales that are given or agreed on with ranks, and planes of users, are not for such plans.
+        Amaxes that are given or agreed on with ranks, and planes of users, are not for such plans. Of what is given
+        they take one scale (`scale_for_step`).
         """
         return self._layout_for_step(shape, None)
 
@@ -299,11 +300,16 @@ class Quantizer(AmaxReduction, DataFree):
 
     def _only_writes(self) -> bool:
         """Whether `make_planes` writes planes and does nothing else. All that it depends on are options."""
-        more = self.with_amax_reduction or self.part is not None or self.gives_scales
+        gives_more = self.gives_scales and self.scale_for_step() is None
+        more = self.with_amax_reduction or self.part is not None or gives_more
         return self.makes_planes and not more
 
+    def scale_for_step(self) -> Tensor | None:
+        """The scale by which the planes of `layout_for_step` are multiplied; None if it follows from the matrix."""
+        return None
+
     def _records_numbers(self) -> bool:
-        """Whether `record` does all that `_observe` does. A user may replace that at any time."""
+        """Whether `record` and `scale_for_step` do all that `_observe` and `_given` do. A user may replace these."""
         return False
 
     def record(self, amax: float, scale: float) -> None:

@@ -181,6 +181,16 @@ class _PerTensorQuantizer(Quantizer):
     dtype: DType
 
     _observes = True
+    _known_hooks: ClassVar[tuple[Any, ...]]  # those of crossgrain's own class
+
+    @classmethod
+    def _hooks(cls) -> tuple[Any, ...]:
+        """How amaxes are observed and scales are given."""
+        return getattr(cls._observe_all, "__func__", None), cls._observe, cls._given
+
+    def _records_numbers(self) -> bool:
+        of_object = ("_observe", "_observe_all", "_observes", "_given")
+        return self._hooks() == self._known_hooks and self.__dict__.keys().isdisjoint(of_object)
 
     def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
         directions = super()._planes_to_make(rowwise, columnwise)
@@ -264,12 +274,18 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _given(self) -> tuple[Tensor | None, Tensor | None]:
         return None, self.scale
 
+    def scale_for_step(self) -> Tensor | None:
+        return self.scale
+
     @classmethod
     def _observe_all(cls, quantizers: Sequence[Any], targets: Sequence[Target] | Sequence[GroupedTarget]) -> None:
         """Keep the largest amax of all tensors that are quantized in a step."""
         for target in targets[:1]:
             assert target.amax is not None
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
+
+    def record(self, amax: float, scale: float) -> None:
+        self.amax.view(1).clamp_(min=amax)
 
     def statistics(self) -> list[Tensor]:
         return [self.scale, self.amax]
@@ -366,14 +382,6 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             scales = torch.split(kernels.tensor_scale(target), 1)
             torch._foreach_copy_([each.scale.view(1) for each in quantizers], scales)
 
-    def _records_numbers(self) -> bool:
-        cls = type(self)
-        return (
-            getattr(cls._observe_all, "__func__", None) is _OBSERVE_ALL
-            and cls._observe is _OBSERVE
-            and self.__dict__.keys().isdisjoint(("_observe", "_observe_all", "_observes"))
-        )
-
     def record(self, amax: float, scale: float) -> None:
         if not self.scale.is_cpu:
             self._move_statistics(torch.device("cpu"))
@@ -394,5 +402,5 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         return True
 
 
-_OBSERVE_ALL = Float8CurrentScalingQuantizer._observe_all.__func__  # type: ignore[attr-defined]
-_OBSERVE = Float8CurrentScalingQuantizer._observe
+for _quantizer in (Float8Quantizer, Float8CurrentScalingQuantizer):
+    _quantizer._known_hooks = _quantizer._hooks()

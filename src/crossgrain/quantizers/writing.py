@@ -118,12 +118,18 @@ class Layout:
             found = self._pairs[key] = other, Layout([*self._wanted, *other._wanted], derives=derives)
         return found[1]
 
-    def for_step(self, matrix: Tensor, kept: Sequence[bool]) -> Make:
-        """What a plan of a layer has to make of matrices like ``matrix``: a plane for each direction."""
+    def for_step(self, matrix: Tensor, kept: Sequence[bool], scale: Tensor | None) -> Make:
+        """What a plan of a layer has to make of matrices like ``matrix``: a plane for each direction.
+
+        Args:
+            matrix: an example.
+            kept: whether each plane has tensors.
+            scale: an example of a scale that the quantizer gives; None if it gives none.
+        """
         planes, encodings = self.empty(matrix.device), self._encodings
         if len(planes) == 1:  # one buffer serves both
             planes, encodings = [planes[0], planes[0].read(COLUMNWISE)], encodings * 2
-        return Make(matrix, planes, encodings, kept, self._derives)
+        return Make(matrix, planes, encodings, kept, self._derives, scale)
 
     def empty_columnwise(self, device: torch.device) -> Plane:
         """Allocate the columnwise plane, for a plan of a layer, which also writes zeros to its padding."""

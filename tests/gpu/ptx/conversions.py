@@ -30,6 +30,9 @@ def _integers() -> None:
             TABLE[f"cvt.rn.f{size}.{source}"] = Operation(
                 size, (int(source[1:]),), _to_float(source, size), any_width=True
             )
+        for name, layout in _NARROW.items():
+            if bits < 64:  # exact in float64
+                TABLE[f"cvt.rn.{name}.{source}"] = Operation(16, (bits,), _to_narrow(source, layout), any_width=True)
         for size in (32, 64):
             for rounding in _ROUND:
                 compute = _to_integer(source, size, rounding)
@@ -78,6 +81,10 @@ def _resized(source: str, bits: int) -> Compute:
 
 def _to_float(source: str, bits: int) -> Compute:
     return lambda a: a.view(of_type(source)).astype(floating(bits)).view(unsigned(bits))
+
+
+def _to_narrow(source: str, layout: Layout) -> Compute:
+    return lambda a: encode(a.view(of_type(source)).astype(np.float64), layout)
 
 
 def _to_integer(to: str, bits: int, rounding: str) -> Compute:

@@ -93,6 +93,18 @@ def test_stochastic_rounding_to_four_bits() -> None:
         assert others == [[2] * 7] * 3
 
 
+@pytest.mark.parametrize("source", ["s8", "u8", "s16", "u16", "s32", "u32"])
+@pytest.mark.parametrize("name, dtype", [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_integers_to_narrow_numbers(name: str, dtype: type, source: str) -> None:
+    """Rounded once: through float64, where they are exact, and from there by numpy and ml_dtypes."""
+    wide = np.random.default_rng(3).integers(0, 1 << 32, 2048, dtype=np.uint64).astype(np.uint32)
+    numbers = np.concatenate([wide, np.arange(1 << 10, dtype=np.uint32), wide >> np.uint32(16)])
+    raw = numbers.astype(unsigned(int(source[1:])))
+    got = evaluate(f"cvt.rn.{name}.{source} d, a", raw, result=np.uint16)
+    with np.errstate(all="ignore"):
+        assert np.array_equal(got.view(dtype), raw.view(of_type(source)).astype(np.float64).astype(dtype))
+
+
 @pytest.mark.parametrize("name, dtype", [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
 def test_f32_to_16_bits(name: str, dtype: type) -> None:
     raw = patterns()

@@ -125,6 +125,23 @@ def test_a_fused_multiply_add_is_refused_unless_allowed() -> None:
         evaluate("fma.rn.f32 d, a, a, a", floats(1.0), result=np.uint32)
 
 
+@pytest.mark.parametrize("name, nothing", [("f32", 1 << 31), ("bf16", 0x8000), ("bf16x2", 0x80008000)])
+def test_a_fused_multiply_add_of_minus_zero_is_a_product(name: str, nothing: int) -> None:
+    """+0 is another number: it makes a product of -0 positive. One half of a pair is enough to refuse it."""
+    dtype = np.uint16 if name == "bf16" else np.uint32
+    a, b = (np.random.default_rng(seed).integers(0, 1 << 16, 256).astype(dtype) for seed in range(2))
+    if name != "bf16":
+        a, b = a << dtype(16) | a, b << dtype(16) | b
+    zeros = np.full(256, nothing, dtype)
+    products = evaluate(f"mul.rn.{name} d, a, b", a, b, result=dtype)
+    assert np.array_equal(evaluate(f"fma.rn.{name} d, a, b, c", a, b, zeros, result=dtype), products)
+    for other in (0, nothing | 1, nothing ^ 1 << (31 if name == "f32" else 15)):
+        with pytest.raises(PtxError, match="allow_fma=True"):
+            evaluate(
+                f"fma.rn.{name} d, a, b, c", a, b, np.where(np.arange(256) == 7, dtype(other), zeros), result=dtype
+            )
+
+
 @pytest.mark.parametrize("name, dtype", [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
 def test_narrow_arithmetic_on_every_pattern(name: str, dtype: type) -> None:
     a = np.arange(1 << 16, dtype=np.uint16)

@@ -127,17 +127,19 @@ def printed(shape, dtype, *, own) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(CpuBackend().fingerprint(own(numbers(shape, dtype)))), dtype=torch.uint8)]
 
 
-def half_step(row, column, own):
-    """Forward of a layer by a plan: the planes to keep, and the product."""
+def half_step(row, column, own, scaled=False):
+    """Forward of a layer by a plan: the planes to keep, and the product. ``scaled``: scales are given."""
+    scales = [own(torch.tensor([number])) if scaled else None for number in (50.0, 70.0)]
     x, w = own(numbers((32, 160))), own(numbers((96, 160)))
     ways = encodings_of(row, (ROWWISE,)) + encodings_of(column, (COLUMNWISE,))
     planes = [[empty_plane(each.format, way, one.shape, device=one.device) for way, each in ways] for one in (x, w)]
     makes = [
-        Make(one, made, [each for _, each in ways], (False, True)) for one, made in zip((x, w), planes, strict=True)
+        Make(one, made, [each for _, each in ways], (False, True), scale=scale)
+        for one, made, scale in zip((x, w), planes, scales, strict=True)
     ]
     plan, total = CPU.step_plan(HalfStep(makes, (), (ProductOf(0, 2),))), own(torch.zeros(32, 96))
     kept = [columns for _, columns in planes]
-    running = plan.start((x, w), kept, (), (SEED, SEED), (total,))
+    running = plan.start((x, w), scales, kept, (), (SEED, SEED), (total,))
     yield from running.product(0) or (total,)
     for plane in kept:
         yield from plane.buffers()
@@ -146,6 +148,7 @@ def half_step(row, column, own):
 def half_step_cases():
     for pair in (("mxfp8", "mxfp8"), ("mxfp4_sr", "fp8_block"), ("mxfp8", "nvfp4_rht_sr"), ("fp8", "fp8")):
         yield partial(half_step, *pair)
+    yield partial(half_step, "fp8", "fp8", scaled=True)
     if products.has_byte_dot_products():
         yield partial(half_step, "nvfp4", "mxfp6_e3m2")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crossgrain import COLUMNWISE, ROWWISE, kernels
-from crossgrain.kernels import HalfStep, Make, ProductOf
+from crossgrain.kernels import HalfStep, Make, ProductOf, Target
 from crossgrain.kernels.cpu import products, step_plans
 from crossgrain.kernels.cpu.backend import CpuBackend
 from crossgrain.kernels.cpu.step_plans import StepPlan
@@ -108,10 +108,10 @@ def test_forward_keeps_the_columns_and_multiplies_the_rows(case, dtype):
     for factor in (1.0, 2.0**-30):
         x, w = numbers((M, K), dtype) * factor, numbers((N, K), dtype, seed=8)
         plan = CPU.step_plan(forward_of(x, w, case))
-        assert isinstance(plan, StepPlan) and plan.suits((x, w), ())
+        assert isinstance(plan, StepPlan) and plan.suits((x, w), (None, None), ())
         kept = [new_plane(each, *encodings(case)[1]) for each in (x, w)]
         total = torch.empty(M, N)
-        running = plan.start((x, w), kept, (), (SEED, SEED), (total,))
+        running = plan.start((x, w), (None, None), kept, (), (SEED, SEED), (total,))
         found = product_of(running, 0, total)
         (x_row, x_column), (w_row, w_column) = planes_of(x, case), planes_of(w, case)
         assert same_plane(kept[0], x_column) and same_plane(kept[1], w_column)
@@ -122,7 +122,7 @@ def test_the_padding_of_scales_is_zero():
     x, w = numbers((M, K)), numbers((N, K))
     plan = CPU.step_plan(forward_of(x, w, "mxfp8"))
     kept = [new_plane(each, *encodings("mxfp8")[1]) for each in (x, w)]
-    plan.start((x, w), kept, (), (None, None), (torch.empty(M, N),)).product(0)
+    plan.start((x, w), (None, None), kept, (), (None, None), (torch.empty(M, N),)).product(0)
     for plane in kept:
         stored, inside = plane.scale.clone(), plane.operand_scales().t().shape
         assert stored.shape != inside
@@ -138,9 +138,9 @@ def test_backward_multiplies_both_planes_of_the_gradient(case, dtype):
     for_dgrad, for_wgrad = (encodings_of(name, (COLUMNWISE,)) for name in FORMATS[case])
     (w,), (x,) = encoded(CPU, numbers((N, K)), for_dgrad), encoded(CPU, numbers((M, K)), for_wgrad)
     plan = CPU.step_plan(backward_of(dy, w, x, case))
-    assert isinstance(plan, StepPlan) and plan.suits((dy,), (w, x))
+    assert isinstance(plan, StepPlan) and plan.suits((dy,), (None,), (w, x))
     totals = torch.empty(M, K), torch.empty(N, K)
-    running = plan.start((dy,), (), (w, x), (SEED,), totals)
+    running = plan.start((dy,), (None,), (), (w, x), (SEED,), totals)
     found = [product_of(running, number, total).clone() for number, total in enumerate(totals)]
     dy_row, dy_column = planes_of(dy, case)
     assert torch.equal(found[0], expected_product(dy_row, w))
@@ -154,7 +154,7 @@ def test_columns_can_be_made_of_the_decoded_rows(case, dtype):
     makes = made(x, ways, (False, True)), made(w, ways, (False, True), derives=True)
     plan = CPU.step_plan(HalfStep(makes, (), (ProductOf(0, 2),)))
     kept, total = [new_plane(each, *ways[1]) for each in (x, w)], torch.empty(M, N)
-    found = product_of(plan.start((x, w), kept, (), (SEED, SEED), (total,)), 0, total)
+    found = product_of(plan.start((x, w), (None, None), kept, (), (SEED, SEED), (total,)), 0, total)
     rows = encoded(REFERENCE, w, ways[:1])[0]
     assert same_plane(kept[1], encoded(REFERENCE, REFERENCE.decode(rows, dtype), ways[1:])[0])
     assert torch.equal(found, expected_product(planes_of(x, case)[0], rows))
@@ -170,9 +170,9 @@ def test_a_number_that_is_not_finite_is_refused(case, bad):
     for matrix in (x, w):
         held = matrix.clone()
         matrix[33, 5] = bad
-        assert plan.start((x, w), kept, (), (SEED, SEED), (total,)).product(0) is None
+        assert plan.start((x, w), (None, None), kept, (), (SEED, SEED), (total,)).product(0) is None
         matrix.copy_(held)
-        assert plan.start((x, w), kept, (), (SEED, SEED), (total,)).product(0) is not None
+        assert plan.start((x, w), (None, None), kept, (), (SEED, SEED), (total,)).product(0) is not None
 
 
 @pytest.mark.skipif(not products.has_byte_dot_products(), reason="this CPU does not multiply bytes")
@@ -180,8 +180,8 @@ def test_global_scales_whose_product_is_beyond_fp32_are_refused():
     x, w = numbers((M, K)) * 2.0**100, numbers((N, K)) * 2.0**100
     plan, total = CPU.step_plan(forward_of(x, w, "nvfp4")), torch.empty(M, N)
     kept = [new_plane(each, *encodings("nvfp4")[1]) for each in (x, w)]
-    assert plan.start((x, w), kept, (), (None, None), (total,)).product(0) is None
-    assert plan.start((x, w * 2.0**-100), kept, (), (None, None), (total,)).product(0) == ()
+    assert plan.start((x, w), (None, None), kept, (), (None, None), (total,)).product(0) is None
+    assert plan.start((x, w * 2.0**-100), (None, None), kept, (), (None, None), (total,)).product(0) == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -197,7 +197,7 @@ def test_one_buffer_may_serve_both_directions(dtype):
     plan = CPU.step_plan(HalfStep((both(x, (False, True)), both(w, (False, True))), (), (ProductOf(0, 2),)))
     kept = [new_plane(each, *encodings("fp8")[0]).read(COLUMNWISE) for each in (x, w)]
     total = torch.empty(M, N)
-    running = plan.start((x, w), kept, (), (None, None), (total,))
+    running = plan.start((x, w), (None, None), kept, (), (None, None), (total,))
     *_, noted = running.product(0)
     rows = [planes_of(each, "fp8")[0] for each in (x, w)]
     assert noted.tolist()[:2] == [float(plane.scale) for plane in rows]
@@ -209,10 +209,55 @@ def test_one_buffer_may_serve_both_directions(dtype):
     given = [plane.read(COLUMNWISE) for plane in rows[::-1]]
     half = HalfStep((both(dy, (False, False)),), given, (ProductOf(0, 2), ProductOf(1, 3)))
     totals = torch.empty(M, K), torch.empty(N, K)
-    running = CPU.step_plan(half).start((dy,), (), given, (None,), totals)
+    running = CPU.step_plan(half).start((dy,), (None,), (), given, (None,), totals)
     dy_row = planes_of(dy, "fp8")[0]
     assert torch.equal(product_of(running, 0, totals[0]), expected_product(dy_row, given[0]))
     assert torch.equal(product_of(running, 1, totals[1]), expected_product(dy_row.read(COLUMNWISE), given[1]))
+
+
+def test_scales_may_be_given():
+    """For per-tensor FP8. Scales that are not positive numbers are refused, whatever is encoded."""
+    x, w, total = numbers((M, K)), numbers((N, K), seed=8), torch.empty(M, N)
+    scales = torch.tensor([60.0]), torch.tensor([0.7])
+    half = forward_of(x, w, "fp8")
+    makes = [make._replace(scale=scale) for make, scale in zip(half.makes, scales, strict=True)]
+    plan = CPU.step_plan(half._replace(makes=makes))
+    assert plan.suits((x, w), scales, ())
+    for others in ((None, scales[1]), (scales[0], scales[1].double()), (scales[0], torch.ones(2)), (None, None)):
+        assert not plan.suits((x, w), others, ())
+    assert not CPU.step_plan(half).suits((x, w), scales, ())
+
+    def written(matrix, scale):
+        targets = []
+        for way, encoding in encodings("fp8"):
+            targets.append(Target(new_plane(matrix, way, encoding), encoding, matrix.abs().amax().view(1), scale))
+        REFERENCE.encode(matrix, targets, None)
+        return [target.plane for target in targets]
+
+    for factor in (1.0, 2.0**-130, 2.0**100):  # also under which reciprocals are subnormal, and all is saturated
+        given = [scale * factor for scale in scales]
+        kept = [new_plane(each, *encodings("fp8")[1]) for each in (x, w)]
+        running = plan.start((x, w), given, kept, (), (None, None), (total,))
+        left, right, noted = running.product(0)
+        planes = [written(matrix, scale) for matrix, scale in zip((x, w), given, strict=True)]
+        assert all(same_plane(found, wanted[1]) for found, wanted in zip(kept, planes, strict=True))
+        assert noted.tolist()[:2] == [float(rows.scale) for rows, _ in planes]
+        assert noted.tolist()[2::2] == [float(each.abs().max()) for each in (x, w)]
+        assert all(
+            torch.equal(mine, CPU.decode_operand(kernels.under_scale_one(rows)))
+            for mine, (rows, _) in zip((left, right.t()), planes, strict=True)
+        )
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        for at in range(2):
+            given = list(scales)
+            given[at] = torch.tensor([bad])
+            assert plan.start((x, w), given, kept, (), (None, None), (total,)).product(0) is None
+
+
+def test_scales_of_blocks_cannot_be_given():
+    half = forward_of(numbers((M, K)), numbers((N, K)), "mxfp8")
+    makes = [make._replace(scale=torch.ones(1)) for make in half.makes]
+    assert CPU.step_plan(half._replace(makes=makes)) is None
 
 
 def backward_plan(dy, x, w):
@@ -226,10 +271,10 @@ def test_another_layer_may_run_between_the_products_of_one():
     dy, x, w = numbers((M, N)), numbers((M, K)), numbers((N, K))
     plan, given = backward_plan(dy, x, w)
     totals = torch.empty(M, K), torch.empty(N, K)
-    running = plan.start((dy,), (), given, (None,), totals)
+    running = plan.start((dy,), (None,), (), given, (None,), totals)
     first = product_of(running, 0, totals[0]).clone()
     with kernels.own_workspaces:
-        other = plan.start((dy * -3,), (), given, (None,), (torch.empty(M, K), torch.empty(N, K)))
+        other = plan.start((dy * -3,), (None,), (), given, (None,), (torch.empty(M, K), torch.empty(N, K)))
         for number in range(2):
             other.product(number)
     second = product_of(running, 1, totals[1])
@@ -257,7 +302,7 @@ def test_what_is_written_past_the_caches_begins_at_a_line(away, monkeypatch):
     real = step_plans.workspace
     monkeypatch.setattr(step_plans, "workspace", lambda name, size: memory.get(name, real("planes", size)))
     totals = torch.empty(M, K), torch.empty(N, K)
-    running = plan.start((dy,), (), given, (None,), totals)
+    running = plan.start((dy,), (None,), (), given, (None,), totals)
     found = [product_of(running, number, total) for number, total in enumerate(totals)]
     planes = planes_of(dy, "mxfp8")
     assert all(
@@ -269,7 +314,7 @@ def test_what_is_written_past_the_caches_begins_at_a_line(away, monkeypatch):
 def test_planes_with_other_buffers_do_not_suit():
     dy, x, w = numbers((M, N)), numbers((M, K)), numbers((N, K))
     plan, (w_plane, x_plane) = backward_plan(dy, x, w)
-    assert plan.suits((dy,), (w_plane, x_plane))
+    assert plan.suits((dy,), (None,), (w_plane, x_plane))
     data, scale = w_plane.data, w_plane.scale
 
     def other(data=data, scale=scale, stale=False):
@@ -285,8 +330,8 @@ def test_planes_with_other_buffers_do_not_suit():
         other(scale=scale.view(torch.int8)),
         other(stale=True),
     ]
-    assert not any(plan.suits((dy,), (each, x_plane)) for each in others)
-    assert not plan.suits((dy.t().contiguous().t(),), (w_plane, x_plane))
+    assert not any(plan.suits((dy,), (None,), (each, x_plane)) for each in others)
+    assert not plan.suits((dy.t().contiguous().t(),), (None,), (w_plane, x_plane))
 
 
 def test_work_that_several_threads_would_share_is_not_for_one(monkeypatch):

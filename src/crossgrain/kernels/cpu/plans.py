@@ -29,6 +29,7 @@ from .tags import F32, NO
 from .work import FIRST, LAST, SCRATCH, Slot
 
 _GIVEN = ("x", "codes", "scales", "key0", "key1")
+_REFUSES = 0  # the limit of lines that return 1 for numbers which need another way
 
 
 class _WordsOfPlane(NamedTuple):
@@ -200,10 +201,14 @@ def lines_to_write(table: Table, x: Tensor, targets: Sequence[Target], first: in
 
 
 def _is_plain(target: Target) -> bool:
-    """Whether the target is a new plane in a format that kernels know, with one amax at most, that of the matrix."""
-    given = target.amax is not None or target.scale is not None or target.within is not None
+    """Whether the target is a new plane in a format that kernels know, with one amax at most, that of the matrix.
+
+    A per-tensor format may have a given scale.
+    """
+    given = target.amax is not None or target.within is not None
+    scaled = target.scale is not None and target.encoding.format.block is not None
     known = is_standard(target.plane) and target.encoding.random == "hash"
-    return known and not given and target.encoding.format.global_amax != "row"
+    return known and not given and not scaled and target.encoding.format.global_amax != "row"
 
 
 def _measure(table: Table, x: Tensor, number: int, target: Target) -> Line | None:
@@ -240,6 +245,9 @@ class _Scales:
         encoding, fmt = self.target.encoding, self.target.encoding.format
         if fmt.block is None:
             factor: Inside | Beyond = Inside(self.factors[0]) if self.factors else self.decode
+            if self.target.scale is not None:
+                given = Given("given", number), factor, self.encode, Given("scales", number), F32
+                return table.line(programs.given_factor, given, limit=_REFUSES)
             arguments: tuple[Any, ...] = (
                 Inside(bits), factor, self.encode, Given("scales", number),
                 float(fmt.target), scalars.fp32(encoding.epsilon), bool(encoding.power_of_two), F32,

@@ -96,6 +96,29 @@ def tensor_factor(bits, factor, other_factor, scale, target, epsilon, power_of_t
 
 
 @kernel
+def given_factor(given, factor, other_factor, scale, tag):
+    """Write the scale of a per-tensor format, which is given.
+
+    Args:
+        given: where the number to multiply with is.
+        factor: where to write that number.
+        other_factor: the same, once more.
+        scale: where the plane has its scale, the reciprocal.
+        tag: any tag.
+
+    Returns:
+        0, or 1 if the number is zero, negative, infinite or a NaN.
+    """
+    number = load_f32(given)
+    if not np.float32(0.0) < number < float_of(INFINITY_BITS):
+        return np.int64(1)
+    store_i32(factor, bits_of(number))
+    store_i32(other_factor, bits_of(number))
+    store_i32(scale, bits_of(np.float32(1.0 / np.float64(number))))
+    return np.int64(0)
+
+
+@kernel
 def zeros(out, count, tag):
     """Write ``count`` bytes of zeros."""
     whole = count // 64 * 64

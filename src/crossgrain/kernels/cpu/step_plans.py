@@ -146,6 +146,10 @@ class StepPlan:
 
         # In the order in which `start` finds the addresses.
         self._fills = [words("x", [number for number in numbers if not sources[number]]) for numbers in made]
+        self._fills += [
+            words("given", numbers) for make, numbers in zip(makes, made, strict=True) if make.scale is not None
+        ]
+        self._scaled = [make.scale is not None for make in makes]
         tensors = [number for number, stays in enumerate(kept) if stays]
         tensors += range(len(planes), len(planes) + len(given))
         for number in tensors:
@@ -162,10 +166,13 @@ class StepPlan:
         ]
         self._program = kernel(programs.program, 0, 0, 0, F32)
 
-    def suits(self, matrices: Sequence[Tensor], given: Sequence[Plane]) -> bool:
+    def suits(self, matrices: Sequence[Tensor], scales: Sequence[Tensor | None], given: Sequence[Plane]) -> bool:
         """Whether these tensors have memory in the layout of the plan."""
         for matrix in matrices:
             if not is_plain_memory(matrix):
+                return False
+        for scale, given_one in zip(scales, self._scaled, strict=True):
+            if (0 if scale is None else _numbers_at(scale)) != given_one:
                 return False
         for plane, needed in zip(given, self._given, strict=True):  # noqa: SIM110 - a generator is a call of Python
             if not needed.suit(plane):
@@ -179,6 +186,7 @@ class StepPlan:
     def start(
         self,
         matrices: Sequence[Tensor],
+        scales: Sequence[Tensor | None],
         kept: Sequence[Plane],
         given: Sequence[Plane],
         seeds: Sequence[int | None],
@@ -191,6 +199,9 @@ class StepPlan:
         if self._streams:
             left, right = _from_line(left), _from_line(right)
         tensors = [*matrices]
+        for scale in scales:
+            if scale is not None:
+                tensors.append(scale)
         for plane in (*kept, *given):
             tensors += (plane.data, plane.scale) if plane.amax is None else (plane.data, plane.scale, plane.amax)  # type: ignore[arg-type]
         tensors += (left, right, *totals)
@@ -317,7 +328,7 @@ def _written(
 
     With ``derives``, its second plane is encoded from the first one, after decoding.
     """
-    targets = [Target(*each) for each in zip(make.planes, make.encodings, strict=True)]
+    targets = [Target(plane, how, scale=make.scale) for plane, how in zip(make.planes, make.encodings, strict=True)]
     zeros = [
         table.line(programs.zeros, (Given("scales", number), _bytes(plane.scale), F32))
         for number, (plane, kept) in enumerate(zip(make.planes, make.kept, strict=True), first)
@@ -471,7 +482,13 @@ def _from_line(memory: Tensor) -> Tensor:
     return memory[_LINE - beyond :] if beyond else memory
 
 
-def _numbers_at(amax: Tensor) -> int:
+def _numbers_at(buffer: Tensor) -> int:
     """How many fp32 numbers are in memory; -1 if it is not like that."""
-    plain = type(amax) is Tensor and amax.dtype == torch.float32 and amax.is_contiguous() and amax.data_ptr() != 0
-    return amax.numel() if plain else -1
+    plain = (
+        type(buffer) is Tensor
+        and buffer.is_cpu
+        and buffer.dtype == torch.float32
+        and buffer.is_contiguous()
+        and buffer.data_ptr() != 0
+    )
+    return buffer.numel() if plain else -1
