@@ -11,6 +11,7 @@ from typing import Any
 
 from . import (
     chart,
+    first_use,
     gpt,
     groups,
     inference,
@@ -38,6 +39,7 @@ PARTS = (
     "models",
     "inspect",
     "sensitivity",
+    "first-use",
     "others",
 )
 QUICK_SIZE, QUICK_SHAPES = 256, ((128, 256, 256), (64, 128, 128))
@@ -156,6 +158,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         title = f"Sensitivity of a GPT of {config.layers} layers of {config.width}, multiples of forward + backward"
         head = ("candidate", "fprop and wgrad, all sites", "dgrad, one group", "peak memory, training = 1")
         print_table(title, head, sensitivity.rows(report["sensitivity"]))
+    if "first-use" in options.parts:
+        recipes = first_use.QUICK_RECIPES if options.quick else first_use.RECIPES
+        report["first_use"] = first_use.run(recipes, options.only, everything=not options.quick)
+        title = "Compiling kernels at the first step of a layer, and all of them in advance: CPU seconds (target)"
+        print_table(title, ("recipe", "seconds"), first_use.rows(report["first_use"]))
     if compare:
         print("\n" + "\n".join(report.get("notes", [others.HOW_TO_INSTALL])))
     return report

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import crossgrain as cg
 from crossgrain.recipe import (
     CustomRecipe,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -55,6 +56,7 @@ def layers() -> dict[str, MakeLayer]:
         "MXFP8": MXFP8BlockScaling(),
         "NVFP4": NVFP4BlockScaling(),  # rotation, stochastic rounding and 16x16 tiles
         "FP8 current": Float8CurrentScaling(),
+        "FP8 delayed": DelayedScaling(),
         "FP8 block": Float8BlockScaling(),
         HYBRID: CustomRecipe(qfactory=mxfp8_fwd_nvfp4_bwd_factory),  # rotation and stochastic rounding
     }

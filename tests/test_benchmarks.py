@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import calls, groups, inspect, linear, models, others, products, small
+from benchmarks import calls, first_use, groups, inspect, linear, models, others, products, small
 from benchmarks.__main__ import QUICK_SHAPES, main
 from benchmarks.timing import least_times
 from crossgrain.formats import formats
 from crossgrain.kernels.cpu.products import has_byte_dot_products
 
 NAMES = {fmt.name for fmt in formats()} - {"identity"}  # as registered by the package alone
-LAYERS = {"MXFP8", "NVFP4", "FP8 current", "FP8 block", "MXFP8 forward, NVFP4 backward"}
+LAYERS = {"MXFP8", "NVFP4", "FP8 current", "FP8 delayed", "FP8 block", "MXFP8 forward, NVFP4 backward"}
 
 
 @pytest.fixture
@@ -161,6 +161,14 @@ def test_what_an_inspector_costs(quick):
     assert cases == {(recipe, count) for recipe in inspect.RECIPES for count in (0, 2)}
     assert all(timing["step_seconds"] > 0 and timing["idle"] > 0 for timing in report["inspect"])
     assert "share" in printed
+
+
+def test_what_the_first_step_compiles(quick):
+    """In a process that has no compiled kernels, whatever this one has."""
+    printed, report = quick("first-use")
+    (timing,) = report["first_use"]
+    assert timing["recipe"] == "mxfp8" and timing["seconds"] > 0.5 and "CPU seconds" in printed
+    assert first_use.TARGETS.keys() <= {*first_use.RECIPES, first_use.EVERYTHING}
 
 
 def test_slow_jobs_are_repeated_less_often():

@@ -78,17 +78,22 @@ def forward_by_plan(
         or call.keep_input
         or call.wide_output
         or call.scale != 1.0
+        or call.input is None
+        or call.weight is None
         or not _is_plain(call)
     ):
         return NOT_PLANNED
     x, w = x.detach(), weight.detach()
     if type(x) is not Tensor or type(w) is not Tensor or not x.is_cpu or not w.is_cpu:
         return NOT_PLANNED
-    x_layout = None if call.input is None else call.input.layout_for_step((sizes.m, sizes.k))
-    w_layout = None if x_layout is None or call.weight is None else call.weight.layout_for_step((sizes.n, sizes.k))
+    x_layout = call.input.layout_for_step((sizes.m, sizes.k))
+    w_layout = None if x_layout is None else call.weight.layout_for_step((sizes.n, sizes.k))
     if x_layout is None or w_layout is None or w_layout.stochastic:
         return NOT_PLANNED  # x may be refused before a seed for W is drawn
-    scales = call.input.scale_for_step(), call.weight.scale_for_step()
+    scales = (  # only quantizers that observe amaxes give scales, made from those of earlier steps
+        call.input.scale_for_step() if x_layout.observes else None,
+        call.weight.scale_for_step() if w_layout.observes else None,
+    )
     key = "forward", id(w_layout), call.dtype, w.dtype
 
     def what() -> HalfStep:
@@ -145,7 +150,7 @@ def gradients_by_plan(dy: Tensor, saved: Restored, ctx: Any) -> Attempt:
     layout = call.grad_output.layout_for_step((sizes.m, sizes.n)) if dy.is_cpu else None
     if layout is None:
         return NOT_PLANNED
-    scales = (call.grad_output.scale_for_step(),)
+    scales = (call.grad_output.scale_for_step() if layout.observes else None,)
     key = "backward", sizes.k, call.dtype, ctx.weight.dtype, id(x.format), x.transposed, id(w.format), w.transposed
 
     def what() -> HalfStep:
