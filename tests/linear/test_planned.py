@@ -387,18 +387,51 @@ def test_delayed_scales_that_are_no_positive_numbers_take_the_general_way(scale,
     assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-def test_what_gives_scales_in_the_place_of_ours_is_asked(planned):
-    class Own(cg.Float8Quantizer):
-        def _given(self):
-            asked.append(self)
-            return super()._given()
+OWN_HOOKS = {
+    "_given": {"_given": lambda self: (None, torch.tensor([0.5]))},
+    "nothing observed": {"_observes": False},
+    "_given, nothing observed": {"_given": lambda self: (None, torch.tensor([0.5])), "_observes": False},
+    "gives_scales": {"gives_scales": False},
+    "record": {"record": lambda self, name: None},
+    "scale_for_step": {"scale_for_step": lambda self: torch.tensor([0.5])},
+}
 
-    asked = []
+
+@pytest.mark.parametrize("of", ["class", "object"])
+@pytest.mark.parametrize("hooks", OWN_HOOKS.values(), ids=OWN_HOOKS)
+def test_delayed_scaling_in_which_a_user_has_replaced_something_takes_the_general_way(hooks, of, planned, monkeypatch):
+    def results():
+        made = []
+
+        def factory(role):
+            kind = type("Own", (cg.Float8Quantizer,), hooks if of == "class" else {})
+            quantizer = kind(torch.tensor([0.01]), torch.zeros(1), cg.DType.kFloat8E4M3)
+            if of == "object":
+                for each, hook in hooks.items():
+                    setattr(quantizer, each, partial(hook, quantizer) if callable(hook) else hook)
+            made.append(quantizer)
+            return quantizer
+
+        found = step(*layer_and_data(), cg.recipe.CustomRecipe(qfactory=factory), steps=1)
+        return [*found, *(quantizer.amax for quantizer in made)]
+
+    found = results()
+    assert planned == dict.fromkeys(HALVES, 0)
+    general_way(monkeypatch)
+    assert same(found, results())
+
+
+@pytest.mark.parametrize(
+    "amax", [torch.zeros(1, device="meta"), torch._neg_view(torch.zeros(1))], ids=["meta", "negative"]
+)
+def test_amaxes_that_cannot_be_written_are_refused_as_in_the_general_way(amax, planned):
+    layer, x, _ = layer_and_data()
     recipe = cg.recipe.CustomRecipe(
-        qfactory=lambda role: Own(torch.tensor([2.0]), torch.zeros(1), cg.DType.kFloat8E4M3)
+        qfactory=lambda role: cg.Float8Quantizer(torch.tensor([2.0]), amax, cg.DType.kFloat8E4M3)
     )
-    step(*layer_and_data(), recipe, steps=1)
-    assert asked and planned == dict.fromkeys(HALVES, 0)
+    with pytest.raises(RuntimeError), cg.autocast(recipe=recipe):
+        layer(x)
+    assert planned["forward_by_plan"] == 0
 
 
 def test_scales_whose_product_is_beyond_fp32_take_the_general_way(planned, monkeypatch):

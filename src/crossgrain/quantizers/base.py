@@ -275,7 +275,8 @@ class Quantizer(AmaxReduction, DataFree):
         """`layout_for_step` for both directions, or for one. Computed once for each shape."""
         if not self._makes_known_planes():
             return None
-        if type(self)._observes and (only is not None or not self._records_numbers()):
+        of_others = type(self)._observes or self.gives_scales  # a user may have replaced how
+        if of_others and (only is not None or not self._records_numbers()):
             return None
         key = "step", only, shape, settings.non_tn_fp8_gemm, settings.compute_capability
         memo = self._memo  # see `encoding`
@@ -309,7 +310,7 @@ class Quantizer(AmaxReduction, DataFree):
         return None
 
     def _records_numbers(self) -> bool:
-        """Whether `record` and `scale_for_step` do all that `_observe` and `_given` do. A user may replace these."""
+        """Whether `record` and `scale_for_step` do what `_observe` and `_given` do. A user may replace any of them."""
         return False
 
     def record(self, amax: float, scale: float) -> None:

@@ -174,6 +174,9 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     """
 
 
+_HOOKS = ("_observe", "_observe_all", "_observes", "record", "_given", "gives_scales", "scale_for_step")
+
+
 class _PerTensorQuantizer(Quantizer):
     """Base class of the quantizers for delayed and current scaling."""
 
@@ -186,11 +189,12 @@ class _PerTensorQuantizer(Quantizer):
     @classmethod
     def _hooks(cls) -> tuple[Any, ...]:
         """How amaxes are observed and scales are given."""
-        return getattr(cls._observe_all, "__func__", None), cls._observe, cls._given
+        observe_all = getattr(cls._observe_all, "__func__", None)
+        return observe_all, cls._observe, cls._observes, cls.record, cls._given, cls.gives_scales, cls.scale_for_step
 
     def _records_numbers(self) -> bool:
-        of_object = ("_observe", "_observe_all", "_observes", "_given")
-        return self._hooks() == self._known_hooks and self.__dict__.keys().isdisjoint(of_object)
+        known = self._hooks() == self._known_hooks and self.__dict__.keys().isdisjoint(_HOOKS)
+        return known and not (self.amax.is_neg() or self.scale.is_neg())  # type: ignore[attr-defined]
 
     def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
         directions = super()._planes_to_make(rowwise, columnwise)
@@ -283,6 +287,9 @@ class Float8Quantizer(_PerTensorQuantizer):
         for target in targets[:1]:
             assert target.amax is not None
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
+
+    def _records_numbers(self) -> bool:
+        return super()._records_numbers() and self.amax.is_cpu
 
     def record(self, amax: float, scale: float) -> None:
         self.amax.view(1).clamp_(min=amax)

@@ -227,26 +227,50 @@ def work():
     assert run_python(code, CROSSGRAIN_NUM_THREADS="3").split() == ["True"]
 
 
-def test_helpers_end_before_the_interpreter_shuts_down():
-    """Afterwards they would end wherever they are, and abort the process if that is in C++ code."""
-    code = """
-import _thread, atexit, os
-
-def count_threads():  # registered first, so it is called last
-    for _ in range(1000000):  # they have said that they end, which takes them a moment
-        if _thread._count() == threads:
-            break
-        os.sched_yield()
-    print(_thread._count() - threads)
-
-atexit.register(count_threads)
+_HELPER_AT_WORK = """
+import atexit, sys, threading
+ended, local, ready = [], threading.local(), threading.Event()
+atexit.register(lambda: print(ended))  # registered first, so it is called last
 import torch, crossgrain as cg
 from crossgrain.kernels.cpu import runtime
-threads = _thread._count()
+
+class Owned:
+    def __del__(self):
+        ended.append("freed")
+
+def work():
+    local.tensor, local.owned = torch.ones(1 << 24), Owned()
+    ready.wait()
+    ended.append(float(sum(torch.ones(1 << 22).sum() for _ in range(20))))
+
 cg.quantize(torch.randn(2048, 1024), "mxfp8", columnwise=False)
-print(len(runtime._started))
+assert len(runtime._started) == 1
+runtime._jobs.put(work)
+atexit.register(ready.set)
 """
-    assert run_python(code, CROSSGRAIN_NUM_THREADS="3").split() == ["2", "0"]
+
+
+def test_the_end_of_a_program_waits_for_what_helpers_do():
+    """The interpreter would end them wherever they are, and abort the process if that is in C++ code."""
+    assert run_python(_HELPER_AT_WORK, CROSSGRAIN_NUM_THREADS="2").strip() == f"[{20.0 * (1 << 22)}]"
+
+
+def test_helpers_do_not_end_before_the_interpreter_shuts_down():
+    """A thread that ends frees its tensors, in C++ code."""
+    again = """
+def look():
+    for _ in range(100000):  # as long as the thread would need
+        if "freed" in ended:
+            break
+        os.sched_yield()
+
+import os
+atexit.unregister(runtime._park_helpers)
+atexit.register(look)
+atexit.register(runtime._park_helpers)
+atexit.register(ready.set)
+"""
+    assert "freed" not in run_python(_HELPER_AT_WORK + again, CROSSGRAIN_NUM_THREADS="2")
 
 
 def test_a_fork_while_another_thread_compiles(tmp_path):

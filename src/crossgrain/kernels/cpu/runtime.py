@@ -300,26 +300,32 @@ def _forget_helpers() -> None:
     _started.clear()
 
 
-def _end_helpers() -> None:
-    """Before the interpreter shuts down, which ends threads wherever they are: in C++ code, that aborts the process."""
-    _at_exit.set()
-    ended: SimpleQueue[None] = SimpleQueue()
+def _park_helpers() -> None:
+    """Let helpers finish, and wait for a lock for ever. It is called at the end of the program.
 
-    def end() -> None:
-        ended.put(None)
-        _thread.exit()
+    When the interpreter shuts down, it ends each thread as soon as that asks for the GIL. In C++ code this aborts the
+    process. Waiting for a lock is harmless; to end here would not be, because a thread that ends frees its tensors.
+    """
+    _at_exit.set()
+    parked: SimpleQueue[None] = SimpleQueue()
+    lock = _thread.allocate_lock()
+    lock.acquire()
+
+    def park() -> None:
+        parked.put(None)
+        lock.acquire()
 
     for _ in _started:
-        _jobs.put(end)
+        _jobs.put(park)
     with suppress(Empty):
         for _ in _started:
-            ended.get(timeout=_LONGEST_WAIT)
+            parked.get(timeout=_LONGEST_WAIT)
 
 
 _LONGEST_WAIT = 10.0  # seconds that the end of the program waits for a helper, should one hang
 
 os.register_at_fork(after_in_child=_forget_helpers)
-atexit.register(_end_helpers)
+atexit.register(_park_helpers)
 
 
 # In the child of a fork, the lock of the compiler must not be held by a thread that does not exist there.

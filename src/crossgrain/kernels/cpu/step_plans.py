@@ -489,6 +489,7 @@ def _numbers_at(buffer: Tensor) -> int:
         and buffer.is_cpu
         and buffer.dtype == torch.float32
         and buffer.is_contiguous()
+        and not buffer.is_neg()
         and buffer.data_ptr() != 0
     )
     return buffer.numel() if plain else -1
