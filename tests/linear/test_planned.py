@@ -434,6 +434,16 @@ def test_amaxes_that_cannot_be_written_are_refused_as_in_the_general_way(amax, p
     assert planned["forward_by_plan"] == 0
 
 
+def test_without_a_scale_it_follows_from_the_matrix_as_in_the_general_way(planned, monkeypatch):
+    def factory(role):
+        quantizer = cg.Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), cg.DType.kFloat8E4M3)
+        quantizer.scale = None
+        return quantizer
+
+    found, wanted = both_ways(monkeypatch, layer_and_data, cg.recipe.CustomRecipe(qfactory=factory))
+    assert same(found, wanted) and planned == dict.fromkeys(HALVES, 0)
+
+
 def test_scales_whose_product_is_beyond_fp32_take_the_general_way(planned, monkeypatch):
     def make():
         layer, x, dy = layer_and_data(bias=False)

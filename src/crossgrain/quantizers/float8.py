@@ -177,6 +177,11 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
 _HOOKS = ("_observe", "_observe_all", "_observes", "record", "_given", "gives_scales", "scale_for_step")
 
 
+def _is_number(statistic: object) -> bool:
+    """Whether an amax or a scale, which a user may set to anything, is a tensor whose memory has its number."""
+    return isinstance(statistic, Tensor) and not statistic.is_neg()
+
+
 class _PerTensorQuantizer(Quantizer):
     """Base class of the quantizers for delayed and current scaling."""
 
@@ -194,7 +199,7 @@ class _PerTensorQuantizer(Quantizer):
 
     def _records_numbers(self) -> bool:
         known = self._hooks() == self._known_hooks and self.__dict__.keys().isdisjoint(_HOOKS)
-        return known and not (self.amax.is_neg() or self.scale.is_neg())  # type: ignore[attr-defined]
+        return known and _is_number(self.amax) and _is_number(self.scale)  # type: ignore[attr-defined]
 
     def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
         directions = super()._planes_to_make(rowwise, columnwise)
