@@ -266,8 +266,8 @@ class Quantizer(AmaxReduction, DataFree):
     def layout_for_step(self, shape: tuple[int, int]) -> Layout | None:
         """Both planes of a matrix, for a plan of a whole layer; None if `make_planes` does more than to write them.
 
-        Amaxes that are given or agreed on with ranks, and planes of users, are not for such plans. Of what is given
-        they take one scale (`scale_for_step`).
+        Amaxes that are given or agreed on with ranks, and planes of users, are not for such plans. A given scale is:
+        `scale_for_step` returns it.
         """
         return self._layout_for_step(shape, None)
 
@@ -314,7 +314,7 @@ class Quantizer(AmaxReduction, DataFree):
         return False
 
     def record(self, amax: float, scale: float) -> None:
-        """Record what others have measured for this quantizer: an amax, and the scale that follows from it."""
+        """Record what others have measured for this quantizer: an amax, and the scale that was used."""
         raise NotImplementedError(f"{type(self).__name__} records no numbers")
 
     def _planes_of_storage(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> PlaneSource:
