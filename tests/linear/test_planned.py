@@ -434,6 +434,15 @@ def test_amaxes_that_cannot_be_written_are_refused_as_in_the_general_way(amax, p
     assert planned["forward_by_plan"] == 0
 
 
+def test_a_scale_that_is_also_the_amax_takes_the_general_way(planned, monkeypatch):
+    def factory(role):
+        both = torch.tensor([2.0])
+        return cg.Float8Quantizer(both, both, cg.DType.kFloat8E4M3)
+
+    found, wanted = both_ways(monkeypatch, layer_and_data, cg.recipe.CustomRecipe(qfactory=factory))
+    assert same(found, wanted) and planned == dict.fromkeys(HALVES, 0)
+
+
 def test_without_a_scale_it_follows_from_the_matrix_as_in_the_general_way(planned, monkeypatch):
     def factory(role):
         quantizer = cg.Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), cg.DType.kFloat8E4M3)
