@@ -21,7 +21,10 @@ pytestmark = pytest.mark.xdist_group("torchrun")
 RECIPE = "mxfp8, input.source: dequantized"
 SHARDED_RECIPE = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
 
+# The interpreter is not shut down: a thread of gloo may still be freeing what the last backward pass has sent, which takes
+# the GIL, and torch aborts a process whose threads ask for it then. Groups that torch keeps have such threads to the end.
 PROGRAMS = f"""
+import os
 import runpy
 import sys
 
@@ -38,6 +41,8 @@ for name, *arguments in [
     runpy.run_path(name, run_name="__main__")
     dist.init_process_group = lambda backend: None
 end()
+sys.stdout.flush()
+os._exit(0)
 """
 
 SAVING = """
