@@ -3,11 +3,16 @@
 numba compiles each function for its own use first: it optimizes the function with all that it calls, makes machine code
 and a wrapper by which Python could call it. A part of a kernel needs none of this. It is optimized once, inside of the
 kernel; a kernel is compiled in less than half of the time.
+
+Most of the time that is left is numba's own, in Python. So steps for what no kernel contains are left out, and Python's
+garbage collector waits: it would look at all objects of torch and numba again and again. The machine code is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +20,7 @@ from numba import njit
 from numba._dynfunc import make_function
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.core.compiler_machinery import register_pass
+from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.typed_passes import NativeLowering
 from numba.extending import overload
 
@@ -52,16 +57,44 @@ class _LowerPart(NativeLowering):
         return True
 
 
-class _PartCompiler(CompilerBase):
-    """numba's compiler, with `_LowerPart` in the place of its last step."""
+_NOT_NEEDED = {  # steps of numba for what kernels and their parts do not contain
+    "WithLifting",  # `with`
+    "InlineClosureLikes", "MakeFunctionToJitFunction",  # functions inside of functions, comprehensions
+    "RewriteDynamicRaises",  # `raise`
+    "InlineInlinables", "InlineOverloads",  # `inline="always"`
+    "FindLiterallyCalls", "LiteralUnroll", "LiteralPropagationSubPipelinePass",  # `literally`, `literal_unroll`
+    "NopythonRewrites",  # expressions of arrays
+    "DumpParforDiagnostics",  # `prange`
+}  # fmt: skip
 
-    def define_pipelines(self) -> list[Any]:
-        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        pipeline.passes = [
-            (_LowerPart, name) if step is NativeLowering else (step, name) for step, name in pipeline.passes
-        ]
-        pipeline.finalize()
-        return [pipeline]
+
+_steps: dict[Any, list[PassManager]] = {}
+
+
+def _steps_to(lowering: Any, state: Any) -> list[PassManager]:
+    """The steps of compiling, the last of which is ``lowering``. All functions have the same; they hold nothing."""
+    if lowering not in _steps:
+        steps = PassManager("crossgrain")
+        for step, name in DefaultPassBuilder.define_nopython_pipeline(state).passes:
+            if step.__name__ not in _NOT_NEEDED:
+                steps.add_pass(lowering if step is NativeLowering else step, name)
+        steps.finalize()
+        _steps[lowering] = [steps]
+    return _steps[lowering]
+
+
+class _KernelCompiler(CompilerBase):
+    """numba's compiler, without what kernels do not need."""
+
+    def define_pipelines(self) -> list[PassManager]:
+        return _steps_to(NativeLowering, self.state)
+
+
+class _PartCompiler(CompilerBase):
+    """The same, with `_LowerPart` in the place of its last step."""
+
+    def define_pipelines(self) -> list[PassManager]:
+        return _steps_to(_LowerPart, self.state)
 
 
 _OPTIONS: dict[str, Any] = {
@@ -82,4 +115,16 @@ overloaded = partial(overload, jit_options=_OPTIONS)  # type: ignore[arg-type]
 
 def kernel(function: Callable[..., Any]) -> Any:
     """For what is called from Python. It takes a tag, so that its cached machine code is of these sources."""
-    return cached_on_disk(njit(nogil=True, error_model="numpy")(function))
+    return cached_on_disk(njit(nogil=True, error_model="numpy", pipeline_class=_KernelCompiler)(function))
+
+
+@contextmanager
+def collector_waiting() -> Iterator[None]:
+    """Python's garbage collector does not run inside of this, if it is on. One thread at a time may be here."""
+    runs = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if runs:
+            gc.enable()

@@ -25,6 +25,7 @@ from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from .announcing import announced
+from .compiling import collector_waiting
 from .jobs import SLOT, jobs, work_tag
 from .tags import Tag, TagType
 
@@ -71,7 +72,7 @@ def address(dispatcher: Any, *arguments: Any) -> int:
 
 def _compile(key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
     dispatcher, signature = key[0], tuple(map(_numba_type, arguments))
-    with global_compiler_lock, announced(dispatcher):
+    with global_compiler_lock, announced(dispatcher), collector_waiting():
         dispatcher.compile(signature)
         _compiled[key] = dispatcher.overloads[signature].entry_point
 
