@@ -21,8 +21,9 @@ pytestmark = pytest.mark.xdist_group("torchrun")
 RECIPE = "mxfp8, input.source: dequantized"
 SHARDED_RECIPE = "fprop: mxfp8, dgrad: nvfp4(sr), wgrad: nvfp4(rht, sr)"
 
-# The interpreter is not shut down: a thread of gloo may still be freeing what the last backward pass has sent, which takes
-# the GIL, and torch aborts a process whose threads ask for it then. Groups that torch keeps have such threads to the end.
+# The interpreter is not shut down: a thread of gloo may still be freeing what the last backward pass has sent, for
+# which it takes the GIL, and torch aborts a process whose threads ask for it then. Such threads end with the process,
+# because torch keeps its groups.
 PROGRAMS = f"""
 import os
 import runpy

@@ -434,13 +434,33 @@ def test_amaxes_that_cannot_be_written_are_refused_as_in_the_general_way(amax, p
     assert planned["forward_by_plan"] == 0
 
 
-def test_a_scale_that_is_also_the_amax_takes_the_general_way(planned, monkeypatch):
+@pytest.mark.parametrize(
+    "alias", [lambda t: t, lambda t: t.view(1), torch.Tensor.detach], ids=["same", "view", "detached"]
+)
+def test_a_scale_in_the_memory_of_the_amax_takes_the_general_way(alias, planned, monkeypatch):
     def factory(role):
         both = torch.tensor([2.0])
-        return cg.Float8Quantizer(both, both, cg.DType.kFloat8E4M3)
+        return cg.Float8Quantizer(both, alias(both), cg.DType.kFloat8E4M3)
 
     found, wanted = both_ways(monkeypatch, layer_and_data, cg.recipe.CustomRecipe(qfactory=factory))
     assert same(found, wanted) and planned == dict.fromkeys(HALVES, 0)
+
+
+def test_a_scale_of_w_in_the_memory_of_the_amax_of_x_takes_the_general_way(planned, monkeypatch):
+    def make():
+        amax = torch.tensor([0.5])
+
+        def factory(role):
+            scale = amax if role is not None and role.tensor_type == "weight" else torch.tensor([2.0])
+            mine = amax if role is not None and role.tensor_type == "input" else torch.zeros(1)
+            return cg.Float8Quantizer(scale, mine, cg.DType.kFloat8E4M3)
+
+        return cg.recipe.CustomRecipe(qfactory=factory)
+
+    found = step(*layer_and_data(), make())
+    assert planned["forward_by_plan"] == 0
+    general_way(monkeypatch)
+    assert same(found, step(*layer_and_data(), make()))
 
 
 def test_without_a_scale_it_follows_from_the_matrix_as_in_the_general_way(planned, monkeypatch):

@@ -186,6 +186,16 @@ def test_delayed_scaling_uses_the_given_scale_and_accumulates_amax():
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_given_scale_of_another_dtype_is_rounded_to_fp32(dtype, backend):
+    x, scale = torch.tensor([[1.0, -3.0]], dtype=dtype), torch.tensor([1 / 3], dtype=torch.float64)
+    with using_backend(backend):
+        q, wanted = (cg.Float8Quantizer(each, torch.zeros(1), E4M3)(x) for each in (scale, scale.float()))
+    assert torch.equal(q._data, wanted._data)
+    assert torch.equal(q._scale_inv, wanted._scale_inv)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0])
 def test_a_scale_that_makes_nans_makes_them_in_the_transposed_copy_too(scale, backend, transposing):
     quantizer = cg.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), E4M3)

@@ -90,10 +90,13 @@ def forward_by_plan(
     w_layout = None if x_layout is None else call.weight.layout_for_step((sizes.n, sizes.k))
     if x_layout is None or w_layout is None or w_layout.stochastic:
         return NOT_PLANNED  # x may be refused before a seed for W is drawn
-    scales = (  # only quantizers that observe amaxes give scales, made from those of earlier steps
+    scales = (  # only quantizers that observe amaxes may give one
         call.input.scale_for_step() if x_layout.observes else None,
         call.weight.scale_for_step() if w_layout.observes else None,
     )
+    recorded = call.input.amax if x_layout.observes else None  # type: ignore[attr-defined]
+    if recorded is not None and scales[1] is not None and recorded.data_ptr() == scales[1].data_ptr():
+        return NOT_PLANNED  # the amax of x is recorded where the scale of W is then read
     key = "forward", id(w_layout), call.dtype, w.dtype
 
     def what() -> HalfStep:

@@ -275,8 +275,8 @@ class Quantizer(AmaxReduction, DataFree):
         """`layout_for_step` for both directions, or for one. Computed once for each shape."""
         if not self._makes_known_planes():
             return None
-        of_others = type(self)._observes or self.gives_scales  # a user may have replaced how
-        if of_others and (only is not None or not self._records_numbers()):
+        has_hooks = type(self)._observes or self.gives_scales
+        if has_hooks and (only is not None or not self._records_numbers()):
             return None
         key = "step", only, shape, settings.non_tn_fp8_gemm, settings.compute_capability
         memo = self._memo  # see `encoding`

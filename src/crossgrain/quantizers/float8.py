@@ -175,10 +175,11 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
 
 
 _HOOKS = ("_observe", "_observe_all", "_observes", "record", "_given", "gives_scales", "scale_for_step")
+"""How amaxes are observed and scales are given. A user may replace any of them."""
 
 
-def _is_number(statistic: object) -> bool:
-    """Whether an amax or a scale, which a user may set to anything, is a tensor whose memory has its number."""
+def _has_its_number(statistic: object) -> bool:
+    """Whether an amax or a scale, which a user may set to anything, is a tensor, with its number in its memory."""
     return isinstance(statistic, Tensor) and not statistic.is_neg()
 
 
@@ -189,17 +190,16 @@ class _PerTensorQuantizer(Quantizer):
     dtype: DType
 
     _observes = True
-    _known_hooks: ClassVar[tuple[Any, ...]]  # those of crossgrain's own class
+    _known_hooks: ClassVar[list[Any]]  # those of crossgrain's own class
 
     @classmethod
-    def _hooks(cls) -> tuple[Any, ...]:
-        """How amaxes are observed and scales are given."""
-        observe_all = getattr(cls._observe_all, "__func__", None)
-        return observe_all, cls._observe, cls._observes, cls.record, cls._given, cls.gives_scales, cls.scale_for_step
+    def _hooks(cls) -> list[Any]:
+        found = [getattr(cls, name) for name in _HOOKS]
+        return [getattr(hook, "__func__", hook) for hook in found]  # a class method is a new object each time
 
     def _records_numbers(self) -> bool:
         known = self._hooks() == self._known_hooks and self.__dict__.keys().isdisjoint(_HOOKS)
-        return known and _is_number(self.amax) and _is_number(self.scale)  # type: ignore[attr-defined]
+        return known and _has_its_number(self.amax) and _has_its_number(self.scale)  # type: ignore[attr-defined]
 
     def _planes_to_make(self, rowwise: bool, columnwise: bool) -> list[Direction]:
         directions = super()._planes_to_make(rowwise, columnwise)
@@ -281,7 +281,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return cached_encoding(fp8_format(self.dtype.element))
 
     def _given(self) -> tuple[Tensor | None, Tensor | None]:
-        return None, self.scale
+        return None, None if self.scale is None else self.scale.float()
 
     def scale_for_step(self) -> Tensor | None:
         return self.scale
@@ -294,8 +294,8 @@ class Float8Quantizer(_PerTensorQuantizer):
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
 
     def _records_numbers(self) -> bool:
-        # A scale that changes when an amax is recorded is read at another time than by a plan.
-        return super()._records_numbers() and self.amax.is_cpu and self.amax is not self.scale
+        # A plan reads scales before amaxes are recorded, so no amax may be in the memory of a scale.
+        return super()._records_numbers() and self.amax.is_cpu and self.amax.data_ptr() != self.scale.data_ptr()
 
     def record(self, amax: float, scale: float) -> None:
         self.amax.view(1).clamp_(min=amax)
@@ -415,5 +415,5 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         return True
 
 
-for _quantizer in (Float8Quantizer, Float8CurrentScalingQuantizer):
+for _quantizer in (Float8Quantizer, Float8CurrentScalingQuantizer):  # at the end, because classes are complete only now
     _quantizer._known_hooks = _quantizer._hooks()

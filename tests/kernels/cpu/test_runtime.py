@@ -255,6 +255,27 @@ def test_the_end_of_a_program_waits_for_what_helpers_do():
     assert run_python(_HELPER_AT_WORK, CROSSGRAIN_NUM_THREADS="2").strip() == f"[{20.0 * (1 << 22)}]"
 
 
+def test_the_end_of_a_program_does_not_wait_for_helpers_that_start_meanwhile(monkeypatch):
+    started, waits = [0], []
+
+    class Jobs:
+        def put(self, job):
+            started.append(0)  # as another thread would
+            threading.Thread(target=job, daemon=True).start()
+
+    class Waiting(SimpleQueue):
+        def get(self, timeout):
+            waits.append(timeout)
+            return super().get(timeout=timeout)
+
+    for name, value in {"_started": started, "_jobs": Jobs(), "_at_exit": threading.Event()}.items():
+        monkeypatch.setattr(runtime, name, value)
+    monkeypatch.setattr(runtime, "SimpleQueue", Waiting)
+    monkeypatch.setattr(runtime, "_LONGEST_WAIT", 30.0)
+    runtime._park_helpers()
+    assert waits == [30.0]
+
+
 def test_helpers_do_not_end_before_the_interpreter_shuts_down():
     """A thread that ends frees its tensors, in C++ code."""
     again = """

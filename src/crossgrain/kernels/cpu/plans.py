@@ -29,7 +29,7 @@ from .tags import F32, NO
 from .work import FIRST, LAST, SCRATCH, Slot
 
 _GIVEN = ("x", "codes", "scales", "key0", "key1")
-_REFUSES = 0  # the limit of lines that return 1 for numbers which need another way
+REFUSES = 0  # the limit of lines that return 1 for numbers which need another way
 
 
 class _WordsOfPlane(NamedTuple):
@@ -247,7 +247,7 @@ class _Scales:
             factor: Inside | Beyond = Inside(self.factors[0]) if self.factors else self.decode
             if self.target.scale is not None:
                 given = Given("given", number), factor, self.encode, Given("scales", number), F32
-                return table.line(programs.given_factor, given, limit=_REFUSES)
+                return table.line(programs.given_factor, given, limit=REFUSES)
             arguments: tuple[Any, ...] = (
                 Inside(bits), factor, self.encode, Given("scales", number),
                 float(fmt.target), scalars.fp32(encoding.epsilon), bool(encoding.power_of_two), F32,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from .calling import caller
-from .compiling import kernel
+from .compiling import inner, kernel
 from .elements import INFINITY_BITS
 from .jobs import SLOT
 from .simd import bits_of, float_of, load_f32, load_i32, load_i64, splat, store, store_i32, store_u8
@@ -89,9 +89,7 @@ def tensor_factor(bits, factor, other_factor, scale, target, epsilon, power_of_t
         number = min(np.float32(np.float64(target) / np.float64(largest)), float_of(_LARGEST_BITS))
         if power_of_two:
             number = float_of(bits_of(number) & INFINITY_BITS)
-    store_i32(factor, bits_of(number))
-    store_i32(other_factor, bits_of(number))
-    store_i32(scale, bits_of(np.float32(1.0 / np.float64(number))))
+    _store_tensor_scale(number, factor, other_factor, scale)
     return np.int64(0)
 
 
@@ -112,10 +110,15 @@ def given_factor(given, factor, other_factor, scale, tag):
     number = load_f32(given)
     if not np.float32(0.0) < number < float_of(INFINITY_BITS):
         return np.int64(1)
+    _store_tensor_scale(number, factor, other_factor, scale)
+    return np.int64(0)
+
+
+@inner
+def _store_tensor_scale(number, factor, other_factor, scale):
     store_i32(factor, bits_of(number))
     store_i32(other_factor, bits_of(number))
     store_i32(scale, bits_of(np.float32(1.0 / np.float64(number))))
-    return np.int64(0)
 
 
 @kernel

@@ -274,6 +274,7 @@ def kind_of(value: Any) -> str:
 _jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
 _started: list[int] = []
 _at_exit = threading.Event()
+_LONGEST_WAIT = 10.0  # seconds that the end of the program waits for a helper, should one hang
 
 
 def _helpers(wanted: int) -> int:
@@ -316,14 +317,13 @@ def _park_helpers() -> None:
         parked.put(None)
         lock.acquire()
 
-    for _ in _started:
+    helpers = len(_started)  # another thread may be starting one more
+    for _ in range(helpers):
         _jobs.put(park)
     with suppress(Empty):
-        for _ in _started:
+        for _ in range(helpers):
             parked.get(timeout=_LONGEST_WAIT)
 
-
-_LONGEST_WAIT = 10.0  # seconds that the end of the program waits for a helper, should one hang
 
 os.register_at_fork(after_in_child=_forget_helpers)
 atexit.register(_park_helpers)

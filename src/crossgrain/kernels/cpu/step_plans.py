@@ -29,7 +29,7 @@ from . import nvfp4_product, products, programs, runtime
 from .decoders import decoder
 from .dot_tile import LEFT_BLOCK_BYTES, RIGHT_BLOCK_BYTES, TILE_COLUMNS, TILE_ROWS
 from .elements import INFINITY_BITS
-from .plans import lines_to_write
+from .plans import REFUSES, lines_to_write
 from .runtime import kernel, thread_count
 from .support import is_plain_memory, tag_of_plane, yes_or_no
 from .tables import Beyond, Given, Inside, Line, Table
@@ -149,7 +149,7 @@ class StepPlan:
         self._fills += [
             words("given", numbers) for make, numbers in zip(makes, made, strict=True) if make.scale is not None
         ]
-        self._scaled = [make.scale is not None for make in makes]
+        self._scales = [0 if make.scale is None else 1 for make in makes]
         tensors = [number for number, stays in enumerate(kept) if stays]
         tensors += range(len(planes), len(planes) + len(given))
         for number in tensors:
@@ -171,8 +171,8 @@ class StepPlan:
         for matrix in matrices:
             if not is_plain_memory(matrix):
                 return False
-        for scale, given_one in zip(scales, self._scaled, strict=True):
-            if (0 if scale is None else _numbers_at(scale)) != given_one:
+        for scale, wanted in zip(scales, self._scales, strict=True):
+            if (0 if scale is None else _numbers_at(scale)) != wanted:
                 return False
         for plane, needed in zip(given, self._given, strict=True):  # noqa: SIM110 - a generator is a call of Python
             if not needed.suit(plane):
@@ -452,7 +452,7 @@ def _multiplied(
     factor = Inside(multiply.arguments + arguments.index(0.0, 9))
     bounds = [float(plane.format.element.max * plane.format.scale_bound) for plane in sides]  # type: ignore[union-attr]
     amaxes = [Given("amax", at) for at in pair]
-    joint = table.line(programs.joint_factor, (*amaxes, factor, *bounds, F32), limit=0)
+    joint = table.line(programs.joint_factor, (*amaxes, factor, *bounds, F32), limit=REFUSES)
     return [joint, *packs, multiply]
 
 
