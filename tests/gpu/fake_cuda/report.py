@@ -79,6 +79,18 @@ def main() -> None:
         cg.set_backend(backend)
     names = sys.stdin.read().splitlines()
     Path(out).write_text(json.dumps({name: _told(name) for name in names}))
+    _let_go()
+
+
+def _let_go() -> None:
+    """Have the device's thread of autograd let go of the last backward, whose context is a Python object.
+
+    It does so before it begins another one, which is therefore begun without a context. If it did so while Python
+    shuts down, the process would be aborted.
+    """
+    result = torch.ones(1, device="cuda", requires_grad=True) * 2
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((result,), (torch.ones_like(result),), False, False, (), accumulate_grad=True)
 
 
 if __name__ == "__main__":
