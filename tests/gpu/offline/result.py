@@ -11,6 +11,7 @@ from typing import Any
 
 import triton
 
+from ..ptx.products import products
 from ..ptx.registry import OPERATIONS, inexact_reason
 from ..ptx.source import parse
 
@@ -109,8 +110,13 @@ class Built:
 
 
 def inexact(ptx: str) -> Counter[str]:
-    """Instructions of PTX whose result PTX leaves open (approximate, flushing, fusible), and fused multiply-adds."""
-    opcodes = Counter(each.opcode for each in parse(ptx).instructions)
+    """Instructions of PTX whose result PTX leaves open (approximate, flushing, fusible), and fused multiply-adds.
+
+    Those of -0 are products, see `products`.
+    """
+    program = parse(ptx)
+    exact = products(program)
+    opcodes = Counter(each.opcode for each in program.instructions if each not in exact)
     return Counter({name: n for name, n in opcodes.items() if inexact_reason(name) or _fused(name)})
 
 

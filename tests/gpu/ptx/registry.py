@@ -1,6 +1,5 @@
 """From an instruction to what executes it. What is not in a table is refused, with the reason where there is one."""
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,7 +9,7 @@ from .errors import PtxError
 from .lanes import Lanes
 from .source import DECLARATION, Instruction, Vector
 from .undefined import of_whole
-from .values import Array, Bits, Operation, unsigned
+from .values import Bits, Operation
 from .wave import Executor, Wave
 
 OPERATIONS: dict[str, Operation] = integers.TABLE | floats.TABLE | conversions.TABLE | comparisons.TABLE
@@ -54,29 +53,13 @@ def _decode(instruction: Instruction, allow_fma: bool) -> Executor:
     if instruction.opcode in OPERATIONS:
         operation = OPERATIONS[instruction.opcode]
         if operation.fused and not allow_fma:
-            operation = _product_alone(instruction, operation)
+            raise PtxError("a fused multiply-add rounds once where the kernel may mean twice; allow_fma=True runs it")
         return _lane_by_lane(instruction, operation)
     if instruction.opcode == "bar.warp.sync":
         return exchange.decode_warp_barrier(instruction)
     if verb in _FAMILIES:
         return _FAMILIES[verb](instruction)
     raise PtxError(f"instruction {instruction.opcode} is not known")
-
-
-def _product_alone(instruction: Instruction, operation: Operation) -> Operation:
-    """A fused multiply-add that may add -0 only, and so is a product: GPUs without products of bf16 write them so."""
-    each = {"f64": 64, "f32": 32, "f16": 16, "bf16": 16}[instruction.parts[-1].removesuffix("x2")]
-    nothing = unsigned(operation.result)(sum(1 << sign for sign in range(each - 1, operation.result, each)))
-
-    def compute(a: Array, b: Array, c: Array) -> Array:
-        if (c != nothing).any():
-            raise PtxError(
-                "a fused multiply-add rounds once where the kernel may mean twice; allow_fma=True runs it: "
-                + instruction.text
-            )
-        return operation.compute(a, b, c)
-
-    return replace(operation, compute=compute)
 
 
 @cache

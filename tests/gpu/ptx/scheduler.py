@@ -10,6 +10,7 @@ import numpy as np
 from .errors import PtxError
 from .lanes import Lanes
 from .registry import decode
+from .products import products
 from .source import DECLARATION, Immediate, Instruction, Program, Symbol
 from .wave import Executor, Wave
 
@@ -29,9 +30,10 @@ class Code:
     def __init__(self, program: Program, allow_fma: bool) -> None:
         self.program = program
         self.executors: list[Executor | None] = []
+        exact = products(program)
         for each in program.instructions:
             control = _check_control(each, program)
-            self.executors.append(None if control else decode(each, allow_fma))
+            self.executors.append(None if control else decode(each, allow_fma or each in exact))
 
 
 def _check_control(instruction: Instruction, program: Program) -> bool:

@@ -128,18 +128,22 @@ def test_a_fused_multiply_add_is_refused_unless_allowed() -> None:
 @pytest.mark.parametrize("name, nothing", [("f32", 1 << 31), ("bf16", 0x8000), ("bf16x2", 0x80008000)])
 def test_a_fused_multiply_add_of_minus_zero_is_a_product(name: str, nothing: int) -> None:
     """+0 is another number: it makes a product of -0 positive. One half of a pair is enough to refuse it."""
-    dtype = np.uint16 if name == "bf16" else np.uint32
+    bits, dtype = (16, np.uint16) if name == "bf16" else (32, np.uint32)
     a, b = (np.random.default_rng(seed).integers(0, 1 << 16, 256).astype(dtype) for seed in range(2))
     if name != "bf16":
         a, b = a << dtype(16) | a, b << dtype(16) | b
-    zeros = np.full(256, nothing, dtype)
-    products = evaluate(f"mul.rn.{name} d, a, b", a, b, result=dtype)
-    assert np.array_equal(evaluate(f"fma.rn.{name} d, a, b, c", a, b, zeros, result=dtype), products)
-    for other in (0, nothing | 1, nothing ^ 1 << (31 if name == "f32" else 15)):
+
+    def found(setting: str) -> Array:
+        """With an addend c that is set so."""
+        return evaluate(f".reg .b{bits} c; {setting} fma.rn.{name} d, a, b, c", a, b, result=dtype)
+
+    zero = f"mov.b{bits} c, {nothing:#x};"
+    assert np.array_equal(found(zero), evaluate(f"mul.rn.{name} d, a, b", a, b, result=dtype))
+    others = [f"mov.b{bits} c, {other:#x};" for other in (0, nothing | 1, nothing ^ 1 << (bits - 1))]
+    twice, never, computed = f"{zero} mov.b{bits} c, 0;", f"@%p1 {zero}", f"or.b{bits} c, a, {nothing:#x};"
+    for setting in (*others, twice, never, computed):
         with pytest.raises(PtxError, match="allow_fma=True"):
-            evaluate(
-                f"fma.rn.{name} d, a, b, c", a, b, np.where(np.arange(256) == 7, dtype(other), zeros), result=dtype
-            )
+            found(setting)
 
 
 @pytest.mark.parametrize("name, dtype", [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
