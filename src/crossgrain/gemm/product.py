@@ -241,8 +241,8 @@ def _global_scale(plane: Plane) -> float | Tensor:
 
 
 def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
-    """A Python number, or a float64 tensor of several."""
-    if values.numel() == 1:
+    """A Python number; or a float64 tensor of several, or of one that cannot be read, because the tensor is fake."""
+    if values.numel() == 1 and type(values) is Tensor:
         return float(values) * factor
     return values.to(torch.float64) * factor
 

@@ -11,6 +11,8 @@ import threading
 import torch
 from torch import Tensor
 
+from ..runtime.transforms import new_tensors_are_fake
+
 LIMIT_BYTES = 1 << 30  # larger operands are allocated for each GEMM: keeping their memory would cost too much
 
 
@@ -24,8 +26,11 @@ _buffers = _Buffers()
 
 
 def workspace(name: str, elements: int) -> Tensor | None:
-    """A float32 buffer of at least ``elements`` numbers on the CPU; None if it would be larger than the limit."""
-    if elements * 4 > LIMIT_BYTES:
+    """A float32 buffer of at least ``elements`` numbers on the CPU; None if it would be larger than the limit.
+
+    There is none either where new tensors are fake: nobody else could use one.
+    """
+    if elements * 4 > LIMIT_BYTES or new_tensors_are_fake():
         return None
     key = _buffers.depth, name
     buffer = _buffers.by_name.get(key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .host_and_device import on_device
 from .logs import warn
@@ -279,7 +280,10 @@ def draw_seed(subject: object = "") -> int:
 
 
 def _drawn_seed() -> int:
-    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+    if isinstance(drawn, FakeTensor):
+        return 0  # it has no number, and what is rounded has none either
+    seed = int(drawn)
     return _not_of_an_earlier_capture(seed) if _seeds_of_capture else seed
 
 

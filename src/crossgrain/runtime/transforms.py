@@ -1,16 +1,22 @@
-"""Code that torch records or transforms: nothing can be quantized there.
+"""Code that torch records or transforms: nothing can be quantized there, or only without numbers.
 
 `torch.jit.trace` records operations of torch. Kernels of crossgrain are none: their results would become constants of
-the recorded graph. The transforms of `torch.func` (vmap, grad, jvp, jacrev, ...) pass stand-ins for tensors.
+the recorded graph. The transforms of `torch.func` (vmap, grad, jvp, jacrev, ...) pass stand-ins for tensors. Fake tensors have shapes and no numbers.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch._C import _functorch
 
 get_tracing_state = torch._C._get_tracing_state  # None outside of `torch.jit.trace`
 current_transform = _functorch.peek_interpreter_stack  # None outside of the transforms of `torch.func`
+
+
+def new_tensors_are_fake() -> bool:
+    """Whether a mode is active in which new tensors have no memory."""
+    return bool(torch._C._len_torch_dispatch_stack()) and type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def refuse_transforms(what: str) -> None:

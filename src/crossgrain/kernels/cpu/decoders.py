@@ -63,7 +63,8 @@ class _Versions(dict[bool, Callable[..., object]]):
         self._of, self._arguments, self._tags = dispatcher, arguments, tags
 
     def __missing__(self, past_caches: bool) -> Callable[..., object]:
-        numbers = self._arguments(_NO_PLANE, 0, 0, 0)
+        one = torch.ones(1, device="cpu")
+        numbers = self._arguments(Plane(IDENTITY, ROWWISE, (1, 1), one, one, one), 0, 0, 0)  # for their types
         self[past_caches] = kernel(self._of, *numbers, *self._tags, yes_or_no(past_caches))
         return self[past_caches]
 
@@ -172,5 +173,3 @@ class _Tables(threading.local):
 
 
 _tables = _Tables()
-_one = torch.ones(1, device="cpu")
-_NO_PLANE = Plane(IDENTITY, ROWWISE, (1, 1), _one, _one, _one)  # with it, the types of numbers are found

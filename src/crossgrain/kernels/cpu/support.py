@@ -16,6 +16,7 @@ from torch import Tensor
 from ...formats import Element, Format
 from ...formats.dtypes import HIGH_PRECISION
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
+from ...runtime.transforms import new_tensors_are_fake
 from ..reference.elements import FP32_MAX
 from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
@@ -188,7 +189,7 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the address of a tensor has its numbers. Traced, transformed and lazy tensors do not have them there."""
     return (
         type(tensor) is Tensor
-        and not (torch._C._len_torch_dispatch_stack() and _new_tensors_are_fake())
+        and not new_tensors_are_fake()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
@@ -232,11 +233,6 @@ def plane_has_memory(plane: Plane) -> bool:
     ):
         return all_have_memory(plane.buffers())
     return True
-
-
-def _new_tensors_are_fake() -> bool:
-    """Whether a mode is active in which new tensors have no memory."""
-    return type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def is_readable(x: Tensor) -> bool:
