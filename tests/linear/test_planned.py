@@ -463,6 +463,35 @@ def test_a_scale_of_w_in_the_memory_of_the_amax_of_x_takes_the_general_way(plann
     assert same(found, step(*layer_and_data(), make()))
 
 
+STATISTICS = {
+    "narrow amax": (lambda: torch.tensor([2.0]), lambda: torch.zeros(1, dtype=torch.float16)),
+    "sparse scale": (lambda: torch.tensor([2.0]).to_sparse(), lambda: torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("statistics", STATISTICS.values(), ids=STATISTICS)
+def test_unusual_scales_and_amaxes_take_the_general_way(statistics, planned, monkeypatch):
+    """An amax beyond fp16 is infinite there."""
+
+    def results():
+        made = []
+
+        def factory(role):
+            made.append(cg.Float8Quantizer(*(make() for make in statistics), cg.DType.kFloat8E4M3))
+            return made[-1]
+
+        layer, x, dy = layer_and_data()
+        with torch.no_grad():
+            x *= 1e6
+        found = step(layer, x, dy, cg.recipe.CustomRecipe(qfactory=factory), steps=1)
+        return [*found, *(quantizer.amax for quantizer in made)]
+
+    found = results()
+    assert planned == dict.fromkeys(HALVES, 0)
+    general_way(monkeypatch)
+    assert same(found, results())
+
+
 def test_without_a_scale_it_follows_from_the_matrix_as_in_the_general_way(planned, monkeypatch):
     def factory(role):
         quantizer = cg.Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), cg.DType.kFloat8E4M3)

@@ -22,7 +22,7 @@ from crossgrain.recipe import (
     backward_note,
     forward_step,
 )
-from crossgrain.recipe.updates import backward_steps
+from crossgrain.recipe.updates import _EndOfPass, backward_steps
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -382,3 +382,10 @@ def run_different_modules(rank):
 @pytest.mark.parametrize("function", [train_on_rank, run_different_modules])
 def test_amaxes_are_reduced_over_the_group(function, tmp_path):
     run_on_two_ranks(function, tmp_path)
+
+
+def test_an_end_of_a_pass_that_was_never_made_is_deleted_without_a_word():
+    """An exception of a signal's handler may come before `__init__`."""
+    unmade = _EndOfPass.__new__(_EndOfPass)
+    unmade()
+    unmade.__del__()

@@ -180,7 +180,7 @@ _HOOKS = ("_observe", "_observe_all", "_observes", "record", "_given", "gives_sc
 
 def _has_its_number(statistic: object) -> bool:
     """Whether an amax or a scale, which a user may set to anything, is a tensor, with its number in its memory."""
-    return isinstance(statistic, Tensor) and not statistic.is_neg()
+    return isinstance(statistic, Tensor) and statistic.layout is torch.strided and not statistic.is_neg()
 
 
 class _PerTensorQuantizer(Quantizer):
@@ -294,8 +294,14 @@ class Float8Quantizer(_PerTensorQuantizer):
             torch._foreach_maximum_([each.amax.view(1) for each in quantizers], torch.split(target.amax, 1))
 
     def _records_numbers(self) -> bool:
-        # A plan reads scales before amaxes are recorded, so no amax may be in the memory of a scale.
-        return super()._records_numbers() and self.amax.is_cpu and self.amax.data_ptr() != self.scale.data_ptr()
+        # A plan reads scales before amaxes are recorded, so no amax may be in the memory of a scale. An amax of a
+        # narrower dtype might not hold the number.
+        return (
+            super()._records_numbers()
+            and self.amax.is_cpu
+            and self.amax.dtype == torch.float32
+            and self.amax.data_ptr() != self.scale.data_ptr()
+        )
 
     def record(self, amax: float, scale: float) -> None:
         self.amax.view(1).clamp_(min=amax)

@@ -177,15 +177,19 @@ class BackwardSteps:
 class _EndOfPass:
     """The autograd engine calls it when a pass is complete, and deletes it without a call if the pass fails."""
 
+    _steps: BackwardSteps | None = None  # an exception of a signal's handler may come before `__init__`
+
     def __init__(self, steps: BackwardSteps, task: int) -> None:
-        self._steps = steps
         self._task = task
+        self._steps = steps
 
     def __call__(self) -> None:
-        self._steps._end(self._task)
+        if self._steps is not None:
+            self._steps._end(self._task)
 
     def __del__(self) -> None:
-        self._steps._forget(self._task)
+        if self._steps is not None:
+            self._steps._forget(self._task)
 
 
 backward_steps = BackwardSteps()

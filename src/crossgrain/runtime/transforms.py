@@ -1,7 +1,8 @@
 """Code that torch records or transforms: nothing can be quantized there, or only without numbers.
 
 `torch.jit.trace` records operations of torch. Kernels of crossgrain are none: their results would become constants of
-the recorded graph. The transforms of `torch.func` (vmap, grad, jvp, jacrev, ...) pass stand-ins for tensors. Fake tensors have shapes and no numbers.
+the recorded graph. The transforms of `torch.func` (vmap, grad, jvp, jacrev, ...) pass stand-ins for tensors.
+Fake tensors have shapes and no numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fused multiply-adds that add -0, and so are products: for GPUs that have no products of bf16, these are written so."""
+"""Fused multiply-adds that add -0, and so are products: those of bf16 are written so for GPUs that have no others."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -9,8 +9,8 @@ import numpy as np
 
 from .errors import PtxError
 from .lanes import Lanes
-from .registry import decode
 from .products import products
+from .registry import decode
 from .source import DECLARATION, Immediate, Instruction, Program, Symbol
 from .wave import Executor, Wave
 

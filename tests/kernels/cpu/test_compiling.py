@@ -14,18 +14,37 @@ from crossgrain.kernels.cpu.tags import F32
 
 @pytest.fixture
 def collector():
-    was = gc.isenabled()
+    was, thresholds = gc.isenabled(), gc.get_threshold()
     yield
     (gc.enable if was else gc.disable)()
+    gc.set_threshold(*thresholds)
 
 
-@pytest.mark.parametrize("runs", [True, False])
-def test_the_collector_waits_and_is_then_as_it_was(collector, runs):
-    (gc.enable if runs else gc.disable)()
+def _collects():
+    """Whether the collector runs when there are many new objects."""
+    before = gc.get_stats()[0]["collections"]
+    objects = [[] for _ in range(10_000)]
+    return gc.get_stats()[0]["collections"] > before and bool(objects)
+
+
+def test_the_collector_waits_and_is_then_as_it_was(collector):
+    gc.enable()
+    gc.set_threshold(300, 7, 8)
     with suppress(ZeroDivisionError), compiling.collector_waiting():
-        assert not gc.isenabled()
+        assert not _collects()
         raise ZeroDivisionError
-    assert gc.isenabled() == runs
+    assert gc.get_threshold() == (300, 7, 8)
+    assert _collects()
+
+
+def test_what_a_program_does_with_the_collector_meanwhile_stays(collector):
+    gc.enable()
+    with compiling.collector_waiting():
+        gc.disable()
+    assert not gc.isenabled()
+    with compiling.collector_waiting():
+        gc.set_threshold(123)
+    assert gc.get_threshold()[0] == 123
 
 
 def test_kernels_are_compiled_while_the_collector_waits(collector):
@@ -34,7 +53,7 @@ def test_kernels_are_compiled_while_the_collector_waits(collector):
 
     @intrinsic
     def look(typing_context, number):
-        seen.append(gc.isenabled())
+        seen.append(_collects())
         return types.intp(types.intp), lambda context, builder, signature, args: args[0]
 
     @njit
@@ -46,7 +65,7 @@ def test_kernels_are_compiled_while_the_collector_waits(collector):
     assert made(7, F32) == 7
     assert seen
     assert not any(seen)
-    assert gc.isenabled()
+    assert _collects()
 
 
 def _machine_code():

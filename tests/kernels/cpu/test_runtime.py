@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import numba.core.config
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import crossgrain as cg
 from crossgrain.formats import DEFAULT_SIGN_MASK, nvfp4_format
@@ -273,7 +273,20 @@ def test_the_end_of_a_program_does_not_wait_for_helpers_that_start_meanwhile(mon
     monkeypatch.setattr(runtime, "SimpleQueue", Waiting)
     monkeypatch.setattr(runtime, "_LONGEST_WAIT", 30.0)
     runtime._park_helpers()
-    assert waits == [30.0]
+    assert len(waits) == 1
+    assert 0.0 < waits[0] <= 30.0
+
+
+def test_ctrl_c_ends_the_wait_for_helpers_without_a_word(monkeypatch):
+    class Interrupted(SimpleQueue):
+        def get(self, timeout):
+            raise KeyboardInterrupt
+
+    for name, value in {"_started": [0], "_jobs": SimpleQueue(), "_at_exit": threading.Event()}.items():
+        monkeypatch.setattr(runtime, name, value)
+    monkeypatch.setattr(runtime, "SimpleQueue", Interrupted)
+    runtime._park_helpers()
+    assert runtime._at_exit.is_set()
 
 
 def test_helpers_do_not_end_before_the_interpreter_shuts_down():
@@ -379,10 +392,6 @@ def test_real_tensors_where_new_ones_are_fake(name):
             assert q.dequantize(direction=direction).shape == x.shape
         for plane in q.planes():
             assert cg.kernels.decode_operand(plane).shape == x.shape
-        if name.endswith("_sr"):
-            with pytest.raises(DataDependentOutputException):  # of torch: no seed can be drawn here
-                q.quantize_(x)
-        else:
-            q.quantize_(x)
-            assert QUANTIZERS[name]()(x).dequantize().shape == x.shape
+        q.quantize_(x)
+        assert QUANTIZERS[name]()(x).dequantize().shape == x.shape
     assert q.dequantize().isfinite().all()

@@ -120,11 +120,14 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 @contextmanager
 def collector_waiting() -> Iterator[None]:
-    """Python's garbage collector does not run inside of this, if it is on. One thread at a time may be here."""
-    runs = gc.isenabled()
-    gc.disable()
+    """Python's garbage collector does not run by itself inside of this. One thread at a time may be here.
+
+    Whether it is on is left alone: another thread may change that.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
     try:
         yield
     finally:
-        if runs:
-            gc.enable()
+        if gc.get_threshold()[0] == 0:  # nobody has set another one
+            gc.set_threshold(*thresholds)

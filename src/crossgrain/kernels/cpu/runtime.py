@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -274,7 +275,7 @@ def kind_of(value: Any) -> str:
 _jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
 _started: list[int] = []
 _at_exit = threading.Event()
-_LONGEST_WAIT = 10.0  # seconds that the end of the program waits for a helper, should one hang
+_LONGEST_WAIT = 10.0  # seconds that the end of the program waits for helpers, should one hang
 
 
 def _helpers(wanted: int) -> int:
@@ -307,6 +308,7 @@ def _park_helpers() -> None:
 
     When the interpreter shuts down, it ends each thread as soon as that asks for the GIL. In C++ code this aborts the
     process. Waiting for a lock is harmless; to end here would not be, because a thread that ends frees its tensors.
+    Ctrl-C ends the wait.
     """
     _at_exit.set()
     parked: SimpleQueue[None] = SimpleQueue()
@@ -320,9 +322,10 @@ def _park_helpers() -> None:
     helpers = len(_started)  # another thread may be starting one more
     for _ in range(helpers):
         _jobs.put(park)
-    with suppress(Empty):
+    latest = time.monotonic() + _LONGEST_WAIT
+    with suppress(Empty, KeyboardInterrupt):
         for _ in range(helpers):
-            parked.get(timeout=_LONGEST_WAIT)
+            parked.get(timeout=max(0.0, latest - time.monotonic()))
 
 
 os.register_at_fork(after_in_child=_forget_helpers)
