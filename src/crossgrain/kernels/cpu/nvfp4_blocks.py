@@ -18,7 +18,6 @@ from .elements import (
     encode_element,
     float_bits,
     load_input,
-    magnitude_bits,
     rounded_to_grid,
     saturated_codes,
     up_to_max,
@@ -110,16 +109,23 @@ def _encode_blocks(
         if best > INFINITY_BITS:
             return best
         wanted = (as_float(largest_bits) / CODE_MAX) * encode_scale
-        six, factor = _scales(float_minimum(wanted, SCALE_MAX), decode_scale)
-        safe = _is_safe(amax)
-        low6, high6, error6 = _candidate(buffer, stride, six, factor, amax, bound, safe, dtype, four_over_six)
-        four, factor = _scales(float_minimum(wanted * STRETCH, SCALE_MAX), decode_scale)
-        low4, high4, error4 = _candidate(buffer, stride, four, factor, amax, bound, safe, dtype, four_over_six)
+        six, factor6 = _scales(float_minimum(wanted, SCALE_MAX), decode_scale)
+        four, factor4 = _scales(float_minimum(wanted * STRETCH, SCALE_MAX), decode_scale)
+        scale6, scale4 = decode_element(six, E4M3_TAG), decode_element(four, E4M3_TAG)
+        safe, middle, zero = _is_safe(amax), opaque(8), splat(np.float32(0.0), 16, "f32")
+        low6, low4, low_signs, error6, error4 = _both_words(
+            buffer, stride, 0, middle, scale6, factor6, scale4, factor4, amax, bound, safe, zero, zero,
+            dtype, four_over_six,
+        )  # fmt: skip
+        high6, high4, high_signs, error6, error4 = _both_words(
+            buffer, stride, middle, 16, scale6, factor6, scale4, factor4, amax, bound, safe, error6, error4,
+            dtype, four_over_six,
+        )  # fmt: skip
         if square:
             error6 = splat(sum_of_halves(error6), 16, "f32")
             error4 = splat(sum_of_halves(error4), 16, "f32")
-        low = where_less(error4, error6, low4, low6) | _signs(buffer, stride, dtype)
-        high = where_less(error4, error6, high4, high6) | _signs(buffer + 8 * stride, stride, dtype)
+        low = where_less(error4, error6, low4, low6) | low_signs
+        high = where_less(error4, error6, high4, high6) | high_signs
         store(words, low)
         store(words + 64, high)
         store(scales, where_less(error4, error6, four, six))
@@ -196,37 +202,21 @@ CODE_MAX, SCALE_MAX, STRETCH = np.float32(E2M1.max), np.float32(E4M3.max), np.fl
 
 
 @inner
-def _candidate(buffer, stride, stored, factor, amax, bound, safe, dtype, measure):
-    """Two words of codes without signs for each block, and their error, added up number after number."""
-    scale = decode_element(stored, E4M3_TAG)
-    error = splat(np.float32(0.0), 16, "f32")
-    low, high = splat(0, 16, "i32"), splat(0, 16, "i32")
-    middle = opaque(8)
-    for row in range(middle):
-        magnitude = magnitudes(buffer + row * stride, dtype)
-        codes, numbers = rounded_to_grid(up_to_max(magnitude * factor, E2M1_TAG), E2M1_TAG)
-        low = appended(low, codes)
-        error = error + magnitude_of_error(divided(numbers * scale * amax, bound, safe) - magnitude, measure)
-    for row in range(middle, 16):
-        magnitude = magnitudes(buffer + row * stride, dtype)
-        codes, numbers = rounded_to_grid(up_to_max(magnitude * factor, E2M1_TAG), E2M1_TAG)
-        high = appended(high, codes)
-        error = error + magnitude_of_error(divided(numbers * scale * amax, bound, safe) - magnitude, measure)
-    return low, high, error
-
-
-@inner
-def magnitudes(address, dtype):
-    return as_float(magnitude_bits(load_input(address, 16, dtype), NO))
-
-
-@inner
-def _signs(buffer, stride, dtype):
-    """The signs of 8 numbers of each block, in the places that they have in a word of codes."""
-    word = splat(0, 16, "i32")
-    for row in range(8):
-        word = (word >> 4) | (as_int(load_input(buffer + row * stride, 16, dtype)) & 0x80000000)
-    return word
+def _both_words(
+    buffer, stride, first, last, scale6, factor6, scale4, factor4, amax, bound, safe, error6, error4, dtype, measure,
+):  # fmt: skip
+    """Of 8 numbers of each block: codes without signs under both scales, signs, and errors added up, one by one."""
+    word6, word4, signs = splat(0, 16, "i32"), splat(0, 16, "i32"), splat(0, 16, "i32")
+    for row in range(first, last):
+        bits = as_int(load_input(buffer + row * stride, 16, dtype))
+        magnitude = as_float(bits & 0x7FFFFFFF)
+        codes6, number6 = rounded_to_grid(up_to_max(magnitude * factor6, E2M1_TAG), E2M1_TAG)
+        codes4, number4 = rounded_to_grid(up_to_max(magnitude * factor4, E2M1_TAG), E2M1_TAG)
+        word6, word4 = appended(word6, codes6), appended(word4, codes4)
+        signs = (signs >> 4) | (bits & 0x80000000)
+        error6 = error6 + magnitude_of_error(divided(number6 * scale6 * amax, bound, safe) - magnitude, measure)
+        error4 = error4 + magnitude_of_error(divided(number4 * scale4 * amax, bound, safe) - magnitude, measure)
+    return word6, word4, signs, error6, error4
 
 
 def divided(x, bound, safe):

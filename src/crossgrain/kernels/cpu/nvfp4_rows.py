@@ -69,6 +69,7 @@ def block_rows(
             blocks = min(16, (cols - col) // 16)
             source = x + row * x_stride + col * size
             target, scale = codes + row * codes_stride + col // 2, scales + row * scales_stride + col // 16
+            prefetch_rows(source + 256 * size, 16 * size)
             if blocks == 16:
                 store_rows(turned, 64, transpose_rows(load_rows(source, 16 * size, 16, dtype)))
             else:
