@@ -30,7 +30,7 @@ def workspace(name: str, elements: int) -> Tensor | None:
 
     There is none either where new tensors are fake: nobody else could use one.
     """
-    if elements * 4 > LIMIT_BYTES or new_tensors_are_fake():
+    if elements * 4 > LIMIT_BYTES or (torch._C._len_torch_dispatch_stack() and new_tensors_are_fake()):
         return None
     key = _buffers.depth, name
     buffer = _buffers.by_name.get(key)

@@ -189,7 +189,7 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the address of a tensor has its numbers. Traced, transformed and lazy tensors do not have them there."""
     return (
         type(tensor) is Tensor
-        and not new_tensors_are_fake()
+        and not (torch._C._len_torch_dispatch_stack() and new_tensors_are_fake())
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
