@@ -11,7 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ..runtime.transforms import new_tensors_are_fake
+from ..runtime.transforms import memory_is_out_of_reach
 
 LIMIT_BYTES = 1 << 30  # larger operands are allocated for each GEMM: keeping their memory would cost too much
 
@@ -28,9 +28,9 @@ _buffers = _Buffers()
 def workspace(name: str, elements: int) -> Tensor | None:
     """A float32 buffer of at least ``elements`` numbers on the CPU; None if it would be larger than the limit.
 
-    There is none either where new tensors are fake: nobody else could use one.
+    There is none either where tensors are fake, or where operations are recorded, which would record the buffer.
     """
-    if elements * 4 > LIMIT_BYTES or (torch._C._len_torch_dispatch_stack() and new_tensors_are_fake()):
+    if elements * 4 > LIMIT_BYTES or (torch._C._len_torch_dispatch_stack() and memory_is_out_of_reach()):
         return None
     key = _buffers.depth, name
     buffer = _buffers.by_name.get(key)

@@ -39,6 +39,7 @@ from ..recipe.summary import formats_in_short
 from ..recipe.updates import Step
 from ..runtime.settings import settings
 from ..runtime.torch_patches.checkpoint_frames import in_backward, unseen_by_policies
+from ..runtime.transforms import as_lasting_as
 from ..tensor import QuantizedTensor
 from .field_names import FieldNames
 from .kept_attributes import kept_attributes
@@ -213,11 +214,13 @@ class QuantizedModule(KeptWeights, Histories, FieldNames):
         states: dict[Mode, RecipeState] = {}
         quantizers: dict[str, list[Quantizer]] = {}
         for mode, count in self._slot_counts().items():
-            state = RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device, roles=self._roles(mode))
-            if mode in self._learned:
-                state.inherit_state_from(self._learned[mode])
+            roles = self._roles(mode)
+            with as_lasting_as(next(self.parameters(), None)):
+                state = RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device, roles=roles)
+                if mode in self._learned:
+                    state.inherit_state_from(self._learned[mode])
+                made = quantizers[SLOTS[mode]] = state.make_quantizers()
             states[mode] = state
-            made = quantizers[SLOTS[mode]] = state.make_quantizers()
             state.set_policies(made, self.layer, nonfinite)
         return Built(recipe, states, quantizers, self._details(recipe, quantizers), nonfinite=nonfinite)
 

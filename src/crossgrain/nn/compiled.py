@@ -308,8 +308,8 @@ def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
             plain = all(value is None or value is False for name, value in given.items() if name not in _OPERANDS)
             if not plain or isinstance(given.get("m_splits"), Tensor) or not constant_traceable(self):
                 return untraced(self, *arguments, **options)
-        elif get_tracing_state() is not None or current_transform() is not None:  # asked here: it is in every step
-            refuse_transforms(self.layer)
+        elif get_tracing_state() is not None or current_transform() is not None or torch._C._len_torch_dispatch_stack():
+            refuse_transforms(self.layer)  # not always called: it would be in every step
         return forward(self, *arguments, **options)
 
     return traced_or_not

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ..quantizers.float8 import Float8Quantizer
 from ..runtime.logs import warn
+from ..runtime.transforms import new_tensors_are_fake
 from ..tensor import QuantizedTensor
 from ..tensor.sharding import is_sharded, local_part, shard_groups, sharded_like
 from .masters import (
@@ -159,12 +161,19 @@ class FusedOptimizer(Optimizer):
 
     def _check(self, params: Iterable[Tensor]) -> None:
         """Raise, before anything changes, if a parameter cannot be updated."""
+        fake = torch._C._len_torch_dispatch_stack() and new_tensors_are_fake()
         for param in params:
             grad = self._grad(param)
             assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
             own = local_part(param)
+            if fake and not _is_fake(own):
+                raise RuntimeError(
+                    f"{type(self).__name__}: a parameter of shape {list(param.shape)} has numbers, but new tensors are "
+                    "fake here (FakeTensorMode), and moments and counts of steps would stay so. Make the model and "
+                    "the optimizer under the mode too, or leave out the step."
+                )
             if isinstance(own, QuantizedTensor):
                 if is_sharded(param):
                     own._stand_alone()
@@ -372,7 +381,14 @@ def _as_float32(grad: Tensor | None) -> Tensor:
 def _is_same(param: Tensor, master: Tensor) -> bool:
     """Whether ``master`` is the memory of the parameter itself."""
     own = local_part(param)
-    return not isinstance(own, QuantizedTensor) and own.data_ptr() == master.data_ptr()
+    if isinstance(own, QuantizedTensor | FakeTensor):
+        return False
+    return bool(own.data_ptr() == master.data_ptr())
+
+
+def _is_fake(own: Tensor) -> bool:
+    buffer = own.planes()[0].data if isinstance(own, QuantizedTensor) else own
+    return isinstance(buffer, FakeTensor)
 
 
 def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:

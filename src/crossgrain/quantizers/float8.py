@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import kernels
 from ..formats import Format, fp8_format
@@ -180,7 +181,8 @@ _HOOKS = ("_observe", "_observe_all", "_observes", "record", "_given", "gives_sc
 
 def _has_its_number(statistic: object) -> bool:
     """Whether an amax or a scale, which a user may set to anything, is a tensor, with its number in its memory."""
-    return isinstance(statistic, Tensor) and statistic.layout is torch.strided and not statistic.is_neg()
+    plain = isinstance(statistic, Tensor) and not isinstance(statistic, FakeTensor)
+    return plain and statistic.layout is torch.strided and not statistic.is_neg()  # type: ignore[attr-defined]
 
 
 class _PerTensorQuantizer(Quantizer):

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .host_and_device import on_device
 from .logs import warn
 from .passes import same_seed, same_value
+from .transforms import new_tensors_are_fake
 
 
 class CudaRNGStatesTracker:
@@ -270,6 +271,13 @@ def draw_seed(subject: object = "") -> int:
         subject: what is rounded, such as "fc1, input"; `draws_by_layer` and `DrawRecord` use it.
     """
     draws, record = _by_layer, _record
+    if torch._C._len_torch_dispatch_stack() and new_tensors_are_fake():
+        if get_proxy_mode() is not None:
+            raise NotImplementedError(
+                f"{subject or 'a tensor'}: stochastic rounding cannot be recorded by make_fx, which would store its "
+                "seed as a constant. Use torch.compile or torch.export, or round to nearest."
+            )
+        return 0  # what is rounded has no numbers, and nobody may notice
     if _again.drawn is not None and _again.drawn[0] is subject:
         (_, seed), _again.drawn = _again.drawn, None
         return seed
@@ -280,10 +288,7 @@ def draw_seed(subject: object = "") -> int:
 
 
 def _drawn_seed() -> int:
-    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
-    if isinstance(drawn, FakeTensor):
-        return 0  # it has no number, and what is rounded has none either
-    seed = int(drawn)
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
     return _not_of_an_earlier_capture(seed) if _seeds_of_capture else seed
 
 

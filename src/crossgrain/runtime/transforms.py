@@ -7,9 +7,14 @@ Fake tensors have shapes and no numbers.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 get_tracing_state = torch._C._get_tracing_state  # None outside of `torch.jit.trace`
 current_transform = _functorch.peek_interpreter_stack  # None outside of the transforms of `torch.func`
@@ -20,8 +25,26 @@ def new_tensors_are_fake() -> bool:
     return type(torch.empty(0, device="cpu")) is not Tensor
 
 
+def memory_is_out_of_reach() -> bool:
+    """Whether nothing may read or write memory but operations of torch: tensors are fake, or operations are recorded.
+
+    Without any dispatch mode, callers need not ask.
+    """
+    return new_tensors_are_fake() or get_proxy_mode() is not None
+
+
+def as_lasting_as(tensor: Tensor | None) -> AbstractContextManager[object]:
+    """A context manager for new tensors that are kept beside ``tensor``: they are fake only if it is fake."""
+    if torch._C._len_torch_dispatch_stack() and new_tensors_are_fake() and not isinstance(tensor, FakeTensor):
+        found: AbstractContextManager[object] = _disable_current_modes()
+        return found
+    return nullcontext()
+
+
 def refuse_transforms(what: str) -> None:
-    """Raise NotImplementedError inside `torch.jit.trace` and inside the transforms of `torch.func`.
+    """Raise NotImplementedError inside `torch.jit.trace`, `make_fx` and the transforms of `torch.func`.
+
+    `make_fx` may record fake tensors: of these, nothing is measured.
 
     Args:
         what: what would quantize there, for the message.
@@ -30,6 +53,11 @@ def refuse_transforms(what: str) -> None:
         raise NotImplementedError(
             f"{what} cannot be recorded by torch.jit.trace, which would store quantized numbers as constants. Use "
             "torch.compile or torch.export, or export the weights (crossgrain.unconvert gives the plain model back)."
+        )
+    if torch._C._len_torch_dispatch_stack() and get_proxy_mode() is not None and not new_tensors_are_fake():
+        raise NotImplementedError(
+            f"{what} cannot be recorded by make_fx with numbers, which would store what follows from them as "
+            "constants. Use torch.compile or torch.export, or tracing_mode='fake'."
         )
     # `functionalize` changes nothing about numbers or gradients.
     top = current_transform()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...formats import Element, Format
 from ...formats.dtypes import HIGH_PRECISION
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
-from ...runtime.transforms import new_tensors_are_fake
+from ...runtime.transforms import memory_is_out_of_reach
 from ..reference.elements import FP32_MAX
 from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
@@ -189,7 +189,7 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the address of a tensor has its numbers. Traced, transformed and lazy tensors do not have them there."""
     return (
         type(tensor) is Tensor
-        and not (torch._C._len_torch_dispatch_stack() and new_tensors_are_fake())
+        and not (torch._C._len_torch_dispatch_stack() and memory_is_out_of_reach())
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
