@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +42,7 @@ class Product:
         layer: whether `path` is a layer that a recipe can be for.
         read_by: the type of the module that multiplied the weight itself, if the layer was never called for it. Only
             sample inputs show it.
+        slides: whether it is of a convolution whose windows overlap. By its shape, it counts for one of them.
     """
 
     path: str
@@ -49,6 +51,7 @@ class Product:
     owner: str = ""
     layer: bool = True
     read_by: str = ""
+    slides: bool = False
 
 
 def count_products(model: nn.Module, inputs: Any = None) -> list[Product]:
@@ -74,8 +77,9 @@ def _by_shape(model: nn.Module) -> Iterator[Product]:
         if isinstance(module, ops.Linear):
             operations.append(path)
         owner = _own_class(module).__name__
+        slides = isinstance(module, _ConvNd) and module.kernel_size != module.stride  # otherwise a patch is a token
         for name, multiply_adds, layer in _own_products(module):
-            yield Product(f"{path}.{name}".strip("."), multiply_adds, owner=owner, layer=layer)
+            yield Product(f"{path}.{name}".strip("."), multiply_adds, owner=owner, layer=layer, slides=slides)
 
 
 def _own_products(module: Any) -> Iterator[tuple[str, int, bool]]:

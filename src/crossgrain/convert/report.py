@@ -105,11 +105,17 @@ class ConvertReport:
         return [(what, names, why, _percent(share) if share else "") for what, names, why, share in self.rows()]
 
     def summary(self) -> str:
-        """One sentence: the share that is quantized."""
+        """One sentence: the share that is quantized, and what may be wrong about it."""
         how = "of the sample inputs" if self.sampled else "of a token, by shapes"
         text = f"{_percent(self.quantized_share)} of the multiply-adds with weights ({how}) are quantized"
         if self.sampled:
-            text += f"; products of two activations are another {_percent(self.activation_share)} of all"
+            return text + f"; products of two activations are another {_percent(self.activation_share)} of all"
+        convolutions = sum(product.slides for product in self.products)
+        if convolutions:
+            text += (
+                f"; but {_count(convolutions, 'convolution')} counted as if applied in one place only, so the true "
+                "share is smaller: convert(..., inputs=...) counts what runs"
+            )
         return text
 
     def __str__(self) -> str:
