@@ -84,9 +84,7 @@ def test_a_report_by_shapes_says_that_convolutions_count_too_little():
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 32)]
         return nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3, padding=1), *head)
 
-    said = (
-        "2 convolutions counted as if applied in one place only, so the true share is smaller: convert(..., inputs=...)"
-    )
-    assert said in cg.convert(model(), "mxfp8", strict=False).summary()
+    said = "may be far off, because 2 convolutions counted as if applied in one place only: convert(..., inputs=...)"
+    assert said in cg.convert(model(), "mxfp8").summary()
     assert "convolution" not in cg.convert(model(), "mxfp8", inputs=torch.randn(1, 3, 16, 16)).summary()
     assert "convolution" not in cg.convert(nn.Sequential(nn.Conv2d(3, 32, 4, 4)), "mxfp8").summary()  # patches

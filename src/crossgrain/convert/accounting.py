@@ -42,7 +42,7 @@ class Product:
         layer: whether `path` is a layer that a recipe can be for.
         read_by: the type of the module that multiplied the weight itself, if the layer was never called for it. Only
             sample inputs show it.
-        slides: whether it is of a convolution whose windows overlap. By its shape, it counts for one of them.
+        slides: whether it is of a convolution whose windows overlap or have gaps. By its shape, it counts for one.
     """
 
     path: str

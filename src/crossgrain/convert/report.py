@@ -113,8 +113,8 @@ class ConvertReport:
         convolutions = sum(product.slides for product in self.products)
         if convolutions:
             text += (
-                f"; but {_count(convolutions, 'convolution')} counted as if applied in one place only, so the true "
-                "share is smaller: convert(..., inputs=...) counts what runs"
+                f"; this may be far off, because {_count(convolutions, 'convolution')} counted as if applied in one "
+                "place only: convert(..., inputs=...) counts what runs"
             )
         return text
 
