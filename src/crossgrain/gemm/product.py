@@ -26,7 +26,7 @@ from ..kernels.reference.hadamard import unrotate
 from ..planes import ROWWISE, Direction, Plane, matrix_shape
 from ..runtime.settings import settings
 from ..runtime.strict import refuse_if_strict
-from ..runtime.transforms import memory_is_out_of_reach
+from ..runtime.transforms import dispatch_modes, memory_is_out_of_reach
 from .native import machine
 from .on_gpu import multiplied_on_gpu, refuse_decoding
 from .operands import GEMMS, check_operands
@@ -243,7 +243,7 @@ def _global_scale(plane: Plane) -> float | Tensor:
 
 def _number(values: Tensor, factor: float = 1.0) -> float | Tensor:
     """A Python number; or a float64 tensor of several, or of one that cannot be read here."""
-    if values.numel() == 1 and not (torch._C._len_torch_dispatch_stack() and memory_is_out_of_reach()):
+    if values.numel() == 1 and not (dispatch_modes() and memory_is_out_of_reach()):
         return float(values) * factor
     return values.to(torch.float64) * factor
 

@@ -11,7 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ..runtime.transforms import memory_is_out_of_reach
+from ..runtime.transforms import dispatch_modes, memory_is_out_of_reach
 
 LIMIT_BYTES = 1 << 30  # larger operands are allocated for each GEMM: keeping their memory would cost too much
 
@@ -30,7 +30,7 @@ def workspace(name: str, elements: int) -> Tensor | None:
 
     There is none either where tensors are fake, or where operations are recorded, which would record the buffer.
     """
-    if elements * 4 > LIMIT_BYTES or (torch._C._len_torch_dispatch_stack() and memory_is_out_of_reach()):
+    if elements * 4 > LIMIT_BYTES or (dispatch_modes() and memory_is_out_of_reach()):
         return None
     key = _buffers.depth, name
     buffer = _buffers.by_name.get(key)

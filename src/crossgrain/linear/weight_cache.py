@@ -87,7 +87,7 @@ class WeightCache:
             columnwise = columnwise or (entry is not None and entry.copy.plane(COLUMNWISE) is not None)
             with torch.inference_mode(False), torch.no_grad():  # a copy made for inference may be used for training
                 copy = make(columnwise)
-            if torch._C._len_torch_dispatch_stack() and new_tensors_are_fake():
+            if new_tensors_are_fake():
                 return copy  # not kept: the weight may have numbers
             made_from = [weakref.ref(parameter) for parameter in parameters]
             entry = self._entries[name] = _Entry(copy, made_from, _versions(parameters))

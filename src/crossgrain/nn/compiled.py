@@ -27,7 +27,7 @@ from ..quantizers.hybrid import rounds_stochastically
 from ..recipe import Recipe, active, this_pass
 from ..runtime.torch_patches.checkpoint_frames import in_backward
 from ..runtime.torch_patches.compiler_marks import constant_in_graphs, eager_only
-from ..runtime.transforms import current_transform, get_tracing_state, refuse_transforms
+from ..runtime.transforms import current_transform, dispatch_modes, get_tracing_state, refuse_transforms
 from .forward_pass import ForwardPass, TracedPass
 
 if TYPE_CHECKING:
@@ -308,8 +308,8 @@ def compilable(forward: Callable[..., Any]) -> Callable[..., Any]:
             plain = all(value is None or value is False for name, value in given.items() if name not in _OPERANDS)
             if not plain or isinstance(given.get("m_splits"), Tensor) or not constant_traceable(self):
                 return untraced(self, *arguments, **options)
-        elif get_tracing_state() is not None or current_transform() is not None or torch._C._len_torch_dispatch_stack():
-            refuse_transforms(self.layer)  # not always called: it would be in every step
+        elif get_tracing_state() is not None or current_transform() is not None or dispatch_modes():
+            refuse_transforms(self.layer)  # the three are asked here, because a call would be in every step
         return forward(self, *arguments, **options)
 
     return traced_or_not

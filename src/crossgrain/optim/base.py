@@ -161,7 +161,7 @@ class FusedOptimizer(Optimizer):
 
     def _check(self, params: Iterable[Tensor]) -> None:
         """Raise, before anything changes, if a parameter cannot be updated."""
-        fake = torch._C._len_torch_dispatch_stack() and new_tensors_are_fake()
+        fake = new_tensors_are_fake()
         for param in params:
             grad = self._grad(param)
             assert grad is not None

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .host_and_device import on_device
 from .logs import warn
 from .passes import same_seed, same_value
-from .transforms import new_tensors_are_fake
+from .transforms import dispatch_modes, new_tensors_are_fake
 
 
 class CudaRNGStatesTracker:
@@ -271,7 +271,7 @@ def draw_seed(subject: object = "") -> int:
         subject: what is rounded, such as "fc1, input"; `draws_by_layer` and `DrawRecord` use it.
     """
     draws, record = _by_layer, _record
-    if torch._C._len_torch_dispatch_stack() and new_tensors_are_fake():
+    if dispatch_modes() and new_tensors_are_fake():
         if get_proxy_mode() is not None:
             raise NotImplementedError(
                 f"{subject or 'a tensor'}: stochastic rounding cannot be recorded by make_fx, which would store its "

@@ -18,24 +18,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 get_tracing_state = torch._C._get_tracing_state  # None outside of `torch.jit.trace`
 current_transform = _functorch.peek_interpreter_stack  # None outside of the transforms of `torch.func`
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many there are; asked first where a call would cost too much
 
 
 def new_tensors_are_fake() -> bool:
-    """Whether new tensors have no memory, because of a dispatch mode. Without any mode, callers need not ask."""
-    return type(torch.empty(0, device="cpu")) is not Tensor
+    """Whether new tensors have no memory, because of a dispatch mode."""
+    return bool(dispatch_modes()) and type(torch.empty(0, device="cpu")) is not Tensor
 
 
 def memory_is_out_of_reach() -> bool:
-    """Whether nothing may read or write memory but operations of torch: tensors are fake, or operations are recorded.
-
-    Without any dispatch mode, callers need not ask.
-    """
-    return new_tensors_are_fake() or get_proxy_mode() is not None
+    """Whether only operations of torch may read or write memory: tensors are fake, or operations are recorded."""
+    return bool(dispatch_modes()) and (new_tensors_are_fake() or get_proxy_mode() is not None)
 
 
 def as_lasting_as(tensor: Tensor | None) -> AbstractContextManager[object]:
-    """A context manager for new tensors that are kept beside ``tensor``: they are fake only if it is fake."""
-    if torch._C._len_torch_dispatch_stack() and new_tensors_are_fake() and not isinstance(tensor, FakeTensor):
+    """A context manager for new tensors that are kept beside ``tensor``: they are not fake unless it is.
+
+    With None, they are what the modes make of them.
+    """
+    if tensor is not None and not isinstance(tensor, FakeTensor) and new_tensors_are_fake():
         found: AbstractContextManager[object] = _disable_current_modes()
         return found
     return nullcontext()
@@ -54,7 +55,7 @@ def refuse_transforms(what: str) -> None:
             f"{what} cannot be recorded by torch.jit.trace, which would store quantized numbers as constants. Use "
             "torch.compile or torch.export, or export the weights (crossgrain.unconvert gives the plain model back)."
         )
-    if torch._C._len_torch_dispatch_stack() and get_proxy_mode() is not None and not new_tensors_are_fake():
+    if memory_is_out_of_reach() and not new_tensors_are_fake():
         raise NotImplementedError(
             f"{what} cannot be recorded by make_fx with numbers, which would store what follows from them as "
             "constants. Use torch.compile or torch.export, or tracing_mode='fake'."

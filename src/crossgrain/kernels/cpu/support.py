@@ -16,7 +16,7 @@ from torch import Tensor
 from ...formats import Element, Format
 from ...formats.dtypes import HIGH_PRECISION
 from ...planes import COLUMNWISE, ROWWISE, Direction, Plane
-from ...runtime.transforms import memory_is_out_of_reach
+from ...runtime.transforms import current_transform, dispatch_modes, memory_is_out_of_reach
 from ..reference.elements import FP32_MAX
 from ..reference.encode import tensor_scale
 from ..reference.random_bits import stream_keys
@@ -189,7 +189,7 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the address of a tensor has its numbers. Traced, transformed and lazy tensors do not have them there."""
     return (
         type(tensor) is Tensor
-        and not (torch._C._len_torch_dispatch_stack() and memory_is_out_of_reach())
+        and not (dispatch_modes() and memory_is_out_of_reach())
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
         and not tensor.is_neg()
@@ -202,8 +202,8 @@ def is_plain_memory(x: Tensor) -> bool:
     return (
         type(x) is Tensor
         and x.is_contiguous()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not dispatch_modes()
+        and current_transform() is None
         and not torch._is_functional_tensor(x)
         and not x.is_neg()
         and x.data_ptr() != 0
@@ -212,7 +212,7 @@ def is_plain_memory(x: Tensor) -> bool:
 
 def all_have_memory(tensors: list[Tensor]) -> bool:
     """Whether all tensors have memory. If nothing is traced or transformed, only their addresses must be checked."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if dispatch_modes() or current_transform() is not None:
         return all(map(has_memory, tensors))
     for tensor in tensors:  # noqa: SIM110 - a generator is a call of Python for each tensor, in every GEMM
         if type(tensor) is not Tensor or tensor.data_ptr() == 0:
@@ -224,8 +224,8 @@ def plane_has_memory(plane: Plane) -> bool:
     """Whether all buffers of a plane have memory. It is asked for both operands of every GEMM, so it calls little."""
     data, scale, amax = plane.data, plane.scale, plane.amax
     if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        dispatch_modes()
+        or current_transform() is not None
         or type(data) is not Tensor
         or data.data_ptr() == 0
         or (scale is not None and (type(scale) is not Tensor or scale.data_ptr() == 0))
